@@ -1,1 +1,1 @@
-"""Step directories: complete or absent, verified file by file, without torch."""
+"""Step directories, which are complete or absent and are verified file by file; nothing here needs torch."""

@@ -1,4 +1,4 @@
-"""Files that are hashed while they are written, and lie on the disk when they are closed."""
+"""Files that are hashed while they are written and synced to disk when they are closed, and files that are read past the page cache."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol
 
-_COLLECTED = 16 << 20  # bytes written at a time, a multiple of every device's block
-_CACHED = 1 << 20  # the same where they go into the page cache
+_COLLECTED = 16 << 20  # bytes written at a time; a multiple of every device's block size
+_CACHED = 1 << 20  # the same for writes to the page cache
 _CHUNK = 4 << 20  # bytes read at a time
-_BLOCK = 4096  # of a disk
+_BLOCK = 4096  # bytes; block size of a disk
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written."""
+    """The size and hash of a file as it was written."""
 
     size: int  # bytes
     sha256: str  # hexadecimal
 
 
 class HashedFile:
-    """A new file, written from its beginning to its end. `close` syncs it to the disk and says what was written.
+    """A new file that is written sequentially. `close` syncs it to disk and returns its record.
 
-    A file of more than 16 MiB goes past the page cache where the file system can do that (O_DIRECT): no processor copies it once more, what
-    the training has cached stays there, and `close` finds next to nothing to sync.
+    A file of more than 16 MiB bypasses the page cache if the file system supports that (O_DIRECT): this saves a copy by the CPU, leaves in
+    the cache what the training keeps there, and leaves next to nothing for `close` to sync.
 
     Args:
-        path: of the file.
-        cached: it goes into the page cache all the same, since it will be read on this machine.
+        path: the file's path.
+        cached: write through the page cache even so, since the file will be read on this machine.
 
-    A failing write raises from `check` and `close` only: torch.save calls `write` out of C++, where an exception would lose its cause.
+    A failed write raises only from `check` and `close`, since torch.save calls `write` from C++, where an exception would lose its cause.
     """
 
     def __init__(self, path: Path, cached: bool = False) -> None:
         self.path, self.size, self._cached = path, 0, cached
         self._file, self._hash = path.open("xb", buffering=0), hashlib.sha256()
         self._room = _CACHED if cached else _COLLECTED
-        self._collected, self._filled = mmap.mmap(-1, self._room), 0  # O_DIRECT asks for memory that begins with a page
+        self._collected, self._filled = mmap.mmap(-1, self._room), 0  # O_DIRECT requires page-aligned memory
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Takes all of `data`."""
+        """Append all of `data`."""
         left = memoryview(data).cast("B")
         size = len(left)
         self._hash.update(left)
@@ -64,15 +64,15 @@ class HashedFile:
         return size
 
     def flush(self) -> None:
-        """Nothing: the file is flushed when it is closed."""
+        """Do nothing: the file is flushed when it is closed."""
 
     def check(self) -> None:
-        """Raises OSError, with the file's name, where a write has failed."""
+        """Raise OSError, with the file's name, if a write has failed."""
         if self._error is not None:
             raise OSError(self._error.errno, self._error.strerror, str(self.path))
 
     def close(self) -> FileRecord:
-        """Ends the file. Raises OSError where it is not whole on the disk."""
+        """Finish and sync the file; return its record. Raise OSError if it is not completely on disk."""
         try:
             self.check()
             self._attempt(self._write_collected, direct=False)
@@ -84,7 +84,7 @@ class HashedFile:
         return FileRecord(self.size, self._hash.hexdigest())
 
     def discard(self) -> None:
-        """Lets go of the file, whole or not."""
+        """Close the file, complete or not."""
         self._attempt(self._file.close)
         self._collected.close()
 
@@ -101,7 +101,7 @@ class HashedFile:
             self._error = self._error or error
 
     def _write_collected(self, direct: bool) -> None:
-        """Writes what is collected. Not directly: the rest of a file, which need not end with a block."""
+        """Write the collected bytes. `direct` must be false for the end of a file, which need not end on a block boundary."""
         descriptor = self._file.fileno()
         direct = _set_direct(descriptor, direct)
         with memoryview(self._collected)[: self._filled] as data:
@@ -112,11 +112,11 @@ class HashedFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL or not direct:
                         raise
-                    direct = _set_direct(descriptor, False)  # after a write in part, which ended within a block
+                    direct = _set_direct(descriptor, False)  # a partial write has ended within a block
 
 
 def _set_direct(descriptor: int, wanted: bool) -> bool:
-    """Lets writes pass the page cache, or not. Whether they do: not every file system can."""
+    """Turn O_DIRECT on or off. Return whether it is now on, since not every file system supports it."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
@@ -126,18 +126,18 @@ def _set_direct(descriptor: int, wanted: bool) -> bool:
 
 
 class LargeContent(Protocol):
-    """Content of a file that is too large to be in memory at once."""
+    """The content of a file that is too large to hold in memory at once."""
 
     def write(self, file: HashedFile | BinaryIO, /) -> None:
-        """Writes all of it into a file that need not be seekable."""
+        """Write all of it to a file, which need not be seekable."""
 
 
 Content = bytes | LargeContent
-"""Of a file."""
+"""The content of a file."""
 
 
 def write_file(path: Path, data: Content) -> FileRecord:
-    """Writes a new file. Raises OSError where it is not whole on the disk."""
+    """Write and sync a new file; return its record. Raise OSError if it is not completely on disk."""
     with HashedFile(path) as file:
         if isinstance(data, bytes):
             file.write(data)
@@ -147,7 +147,7 @@ def write_file(path: Path, data: Content) -> FileRecord:
 
 
 def read_record(path: Path) -> FileRecord:
-    """The record of a file as it is now."""
+    """Return the record of a file as it is now."""
     digest, size = hashlib.sha256(), 0
     with StoredFile(path) as file:
         for data in file.blocks():
@@ -157,27 +157,27 @@ def read_record(path: Path) -> FileRecord:
 
 
 class StoredFile:
-    """A file that is read by one thread. Raises OSError, with its name, where it cannot be.
+    """A file that is read by one thread. Raises OSError, with the file's name, if it cannot be read.
 
-    What is not in the page cache is read past it where the file system can do that: filling it with what is read once costs ten times the
-    copy.
+    Data that is not in the page cache is read past it if the file system supports that, since filling the cache with data that is read
+    only once costs ten times as much as the copy.
 
     Args:
-        path: of the file.
-        in_order: the parts that are read lie one after the other, so that more than the one which is asked for may be read at a time.
+        path: the file's path.
+        in_order: the parts are read sequentially, so more than the requested part may be read at a time.
     """
 
     def __init__(self, path: Path, in_order: bool = False) -> None:
         self.path, self._in_order = path, in_order
         self._plain, self._direct = os.open(path, os.O_RDONLY), -1
-        os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)  # what lies behind a part is read directly
+        os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead: later parts are read directly
         with suppress(OSError):
             self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        self._buffer = mmap.mmap(-1, _CHUNK)  # O_DIRECT asks for memory that begins with a page
-        self._start = self._held = 0  # what the buffer holds
+        self._buffer = mmap.mmap(-1, _CHUNK)  # O_DIRECT requires page-aligned memory
+        self._start = self._held = 0  # file offset and number of the bytes in the buffer
 
     def blocks(self) -> Iterator[memoryview]:
-        """All of it, in order; each block is valid until the next is asked for."""
+        """Yield the whole file in consecutive blocks; each is valid only until the next is requested."""
         start = 0
         while True:
             self._fill(start, _CHUNK)
@@ -189,14 +189,14 @@ class StoredFile:
             start = end
 
     def read_part(self, start: int, target: memoryview) -> int:
-        """Reads from a place into the target what one call gives; 0 at the end of the file. For what is small and lies here and there."""
+        """Read from `start` into the target with one system call; return the number of bytes, 0 at the end. For small, scattered parts."""
         try:
             return os.preadv(self._plain, [target], start)
         except OSError as error:
             raise self._named(error) from None
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fills the target from a place."""
+        """Fill the target from `start`. Raise OSError if the file ends too early."""
         while target:
             if not self._start <= start < self._start + self._held:
                 if count := self._from_cache(start, target):
@@ -212,7 +212,7 @@ class StoredFile:
             start, target = start + count, target[count:]
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Close the file."""
         for descriptor in (self._plain, self._direct):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -226,7 +226,7 @@ class StoredFile:
         self.close()
 
     def _fill(self, start: int, wanted: int) -> None:
-        """Reads so much from a place, or as much as the buffer holds, with the rest of the disk's blocks that it lies in."""
+        """Read `wanted` bytes from `start` (at most what the buffer holds), extended to whole disk blocks."""
         self._start = start // _BLOCK * _BLOCK
         size = -(-(start - self._start + wanted) // _BLOCK) * _BLOCK
         with memoryview(self._buffer)[:size] as buffer:
@@ -240,15 +240,15 @@ class StoredFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise self._named(error) from None
-                    os.close(self._direct)  # its blocks are larger, or it cannot do this after all
+                    os.close(self._direct)  # the disk's blocks are larger, or O_DIRECT does not work after all
                     self._direct = -1
             self._held = self.read_part(self._start, buffer)
 
     def _from_cache(self, start: int, target: memoryview) -> int:
-        """Reads what is in the page cache already; 0 where nothing is, or at the end of the file."""
+        """Read only what is already in the page cache; return the number of bytes, 0 if there are none or at the end of the file."""
         try:
             return os.preadv(self._plain, [target], start, os.RWF_NOWAIT)
-        except OSError:  # whatever else is wrong will be so again
+        except OSError:  # any other error will recur in the ordinary read
             return 0
 
     def _named(self, error: OSError) -> OSError:
@@ -256,7 +256,7 @@ class StoredFile:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content, or the names in a directory, last."""
+    """Sync a file's content, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

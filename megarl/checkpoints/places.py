@@ -1,7 +1,7 @@
-"""What lies at the paths of a configuration, so that a run goes on where models or data have moved.
+"""Fingerprints of the files at a configuration's paths, so that a run can resume after models or data have been moved.
 
-A fingerprint takes names and sizes, and of large files pieces: a model of 60 GB in a moment. Another model of the same shape differs in
-every piece, another large file of rows in its size.
+A fingerprint covers names, sizes and contents, but only pieces of large files, so that a model of 60 GB takes a moment. A different model
+of the same shape differs in every piece; a different large data file differs in size.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-WHOLE = 1 << 26  # bytes of a file that is read as a whole
-PIECES, PIECE = 8, 1 << 16  # of a larger one, and bytes of each
-# Of a directory: what megarl, tokenizers and `datasets` read. Pages, hidden files and caches come and go.
+WHOLE = 1 << 26  # bytes; files up to this size are read completely
+PIECES, PIECE = 8, 1 << 16  # number of pieces read from a larger file, and bytes of each
+# In a directory, only the files that megarl, tokenizers and `datasets` read count: pages, hidden files and caches come and go.
 READ = {".json", ".safetensors", ".model", ".txt", ".jinja", ".arrow"}
-CACHE = "cache-"  # of `datasets`
+CACHE = "cache-"  # prefix of the caches of `datasets`
 
 
 def paths(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Path]]:
-    """The paths in a configuration (model_dump()), each with its dotted key."""
+    """Yield the paths in a configuration (model_dump()), each with its dotted key."""
     for name, value in tree.items():
         inside = {str(number): one for number, one in enumerate(value)} if isinstance(value, list) else value
         if isinstance(inside, Mapping):
@@ -29,7 +29,7 @@ def paths(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Path]
 
 
 def by_content(value: Any) -> Any:
-    """A part of a configuration (model_dump()) as plain values for JSON, with what lies at a path, where anything does, for the path."""
+    """Return a part of a configuration (model_dump()) as plain JSON values, replacing each path that exists by its fingerprint."""
     if isinstance(value, Mapping):
         return {name: by_content(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -38,7 +38,7 @@ def by_content(value: Any) -> Any:
 
 
 def fingerprint(path: Path) -> str | None:
-    """Of a file or directory; None where it is not there, or cannot be read."""
+    """Return the fingerprint of a file or directory; None if it does not exist or cannot be read."""
     found = hashlib.sha256()
     try:
         for name, file in _files(path):
@@ -58,6 +58,6 @@ def fingerprint(path: Path) -> str | None:
 
 def _files(path: Path) -> list[tuple[str, Path]]:
     if not path.is_dir():
-        return [("", path)]  # whatever its name is
+        return [("", path)]  # the file's own name does not count
     inside = {str(file.relative_to(path)): file for file in path.rglob("*") if file.suffix in READ and file.is_file()}
     return sorted((name, file) for name, file in inside.items() if not name.startswith((".", CACHE)))

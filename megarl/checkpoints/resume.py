@@ -1,4 +1,4 @@
-"""What a run's configuration may change when it goes on from a checkpoint."""
+"""The configuration changes that are allowed when a run resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from megarl.checkpoints.places import fingerprint, paths
 
 _SERVER = ("url", "url_file", "token_env", "batch_size", "timeout_s", "attempts", "backoff_s", "deadline_s")
-# Dotted keys, with everything below them. What is not here would make another run of it, and is refused.
+# Dotted keys, each including everything below it. Changing any other key would make it a different run, and is refused.
 MAY_DIFFER = (
-    # where it runs, what is told of it, what is kept
+    # where the run takes place, what is logged, what is saved
     *("name", "run_dir", "cluster", "log", "save"),
-    # how the work is split: the same numbers up to rounding
+    # how the work is split: the results are the same up to rounding
     *("layout", "placement", "model.recompute", "*.micro_batch_tokens", "sync"),
     *("model.megatron.num_layers_in_first_pipeline_stage", "model.megatron.num_layers_in_last_pipeline_stage"),
     *("model.megatron.recompute_*", "model.megatron.moe_token_dispatcher_type", "*optimizer.ddp"),
-    # where its moments lie: checkpoints are those of an optimizer that is not offloaded, both ways
+    # where the optimizer's moments are kept: checkpoints have the same format whether or not it is offloaded
     *("*optimizer.megatron.optimizer_cpu_offload", "*optimizer.megatron.optimizer_offload_fraction"),
     *("*optimizer.megatron.use_torch_optimizer_for_cpu_offload", "*optimizer.megatron.overlap_cpu_optimizer_d2h_h2d"),
     *("*optimizer.megatron.pin_cpu_grads", "*optimizer.megatron.pin_cpu_params"),
@@ -27,7 +27,7 @@ MAY_DIFFER = (
     *(f"{source}.{key}" for source in ("reward.source", "reward.source.parts.*.source") for key in _SERVER),
     *("environment.workers", "environment.max_concurrent", "environment.sandbox"),
     *("environment.source.url", "environment.source.token_env", "environment.source.connections"),
-    # how long it runs (a cosine then ends at the new last step), and what is looked at on the way
+    # how long the run takes (a cosine schedule then ends at the new last step), and what is evaluated and monitored
     *(
         "*.steps",
         "*.eval_every",
@@ -43,18 +43,18 @@ MAY_DIFFER = (
         "routing.alarm",
     ),
 )
-# Of these, what changes by more than rounding what the engines sample.
+# Exceptions: keys below the ones above that change what the engines sample by more than rounding.
 MAY_NOT = ("rollout.engine.args.kv_cache_dtype",)
 _ABSENT = "(absent)"
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], held: Mapping[str, str] | None = None) -> list[str]:
-    """The refusals, a line each: a dotted key that may not differ and both its values.
+    """Return one line for each refused change, with the dotted key and both values.
 
     Args:
-        saved: the configuration in the checkpoint, as model_dump(mode="json") makes it.
-        now: the same.
-        held: fingerprints of what lay at the paths of `saved`, which may lie elsewhere now.
+        saved: the checkpoint's configuration, as returned by model_dump(mode="json").
+        now: the run's configuration, likewise.
+        held: fingerprints of the files that were at the paths of `saved`; they may be elsewhere now.
     """
     return [
         f"{key}: {old!r} in the checkpoint and {new!r} now: a resumed run cannot change it"
@@ -64,7 +64,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], held: Mapping[str,
 
 
 def held_by(tree: Mapping[str, Any]) -> dict[str, str]:
-    """The fingerprints of what lies at the paths that may not differ otherwise, by dotted key. `tree`: of model_dump()."""
+    """Return fingerprints, by dotted key, of the files at paths that may change only if the files are the same. `tree`: model_dump()."""
     found = {key: fingerprint(path) for key, path in paths(tree) if not _free(key)}
     return {key: one for key, one in found.items() if one is not None}
 
@@ -76,7 +76,7 @@ def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any
         if saved != now:
             yield key, saved, now
         return
-    if saved.get("type") != now.get("type"):  # another variant: its other keys say nothing
+    if saved.get("type") != now.get("type"):  # a different variant of the section: comparing its other keys would say nothing
         yield f"{key}.type", saved.get("type", _ABSENT), now.get("type", _ABSENT)
         return
     for name in sorted(saved.keys() | now.keys()):
@@ -84,7 +84,7 @@ def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any
 
 
 def _sections(value: Any) -> bool:
-    """Whether it is a list of sections, such as the parts of a sum."""
+    """Return whether a value is a list of sections, such as the parts of a sum."""
     return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
 
 

@@ -1,4 +1,4 @@
-"""Writes a step directory: under another name until it is whole, then renamed; moves `latest`, removes steps no longer kept."""
+"""Write a step directory under a temporary name, rename it when it is complete, update `latest`, and remove steps no longer kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.checkpoints.steps import LATEST, MANIFEST, PARTIAL, Manifest, encode
 
 @dataclass(frozen=True)
 class StepWriter:
-    """`root`/step_<step>.partial. One process begins it and commits it; any may write files into it in between."""
+    """The writer of `root`/step_<step>.partial. One process begins and commits it; any process may write files into it in between."""
 
     root: Path
     step: int
@@ -24,7 +24,7 @@ class StepWriter:
         return self.root / (step_name(self.step) + PARTIAL)
 
     def begin(self, folders: list[str]) -> None:
-        """Makes the directory with the given folders inside, empty; what earlier saves left unfinished goes. Raises OSError."""
+        """Create the directory with the given empty folders, and remove what unfinished saves left. Raise OSError if that fails."""
         self.root.mkdir(parents=True, exist_ok=True)
         for entry in listing(self.root, contents=False):
             if not entry.finished:
@@ -33,23 +33,23 @@ class StepWriter:
             (self.path / folder).mkdir(parents=True)
 
     def discard(self) -> None:
-        """Removes what there is of it."""
+        """Remove the unfinished directory, if it exists."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def commit(self, manifest: Manifest, *, keep_last: int, keep_every: int) -> None:
-        """Writes the manifest and gives the directory its name; then removes steps that are no longer kept.
+        """Write the manifest and give the directory its final name; then remove steps that are no longer kept.
 
-        The files must lie on the disk. An earlier directory of this step is replaced. Later steps, from before the run went back to this
-        one, are left alone.
+        All files must already be on disk. An existing directory of this step is replaced. Later steps, left from before the run went back
+        to this one, are not touched.
 
         Args:
-            manifest: of every file.
-            keep_last: so many of the newest whole steps stay, this one included; damaged ones leave when they are older than all of these.
-            keep_every: steps divisible by it stay too; 0: none.
+            manifest: the manifest of every file.
+            keep_last: how many of the newest intact steps to keep, including this one; damaged steps older than all of these are removed.
+            keep_every: also keep steps divisible by this; 0: none.
 
         Raises:
-            OSError: other steps are untouched. This one is absent or whole; where it is whole, `latest` may not name it yet and steps that
-                are no longer kept may remain. An earlier directory of this step may be left under its name with `.replaced`.
+            OSError: other steps are intact. This one is absent or complete; if it is complete, `latest` may not name it yet, and steps that
+                are no longer kept may remain. An earlier directory of this step may be left with the suffix `.replaced`.
         """
         write_file(self.path / MANIFEST, encode(manifest))
         for folder, _, _ in os.walk(self.path):
@@ -68,16 +68,16 @@ class StepWriter:
     def _retire(self, keep_last: int, keep_every: int) -> None:
         entries = listing(self.root, contents=False)
         whole = [entry.step for entry in entries if entry.saved is not None and entry.step <= self.step]
-        oldest = min(whole[:keep_last])  # the new one at least is whole
+        oldest = min(whole[:keep_last])  # not empty: the new step is intact
         for entry in entries:
             if entry.finished and entry.step < oldest and not (keep_every and entry.step % keep_every == 0):
-                shrinking = entry.path.with_name(entry.path.name + ".deleted")  # a name that nobody takes for a whole one
+                shrinking = entry.path.with_name(entry.path.name + ".deleted")  # must not look like a complete step
                 entry.path.rename(shrinking)
                 shutil.rmtree(shrinking)
 
 
 def point(root: Path, name: str) -> None:
-    """Lets `latest` name a step directory."""
+    """Make `latest` name a step directory."""
     new = root / f".{LATEST}"
     with contextlib.suppress(FileNotFoundError):
         new.unlink()

@@ -1,7 +1,7 @@
-"""Step directories: `step_000123` with a manifest of every file. Found, verified, listed; nothing here needs torch.
+"""Find, verify and list step directories: `step_000123`, with a manifest of every file. Nothing here needs torch.
 
-A directory of that name is complete: it is written as `step_000123.partial` and renamed when everything lies on the disk. What has
-happened to it since, the manifest tells: each file's size and SHA-256.
+A directory of that name was complete when it was written: it is written as `step_000123.partial`, and renamed when everything is on disk.
+Damage since then is detected with the manifest, which has each file's size and SHA-256.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megarl.errors import ConfigError
 from megarl.strict_json import read_json
 from megarl.text import one_line
 
-CHECKPOINTS = "checkpoints"  # folder of a run, in which the step directories lie
+CHECKPOINTS = "checkpoints"  # a run's folder that contains the step directories
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
-HF = "hf"  # folder of each model: config.json, generation defaults and tokenizer, as a Hugging Face directory has them
-COMMON = "common.pt"  # of each model: Megatron's own tools expect it; megarl never opens it
+HF = "hf"  # folder of each model, with config.json, generation defaults and tokenizer, as in a Hugging Face directory
+COMMON = "common.pt"  # file of each model that Megatron's own tools expect; megarl never opens it
 FORMAT = 1
 FLIPPED = "flipped: its SHA-256 is not the manifest's"
 _STEP = re.compile(r"step_(\d{6,})")
 _UNFINISHED = re.compile(r"step_(\d{6,})\.(partial|replaced|deleted)")
 _MANIFEST_BYTES = 256 << 20
-_THREADS = 8  # that hash files; SHA-256 leaves Python's lock
+_THREADS = 8  # number of threads that hash files; SHA-256 releases the GIL
 _PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib"}
 
 
@@ -47,18 +47,18 @@ def _have_optimizers(models: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Ma
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a step directory holds and how it came to be."""
+    """The contents of a step directory, and how it was made."""
 
     step: int
     world: int  # ranks
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
-    models: Annotated[Mapping[str, Mapping[str, Any]], AfterValidator(_have_optimizers)]  # by name: what the ranks need to know of each
-    files: Mapping[str, FileRecord]  # by path inside the directory; all but the manifest
+    models: Annotated[Mapping[str, Mapping[str, Any]], AfterValidator(_have_optimizers)]  # by name: what the ranks need to know about each
+    files: Mapping[str, FileRecord]  # by path inside the directory; all files except the manifest
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The total size of all files in bytes."""
         return sum(record.size for record in self.files.values())
 
 
@@ -66,24 +66,24 @@ _KINDS = TypeAdapter(Manifest)
 
 
 def versions() -> dict[str, str]:
-    """What writes step directories here, for their manifests."""
+    """Return the versions of the software that writes step directories here, for their manifests."""
     return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step directory that holds a whole save: every file has the size that was written and, unless hashes were left out, the content."""
+    """An intact step directory: every file has the size that was written and, unless hashes were skipped, the content."""
 
     path: Path
     manifest: Manifest
 
     @property
     def files(self) -> dict[Path, FileRecord]:
-        """All but the manifest, with what it says of them."""
+        """All files except the manifest, with their records in it."""
         return {self.path / name: record for name, record in self.manifest.files.items()}
 
     def read(self, name: str) -> bytes:
-        """A file's content. Raises ConfigError where it is not in the manifest, or has changed since it was verified."""
+        """Return a file's content. Raise ConfigError if it is not in the manifest, or has changed since it was verified."""
         record = self.manifest.files.get(name)
         if record is None:
             raise ConfigError(f"checkpoint: {self.path} has no {name}")
@@ -99,29 +99,29 @@ class Entry:
 
     path: Path
     step: int
-    finished: bool  # false: left by a save that was cut off
-    faults: tuple[str, ...]  # a line each: file, what
-    saved: SavedStep | None  # where there are no faults
+    finished: bool  # false: left by an interrupted save
+    faults: tuple[str, ...]  # one line each: the file, and what is wrong with it
+    saved: SavedStep | None  # None if there are faults
 
 
 def step_name(step: int) -> str:
-    """The name of a step's directory."""
+    """Return the name of a step's directory."""
     return f"step_{step:06d}"
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest's file: its content and, over it, a SHA-256 of its own."""
+    """Return the contents of the manifest's file: the manifest, and the SHA-256 of its text."""
     content = _canonical({"format": FORMAT, **asdict(manifest)})
     return f'{{"sha256": "{hashlib.sha256(content.encode()).hexdigest()}",\n"content": {content}}}\n'.encode()
 
 
 def is_step(path: Path) -> bool:
-    """Whether a path is named like a step directory, finished or not."""
+    """Return whether a path is named like a step directory, finished or not."""
     return bool(_STEP.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name))
 
 
 def verify(path: Path, contents: bool = True) -> Entry:
-    """Compares a step directory with its manifest; contents=False leaves the hashes out and looks at names and sizes alone."""
+    """Compare a step directory with its manifest; contents=False skips the hashes and checks only names and sizes."""
     matched = _STEP.fullmatch(path.name)
     if matched is None:
         unfinished = _UNFINISHED.fullmatch(path.name)
@@ -140,7 +140,10 @@ def verify(path: Path, contents: bool = True) -> Entry:
 
 
 def trusted(path: Path, contents: bool = False) -> SavedStep:
-    """A step directory that must be good; contents=False where its hashes have been looked at before. ConfigError with the first fault."""
+    """Return a step directory that must be intact. Raise ConfigError with its first fault.
+
+    contents=False skips the hashes, for use where they have been checked before.
+    """
     entry = verify(path, contents)
     if entry.saved is None:
         raise ConfigError(f"checkpoint: {path}: {entry.faults[0]}")
@@ -148,14 +151,16 @@ def trusted(path: Path, contents: bool = False) -> SavedStep:
 
 
 def listing(root: Path, contents: bool = True) -> list[Entry]:
-    """Every step directory of `root`, finished or not, the newest first."""
+    """Return every step directory of `root`, finished or not, newest first."""
     entries = [verify(path, contents) for path in _directories(root)]
     return sorted(entries, key=lambda entry: (entry.step, entry.finished), reverse=True)
 
 
 def verified(root: Path, skipped: Callable[[Entry], None]) -> Iterator[SavedStep]:
-    """The step directories of `root` whose names and sizes are the manifest's, the newest first, each looked at when it is asked for; the
-    others go to `skipped`."""
+    """Yield the step directories of `root` whose names and sizes match their manifests, newest first, checking each lazily.
+
+    The others are passed to `skipped`.
+    """
     for path in sorted(_directories(root), key=lambda path: int(path.name.removeprefix("step_").partition(".")[0]), reverse=True):
         entry = verify(path, contents=False)
         if entry.saved is not None:
@@ -184,7 +189,7 @@ def _faults(path: Path, manifest: Manifest, contents: bool) -> list[str]:
 
 
 def damaged(files: Mapping[Path, FileRecord], contents: bool = True) -> dict[Path, str]:
-    """What is wrong with files that a manifest tells of; contents=False leaves the hashes out."""
+    """Return what is wrong with files recorded in a manifest, for those at fault; contents=False skips the hashes."""
     with ThreadPoolExecutor(_THREADS) as pool:
         found = zip(files, pool.map(lambda file: _fault(file, files[file], contents), files), strict=True)
         return {file: fault for file, fault in found if fault is not None}
@@ -215,7 +220,7 @@ def _extra(name: str, file: Path) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a step directory. Raises ConfigError where it is not whole."""
+    """Return the manifest of a step directory. Raise ConfigError if it is missing or damaged."""
     try:
         given = read_json(path / MANIFEST, _MANIFEST_BYTES)
         content = given["content"]

@@ -13,7 +13,7 @@ from megarl.stdout import say
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table. Returns 1 where a finished step directory is damaged, else 0. Raises ConfigError where there is none at all."""
+    """Print the table. Return 1 if a finished step directory is damaged, else 0. Raise ConfigError if there are no step directories."""
     top = argparse.ArgumentParser(prog="megarl verify", description="Checks every file of step directories against its manifest.")
     top.add_argument("directory", type=Path, metavar="DIRECTORY", help="a run, its checkpoints, or one step directory")
     try:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def table(entries: Sequence[Entry]) -> Iterator[str]:
-    """The lines of the table, the newest step first; below each that is not good, what is wrong with it."""
+    """Yield the lines of the table, newest step first; the line of a damaged step is followed by what is wrong with it."""
     yield f"{'step':>8}  {'state':10} {'size':>10}  {'files':>5}  {'saved on':24} models"
     for entry in entries:
         if entry.saved is None:
@@ -45,7 +45,7 @@ def _entries(directory: Path) -> list[Entry]:
         raise ConfigError(f"verify: no such directory: {directory}")
     if is_step(directory):
         return [verify(directory)]
-    # A model on ranks of its own has a folder of its own.
+    # Models with their own ranks have their own folders.
     folders = sorted(directory.glob(f"{CHECKPOINTS}*")) if (directory / CHECKPOINTS).is_dir() else [directory]
     entries = sorted((entry for folder in folders for entry in listing(folder)), key=lambda entry: -entry.step)
     if not entries:

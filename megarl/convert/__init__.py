@@ -1,1 +1,1 @@
-"""Hugging Face directories <-> Megatron checkpoints: streamed, audited tensor by tensor, resumable. Without ranks and without Megatron."""
+"""Conversion between Hugging Face directories and Megatron checkpoints: streaming, audited by tensor, resumable; no ranks, no Megatron."""

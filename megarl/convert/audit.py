@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face directory, each accounted for: to be used exactly once, or left out for a reason that is written down."""
+"""An audit of a Hugging Face directory: every tensor is either used exactly once, or left out for a recorded reason."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from megarl.models.hf import INDEX, TensorInfo, header, inventory
 from megarl.models.weight_map import HeadKind, Shape
 from megarl.parallel.checkpoint.dcp import memory_of
 
-_PIECE = 16 << 20  # bytes hashed at a time where no tensor is made
+_PIECE = 16 << 20  # bytes hashed at a time if the tensor is not loaded
 
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face directory that holds exactly what its config.json says."""
+    """A Hugging Face directory whose tensors are exactly those that its config.json requires."""
 
     path: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]  # that are used
-    left_out: Mapping[str, str]  # others -> why
+    tensors: Mapping[str, TensorInfo]  # the tensors that are used
+    left_out: Mapping[str, str]  # name of every other tensor -> why it is not used
 
     def files(self) -> dict[str, list[int]]:
-        """Size and time of every file that is read."""
+        """Return the size and modification time of every file that is read."""
         stats = {file.name: file.stat() for file in sorted({info.file for info in self.tensors.values()})}
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
-    """What a directory holds, for a model with `head`. Reads headers, and a tied output layer that is stored a second time.
+    """Account for every tensor of a directory, for a model with `head`. Reads only headers, and tied weights if they are stored twice.
 
     Args:
         path: the Hugging Face directory.
-        head: what the model is to have on its backbone; "value" may start from a language model.
-        drop_mtp: layers of multi-token prediction may be there, and are left out.
+        head: the head that the model is to have; "value" may start from a language model.
+        drop_mtp: multi-token prediction layers are allowed, and are left out.
 
     Returns:
         The tensors that are used, and why the others are not.
 
     Raises:
-        ConfigError: in one line: what `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
+        ConfigError: one line: whatever `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
             index does not name, a second copy of tied weights that differs from the first.
     """
     config = check_checkpoint(path, head, drop_mtp=drop_mtp)
@@ -96,7 +96,7 @@ def _check_tied(held: Mapping[str, TensorInfo]) -> None:
 
 
 def digest_of(info: TensorInfo) -> str:
-    """The SHA-256 of a tensor's bytes on the disk, in bounded memory."""
+    """Return the SHA-256 of a tensor's bytes on disk, using bounded memory."""
     digest, buffer = hashlib.sha256(), bytearray(min(_PIECE, max(info.size, 1)))
     with StoredFile(info.file) as file:
         at, end = info.start, info.start + info.size
@@ -109,7 +109,7 @@ def digest_of(info: TensorInfo) -> str:
 
 
 def read_tensor(info: TensorInfo) -> tuple[Tensor, str]:
-    """A tensor of a safetensors file in memory of its own, and its SHA-256."""
+    """Read a tensor of a safetensors file into its own memory; return it and its SHA-256."""
     found = empty(info.shape, info.dtype)
     with StoredFile(info.file) as file:
         file.read(info.start, memory_of(found))
@@ -117,17 +117,17 @@ def read_tensor(info: TensorInfo) -> tuple[Tensor, str]:
 
 
 def empty(shape: Shape, dtype: str) -> Tensor:
-    """An uninitialised tensor; `dtype` is safetensors' name."""
+    """Return an uninitialised tensor; `dtype` is safetensors' name."""
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
 def sha256(tensor: Tensor) -> str:
-    """Of a contiguous tensor's bytes."""
+    """Return the SHA-256 of a contiguous tensor's bytes."""
     return hashlib.sha256(memory_of(tensor)).hexdigest()
 
 
 def totals(shapes: Sequence[tuple[Shape, str]]) -> dict[str, int]:
-    """How many tensors, numbers and bytes."""
+    """Return the number of tensors, and their total parameters and bytes."""
     numbers = [torch.Size(shape).numel() for shape, _ in shapes]
     size = sum(count * DTYPES[dtype].itemsize for count, (_, dtype) in zip(numbers, shapes, strict=True))
     return {"tensors": len(shapes), "parameters": sum(numbers), "bytes": size}

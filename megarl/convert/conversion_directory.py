@@ -1,7 +1,8 @@
-"""The directory that a conversion writes: under another name until it is whole, beside a journal of the units that are done.
+"""The directory that a conversion writes: under a temporary name until it is complete, beside a journal of the finished units.
 
-Any number of processes may work on one conversion, on machines that share the file system: each takes units that nobody holds, and the
-last one completes it. Who dies lets go of its unit (the kernel's file locks); the same command goes on where it was.
+Any number of processes may work on one conversion, on machines that share the file system: each takes units that no other holds, and the
+last one completes the directory. A process that dies releases its unit (the kernel drops its file locks); running the same command again
+continues where it stopped.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from typing import Any
 from megarl.checkpoints.files import sync
 from megarl.errors import ConfigError
 
-UnitRecord = dict[str, Any]  # what a unit that is done says of itself, as JSON has it
+UnitRecord = dict[str, Any]  # the JSON record of a finished unit
 _PLAN, _COMMIT, _CHECKED = "plan.json", "commit", "checked"
 
 
 @dataclass(frozen=True)
 class ConversionDirectory:
-    """The directory `final`, written at `partial` with its journal at `journal`, all on one file system."""
+    """The directory `final`, which is written as `partial`, with its journal in `journal`; all on one file system."""
 
     final: Path
     partial: Path
     journal: Path
 
     def begin(self, plan: dict[str, Any]) -> None:
-        """Opens it, anew or where processes have worked on the same plan. ConfigError: `final` is there, or the plan was another."""
+        """Start the conversion, or join one with the same plan. Raise ConfigError if `final` exists or the plan differs."""
         if self.final.is_dir() and not any(self.final.iterdir()):
             self.final.rmdir()
         self._check_final()
@@ -42,7 +43,7 @@ class ConversionDirectory:
         text = json.dumps(plan, indent=1, sort_keys=True)
         mine.write_text(text)
         try:
-            os.link(mine, file)  # of several processes one is first
+            os.link(mine, file)  # atomic: only one of several processes succeeds
         except FileExistsError:
             begun = file.read_text()
             if begun != text:
@@ -55,7 +56,7 @@ class ConversionDirectory:
             mine.unlink()
         try:
             self._check_final()
-        except ConfigError:  # another process has completed it meanwhile, and what is here now is new
+        except ConfigError:  # another process has completed it meanwhile: remove the directories that were just created
             with suppress(OSError):
                 self.partial.rmdir()
             shutil.rmtree(self.journal, ignore_errors=True)
@@ -67,22 +68,22 @@ class ConversionDirectory:
 
     @property
     def checked(self) -> bool:
-        """Whether the source, which the plan describes by sizes and times, was found whole."""
+        """Whether the source, identified in the plan by its files' sizes and times, has been found intact."""
         return (self.journal / _CHECKED).exists()
 
     def check(self) -> None:
-        """Remembers that it was."""
+        """Record that the source has been found intact."""
         (self.journal / _CHECKED).touch()
 
     def record(self, unit: int) -> UnitRecord | None:
-        """What was said of a unit that is done."""
+        """Return the record of a finished unit; None if it is not finished."""
         try:
             return json.loads(self._record(unit).read_text())
         except FileNotFoundError:
             return None
 
     def put(self, unit: int, record: UnitRecord | None) -> None:
-        """Says that a unit is done, whose bytes lie on the disk; None: that it is not."""
+        """Record that a unit is finished, with its bytes on disk; None: that it is not."""
         if record is None:
             self._record(unit).unlink(missing_ok=True)
             return
@@ -92,12 +93,12 @@ class ConversionDirectory:
 
     @contextmanager
     def hold(self, unit: int) -> Iterator[bool]:
-        """Whether nobody else holds the unit; until the end of the block nobody else can."""
+        """Try to lock the unit until the end of the block; yields False if another process holds it."""
         with self._lock(f"{unit:06d}.lock", wait=False) as held:
             yield held
 
     def finish(self, complete: Callable[[], None]) -> None:
-        """complete() writes what is still missing and then `final` appears; one of the processes does it."""
+        """Call `complete`, which writes what is still missing, and rename `partial` to `final`; only one of the processes does so."""
         with self._lock(_COMMIT, wait=True):
             if not self.partial.exists():
                 return

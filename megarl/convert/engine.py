@@ -1,4 +1,4 @@
-"""Carries a conversion out: units on threads, a progress bar, a stop at the first fault."""
+"""Run a conversion: convert units on threads, show a progress bar, stop at the first error."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from megarl.errors import ConfigError
 
 
 class Cancelled(Exception):
-    """Another thread has failed, or the user has had enough."""
+    """Another thread has failed, or the user has interrupted the conversion."""
 
 
 class Control:
-    """What the threads of a conversion share."""
+    """The state that a conversion's threads share: a memory budget and a stop flag."""
 
     def __init__(self, limit: int) -> None:
         self._budget, self._stop = Budget(limit), threading.Event()
 
     def stop(self) -> None:
-        """Lets every thread leave at its next parameter."""
+        """Make every thread stop at its next parameter."""
         self._stop.set()
 
     @contextmanager
     def parameter(self, item: PlannedParameter) -> Iterator[None]:
-        """Room for one parameter. Raises Cancelled."""
+        """Reserve memory for one parameter within the block. Raise Cancelled if the conversion has been stopped."""
         with self._budget.take(item.memory):
             if self._stop.is_set():
                 raise Cancelled
@@ -43,45 +43,45 @@ class Control:
 
 
 class Conversion(ABC):
-    """One direction, planned."""
+    """A planned conversion in one of the two directions."""
 
     items: Sequence[PlannedParameter]
     units: Sequence[Unit]
 
     @abstractmethod
     def plan(self) -> dict[str, Any]:
-        """What another process must agree on to work on the same conversion: source, options."""
+        """Return the source and options, which must be the same in every process that works on this conversion."""
 
     @abstractmethod
     def check_source(self) -> None:
-        """Raises ConfigError where the source is damaged."""
+        """Raise ConfigError if the source is damaged."""
 
     @abstractmethod
     def convert(self, unit: Unit, control: Control) -> UnitRecord:
-        """Writes a unit onto the disk, over whatever an earlier attempt left of it."""
+        """Write a unit to disk, replacing anything that an earlier attempt left."""
 
     @abstractmethod
     def verify(self, unit: Unit, record: UnitRecord) -> bool:
-        """Whether what a finished unit wrote is still there as it was."""
+        """Return whether the files that a finished unit wrote are still unchanged."""
 
     @abstractmethod
     def complete(self, records: Mapping[int, UnitRecord]) -> None:
-        """Writes what all units together need."""
+        """Write the files that need all units to be finished."""
 
 
 def run(conversion: Conversion, directory: ConversionDirectory, workers: int) -> bool:
-    """Converts the units that are not done yet; what is done stays done whatever happens.
+    """Convert the units that are not finished yet; finished units are kept whatever happens.
 
     Args:
-        conversion: the work.
-        directory: where it is written.
-        workers: threads.
+        conversion: the conversion.
+        directory: the directory to write.
+        workers: number of threads.
 
     Returns:
-        False where other processes still hold units.
+        Whether the conversion is complete; False if other processes still hold units.
 
     Raises:
-        ConfigError: a damaged source, another plan, no room, a failing disk.
+        ConfigError: the source is damaged, the directory was started with a different plan, there is not enough space, or the disk fails.
     """
     try:
         directory.begin(conversion.plan())

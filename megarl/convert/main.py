@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 GB = 1_000_000_000
 MOST_SHARD = 1 << 50  # bytes
-MOST_PARTS = 4096  # of --tp, --etp, --workers
+MOST_PARTS = 4096  # maximum of --tp, --etp and --workers
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of both directions."""
+    """Return the parser of the command line, for both directions."""
     top = argparse.ArgumentParser(
         prog="megarl convert",
         description="Hugging Face directories <-> Megatron checkpoints. Killed, the same command goes on where it was; started several "
@@ -55,16 +55,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Converts, or prints the plan.
+    """Convert, or print the plan.
 
     Args:
-        arguments: what follows `megarl convert` on the command line.
+        arguments: the command line after `megarl convert`.
 
     Returns:
-        The exit status: 1 where other processes still work on the rest, else 0.
+        The exit status: 1 if other processes are still converting the rest, else 0.
 
     Raises:
-        ConfigError: options that do not fit, a source that is not whole, a conversion that failed.
+        ConfigError: unsuitable options, an incomplete source, or a failed conversion.
     """
     given = parser().parse_args(arguments)
     for name in ("tp", "etp", "workers"):
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     try:
         return _to_megatron(given) if given.direction == "hf-to-megatron" else _to_hf(given)
-    except ConfigError as error:  # of what a run's configuration names otherwise
+    except ConfigError as error:  # replace the configuration keys in the message by the command's own names
         said = (
             str(error)
             .replace("model.path: ", "convert: ")
@@ -135,7 +135,7 @@ def _run(conversion: Conversion, directory: ConversionDirectory, workers: int) -
 
 
 def _plan(given: argparse.Namespace) -> int:
-    """The plan of a model of which config.json is at hand, with its weights or without."""
+    """Print the plan for a directory with a config.json, whether or not it also has the weights."""
     from megarl.convert import to_megatron
     from megarl.convert.plan import planned
 
@@ -158,12 +158,12 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 def summary(items: Sequence[PlannedParameter], units: int, tp: int = 1, etp: int = 1) -> Iterator[str]:
-    """The lines of a plan.
+    """Yield the lines of a plan.
 
     Args:
         items: all parameters.
-        units: how many units they are done in.
-        tp: tensor-parallel ranks that the Megatron checkpoint is cut for; they decide the number of pieces.
+        units: the number of units into which they are divided.
+        tp: tensor-parallel size for which the Megatron checkpoint is split; it determines the number of pieces.
         etp: the same for experts.
     """
     from megarl.convert.plan import DTYPES, largest_layer, shards

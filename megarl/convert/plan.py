@@ -1,4 +1,4 @@
-"""What a conversion does, before a byte is read: every parameter with its tensors on both sides, cut into units of work."""
+"""The plan of a conversion, made before any weight is read: every parameter with its tensors on both sides, divided into units of work."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from megarl.models.hf import CONFIG, read_config
 from megarl.models.weight_map import HeadKind, Shape, Weight
 from megarl.parallel.checkpoint.dcp import Shard, check_cover
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
-NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of torch -> of safetensors
-_UNITS, _LEAST, _MOST = 64, 64 << 20, 2 << 30  # about so many units, and the bytes of one
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name -> torch's dtype
+NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name -> safetensors' name
+_UNITS, _LEAST, _MOST = 64, 64 << 20, 2 << 30  # approximate number of units, and the minimum and maximum size of a unit in bytes
 
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """One parameter of the model."""
+    """One parameter of the model, with its names and its dtypes on both sides."""
 
     weight: Weight
     name: CheckpointName
-    source: str  # safetensors' name of its dtype on the side that is read
-    target: str  # on the side that is written
+    source: str  # dtype on the side that is read, by safetensors' name
+    target: str  # dtype on the side that is written
 
     @property
     def parameters(self) -> int:
@@ -38,18 +38,18 @@ class PlannedParameter:
 
     @property
     def size(self) -> int:
-        """Bytes on the side that is larger."""
+        """The size in bytes on the side where it is larger."""
         return self.parameters * max(DTYPES[self.source].itemsize, DTYPES[self.target].itemsize)
 
     @property
     def memory(self) -> int:
-        """The bytes that its conversion holds at most: what is read beside what is made of it."""
+        """The maximum number of bytes that its conversion holds: the tensors read, and the result."""
         return 2 * self.size
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive parameters that are converted one after the other and are done together."""
+    """Consecutive parameters that are converted one after the other, and recorded as finished together."""
 
     index: int
     items: Sequence[PlannedParameter]
@@ -61,7 +61,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layer:
-    """What belongs together in memory: the parameters of one layer, or one outside the layers (an embedding)."""
+    """The parameters of one layer, or a single parameter outside the layers (such as the embedding), as a measure of memory."""
 
     name: str
     size: int  # bytes
@@ -70,13 +70,13 @@ class Layer:
 def make_items(
     hf: Mapping[str, Any], head: HeadKind, dtype_of: Callable[[Weight, CheckpointName], str], cast: str | None
 ) -> list[PlannedParameter]:
-    """Every parameter of a model, with what is read and written for it.
+    """Return every parameter of a model, with the tensors that are read and written for it.
 
     Args:
         hf: config.json of the model.
-        head: what stands on its backbone.
-        dtype_of: the dtype (safetensors' name) of a parameter in the source.
-        cast: the dtype to write, but for what is float32 in any model; None: the source's.
+        head: the head on its backbone.
+        dtype_of: returns the dtype (safetensors' name) of a parameter in the source.
+        cast: the dtype to write, except for buffers that are always float32; None: the source's.
     """
     config = dict(hf)
     items = []
@@ -88,17 +88,17 @@ def make_items(
 
 
 def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: int) -> tuple[list[PlannedParameter], int]:
-    """Plans the conversion of a directory that may hold config.json alone: checks every name, shape and cut, and reads no weight.
+    """Plan the conversion of a directory that may hold only config.json: check every name, shape and split without reading any weights.
 
     Args:
-        path: the directory. Its weights are taken to have config.json's dtype, bfloat16 where it names none.
-        head: what stands on the backbone; None: what config.json names.
-        dtype: to cast to, torch's name; None: no cast.
-        tp: tensor-parallel ranks that the checkpoint is cut for.
+        path: the directory. Its weights are assumed to have the dtype in config.json, or bfloat16 if there is none.
+        head: the head on the backbone; None: the one that config.json names.
+        dtype: the dtype to cast to, by torch's name; None: no cast.
+        tp: tensor-parallel size for which the checkpoint is split.
         etp: the same for experts.
 
     Returns:
-        The items, and the number of units.
+        The parameters, and the number of units.
     """
     config = read_config(path)
     family = family_of(config)
@@ -119,15 +119,15 @@ def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: 
 
 
 def shards(item: PlannedParameter, tp: int, etp: int) -> list[Shard]:
-    """The pieces of a parameter that a checkpoint holds.
+    """Return the pieces of a parameter that a checkpoint holds.
 
     Args:
         item: the parameter.
-        tp: tensor-parallel ranks that the checkpoint is cut for.
+        tp: tensor-parallel size for which the checkpoint is split.
         etp: the same for experts.
 
     Returns:
-        Rectangles of the checkpoint's tensor, in the dtype to write, which together cover the parameter without its padding.
+        Rectangular parts of the checkpoint's tensor, in the dtype to write, which together cover the parameter without its padding.
     """
     name = item.name
     ones = (1,) * len(name.index)
@@ -138,7 +138,7 @@ def shards(item: PlannedParameter, tp: int, etp: int) -> list[Shard]:
 
 
 def _check_names(items: Sequence[PlannedParameter]) -> None:
-    """No tensor of either side is used or written twice: an invariant of the families' weight maps."""
+    """Assert that no tensor on either side is used twice, which is an invariant of the families' weight maps."""
     ours = [(item.name.key, item.name.index) for item in items]
     theirs = [name for item in items for name in item.weight.hf]
     assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs), "a family's weight map names a tensor twice"
@@ -148,20 +148,20 @@ def _check_names(items: Sequence[PlannedParameter]) -> None:
         shapes[item.name.key].add((item.name.extents, item.name.shape))
         count[item.name.key] += 1
     for key, found in shapes.items():
-        [(extents, _)] = found  # one shape of all layers and experts
+        [(extents, _)] = found  # all layers and experts have the same shape
         assert count[key] == math.prod(extents), f"{key}: {count[key]} parameters for axes of {extents}"
 
 
 def check_cut(items: Sequence[PlannedParameter], tp: int, etp: int) -> None:
-    """Checks that tensor parallelism of this size divides a model.
+    """Check that a model can be split for tensor parallelism of this size.
 
     Args:
-        items: its parameters.
-        tp: tensor-parallel ranks of the dense layers.
-        etp: those of an expert.
+        items: the model's parameters.
+        tp: tensor-parallel size of the dense layers.
+        etp: tensor-parallel size of the experts.
 
     Raises:
-        ConfigError: with the option, the parameter and both numbers, where it does not.
+        ConfigError: it cannot; the message has the option, the parameter and both numbers.
     """
     for item in items:
         op, ranks = item.weight.op, ranks_of(item.weight, tp, etp)
@@ -171,18 +171,18 @@ def check_cut(items: Sequence[PlannedParameter], tp: int, etp: int) -> None:
 
 
 def ranks_of(weight: Weight, tp: int, etp: int) -> int:
-    """How many ranks share a parameter.
+    """Return how many tensor-parallel ranks share a parameter.
 
     Args:
         weight: the parameter.
-        tp: tensor-parallel size.
-        etp: the experts'.
+        tp: tensor-parallel size of the dense layers.
+        etp: tensor-parallel size of the experts.
     """
     return etp if weight.expert is not None else tp
 
 
 def largest_layer(items: Sequence[PlannedParameter]) -> Layer:
-    """What decides how much memory a conversion takes."""
+    """Return the largest layer, which determines how much memory a conversion takes."""
     sizes: dict[str, int] = defaultdict(int)
     for item in items:
         sizes[item.weight.name if item.weight.layer is None else f"layer {item.weight.layer}"] += item.size
@@ -191,7 +191,10 @@ def largest_layer(items: Sequence[PlannedParameter]) -> Layer:
 
 
 def cut_units(items: Sequence[PlannedParameter], shards: Sequence[int] = ()) -> list[Unit]:
-    """The items in order, in units of a few hundred megabytes; none crosses a border of `shards` (indices of items that begin one)."""
+    """Divide the items, in order, into units of 64 MiB to 2 GiB that do not cross the borders of files.
+
+    `shards`: the indices of the items with which a file begins.
+    """
     limit = min(max(sum(item.size for item in items) // _UNITS, _LEAST), _MOST)
     units: list[Unit] = []
     held, size = list[PlannedParameter](), 0
@@ -206,7 +209,7 @@ def cut_units(items: Sequence[PlannedParameter], shards: Sequence[int] = ()) -> 
 
 
 def cut_shards(items: Sequence[PlannedParameter], limit: int) -> list[int]:
-    """The indices of the items with which a file of at most `limit` bytes begins (one larger item makes a larger file)."""
+    """Divide the items into files of at most `limit` bytes (unless a single item is larger); return the index of each file's first item."""
     starts, held = [0], 0
     for index, item in enumerate(items):
         size = item.parameters * DTYPES[item.target].itemsize

@@ -1,4 +1,4 @@
-"""A model of a step directory into a Hugging Face directory, whatever layout saved it."""
+"""Convert a model in a step directory, whichever layout saved it, into a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, desc
 from megarl.models.weight_map import HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import DcpReader, Shard, check_cover, memory_of
 
-_OPTIMIZER = "optimizer."  # what begins the names of its states
-_ALIGNED = 8  # bytes; where safetensors' data begin
+_OPTIMIZER = "optimizer."  # prefix of the names of optimizer states
+_ALIGNED = 8  # bytes; alignment of the start of safetensors' data
 
 
 def conversion_directory(target: Path) -> ConversionDirectory:
-    """Where the Hugging Face directory is made."""
+    """Return the conversion directory for the Hugging Face directory `target`."""
     return ConversionDirectory(target, target.parent / f".{target.name}.partial", target.parent / f".{target.name}.journal")
 
 
 def find_step(path: Path) -> Path:
-    """The step directory that a path means: itself, or the newest of a run or of a directory of steps."""
+    """Return the step directory that a path refers to: the path itself, or the newest step of a run or of a directory of steps."""
     if not path.is_dir():
         raise ConfigError(f"convert: no such directory: {path}")
     if is_step(path):
@@ -48,26 +48,26 @@ def find_step(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor of the Hugging Face side goes."""
+    """The place of a tensor in the Hugging Face files."""
 
     file: str
-    start: int  # byte
+    start: int  # byte offset
     info: TensorInfo
 
 
 class ToHF(Conversion):
-    """The plan and the work.
+    """The conversion of a step directory's model into a Hugging Face directory.
 
     Args:
         step: the step directory.
-        target: the Hugging Face directory to make.
-        model: its name in the step directory; None: the only one, or of several "policy".
-        like: a Hugging Face directory with config.json and tokenizer; None: those that the step carries.
-        dtype: to cast to, torch's name; None: every tensor keeps its own.
-        shard_bytes: the largest file (one larger tensor makes a larger file).
+        target: the Hugging Face directory to write.
+        model: the model's name in the step directory; None: the only one or, of several, "policy".
+        like: a Hugging Face directory with config.json and tokenizer; None: use those stored in the step.
+        dtype: the dtype to cast to, by torch's name; None: every tensor keeps its own.
+        shard_bytes: maximum size of a file (unless a single parameter is larger).
 
     Raises:
-        ConfigError: a step that is not whole, a model that it lacks or whose tensors are others.
+        ConfigError: the step is incomplete, does not have the model, or has different tensors for it.
     """
 
     def __init__(self, step: Path, target: Path, *, model: str | None, like: Path | None, dtype: str | None, shard_bytes: int) -> None:
@@ -106,7 +106,7 @@ class ToHF(Conversion):
         return next(known for known, dtype in DTYPES.items() if dtype == self._reader.dtypes[name.key])
 
     def _audit(self) -> None:
-        """Names and shapes are those of the model, and every element is stored once."""
+        """Raise ConfigError unless names and shapes are those of the model and every element is stored exactly once."""
         folder, asked = self._step.path / self._model, {item.name.key: item for item in self.items}
         for key, item in asked.items():
             shape, expected = self._weights[key], item.name.extents + item.name.shape
@@ -122,7 +122,7 @@ class ToHF(Conversion):
             raise ConfigError(f"convert: {folder}: {error}") from None
 
     def _lay_out(self, shards: list[int]) -> tuple[dict[str, Slot], dict[str, bytes]]:
-        """Where every tensor goes, and every file's header."""
+        """Return the place of every tensor, and the header of every file."""
         slots: dict[str, Slot] = {}
         headers: dict[str, bytes] = {}
         for number, start in enumerate(shards):
@@ -145,7 +145,7 @@ class ToHF(Conversion):
         return slots, headers
 
     def _converted_before(self) -> dict[str, str]:
-        """The SHA-256 that each tensor had in the Hugging Face directory of which this step was made."""
+        """Return the SHA-256 that each tensor had in the Hugging Face directory from which this step was converted; empty if unknown."""
         name = f"{self._model}/{CONVERSION}"
         if name not in self._step.manifest.files:
             return {}
@@ -190,7 +190,7 @@ class ToHF(Conversion):
             _put(descriptor, memory_of(tensor), self._slots[name].start)
 
     def _read(self, item: PlannedParameter) -> Tensor:
-        """The parameter, whole, without padding."""
+        """Read the whole parameter, without padding."""
         name = item.name
         offset, size = name.index + (0,) * len(name.shape), (1,) * len(name.index) + name.shape
         return self._reader.read(Shard(name.key, name.extents + name.shape, offset, size, DTYPES[item.source]))
@@ -229,7 +229,7 @@ class ToHF(Conversion):
         return {} if self._head == family.head_of(self._config) else family.labels(self._config, self._head)
 
     def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:
-        """conversion.json: every tensor written, its bytes, and where they come from."""
+        """Return the contents of conversion.json: every tensor written, its hash, and the parameter from which it was made."""
         found = {}
         for item in self.items:
             megatron = "".join([item.name.key, *(f"[{index}]" for index in item.name.index)])

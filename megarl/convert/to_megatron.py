@@ -1,4 +1,4 @@
-"""A Hugging Face directory into a step directory, which holds one model in Megatron's torch_dist format."""
+"""Convert a Hugging Face directory into a step directory, which holds one model in Megatron's torch_dist format."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from megarl.models.hf import CONVERSION, described
 from megarl.models.weight_map import HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import Location, Shard, check_cover, write_metadata
 
-MODELS = {"lm": "policy", "value": "critic"}  # the name of a model with this head, where none is given
+MODELS = {"lm": "policy", "value": "critic"}  # default name of a model with this head
 STEP = 0
-_FRESH = 0  # seed of a head that the source lacks
+_FRESH = 0  # seed of a head that the source does not have
 
 
 def conversion_directory(root: Path) -> ConversionDirectory:
-    """Where the step directory of `root` is made."""
+    """Return the conversion directory for the step directory in `root`."""
     name = step_name(STEP)
     return ConversionDirectory(root / name, root / (name + PARTIAL), root / f".{name}.journal")
 
 
 class ToMegatron(Conversion):
-    """The plan and the work.
+    """The conversion of a Hugging Face directory into a step directory.
 
     Args:
         path: the Hugging Face directory.
-        root: where the step directory is made.
-        head: what the model has on its backbone, a fresh one where the source has none; None: what the source has.
-        model: its name in the step directory; None: "policy", with a scalar head "critic".
-        dtype: to cast to, torch's name; None: every tensor keeps its own.
-        tp: tensor-parallel ranks that the checkpoint is cut for; any layout can read it.
+        root: the directory in which the step directory is written.
+        head: the model's head, which is fresh if the source does not have it; None: the source's head.
+        model: the model's name in the step directory; None: "policy", or "critic" with a scalar head.
+        dtype: the dtype to cast to, by torch's name; None: every tensor keeps its own.
+        tp: tensor-parallel size for which the checkpoint is split; any layout can read it.
         etp: the same for experts.
-        drop_mtp: leaves layers of multi-token prediction out.
+        drop_mtp: leave out multi-token prediction layers.
 
     Raises:
-        ConfigError: a source that is not whole, or options that do not fit it.
+        ConfigError: the source is incomplete, or the options do not suit it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ToMegatron(Conversion):
         return {"to": "megatron", "source": str(self._source.path.resolve()), "files": self._source.files(), "options": options}
 
     def check_source(self) -> None:
-        """The audit has read the headers, and every tensor is read once anyway."""
+        """Do nothing: the audit has checked the headers, and the conversion reads every tensor anyway."""
 
     @property
     def _folder(self) -> Path:
@@ -94,18 +94,18 @@ class ToMegatron(Conversion):
 
     @torch.no_grad()
     def convert(self, unit: Unit, control: Control) -> UnitRecord:
-        torch.serialization.set_crc32_options(False)  # of this thread; torch reads none, and the file's SHA-256 says more
+        torch.serialization.set_crc32_options(False)  # for this thread; torch never checks CRCs, and the file's SHA-256 is stronger
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file(unit).unlink(missing_ok=True)
         hashes: dict[str, str] = {}
         places: list[list[int]] = []
-        with HashedFile(self._file(unit), cached=True) as file:  # a small model is converted back, or loaded here, soon
+        with HashedFile(self._file(unit), cached=True) as file:  # a small model is likely to be read again soon on this machine
             for item in unit.items:
                 with control.parameter(item):
                     parameter = self._parameter(item, hashes)
                     for shard in shards(item, self._tp, self._etp):
                         start = file.size
-                        torch.save(_piece(parameter, shard), file)  # type: ignore[arg-type]  # it asks for `write` and `flush`
+                        torch.save(_piece(parameter, shard), file)  # type: ignore[arg-type]  # needs only `write` and `flush`
                         file.check()
                         places.append([start, file.size - start])
                     del parameter
@@ -113,7 +113,7 @@ class ToMegatron(Conversion):
         return {"sha256": hashes, "places": places, "file": [record.size, record.sha256]}
 
     def _parameter(self, item: PlannedParameter, hashes: dict[str, str]) -> Tensor:
-        """The parameter, whole, in the dtype to write."""
+        """Return the whole parameter, in the dtype to write."""
         tensors = []
         for name in item.weight.hf:
             if name in self._source.tensors:
@@ -163,7 +163,7 @@ class ToMegatron(Conversion):
         return described(self._source.path, self._cast, changes)
 
     def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:
-        """conversion.json: every tensor of the source, its bytes, and where they are now."""
+        """Return the contents of conversion.json: every tensor of the source, its hash, and the parameter that now contains it."""
         tensors, written = {}, []
         for item in self.items:
             written.append((item.name.shape, item.target))
@@ -186,7 +186,7 @@ class ToMegatron(Conversion):
 
 
 def point_latest(root: Path) -> None:
-    """`latest` names the step directory."""
+    """Make `latest` name the step directory."""
     point(root, step_name(STEP))
 
 
@@ -196,12 +196,12 @@ def _piece(parameter: Tensor, shard: Shard) -> Tensor:
     for axis, (start, size) in enumerate(zip(shard.offset[own], shard.size[own], strict=True)):
         piece = piece.narrow(axis, start, size)
     if piece.shape != parameter.shape:
-        piece = piece.clone(memory_format=torch.contiguous_format)  # what is saved is a tensor's whole storage
+        piece = piece.clone(memory_format=torch.contiguous_format)  # torch.save writes a tensor's whole storage
     return piece.view(shard.size)
 
 
 def _fresh(item: PlannedParameter) -> Tensor:
-    """A scalar head that the source lacks, as models of megarl begin with: normal with std 1 / (hidden + 1)."""
+    """Return a fresh scalar head, initialised like those in training: normal with std 1 / (hidden + 1)."""
     [shape] = item.weight.op.shapes
     return torch.empty(shape).normal_(std=1 / (shape[-1] + 1), generator=torch.Generator().manual_seed(_FRESH))
 
