@@ -1,6 +1,6 @@
 """A batch is a bag of tokens.
 
-Axes: T predicted tokens, N sequences, L layers, K experts a token.
+Axes: T predicted tokens, N sequences, L layers, K experts per token.
 A sequence of length l gives l - 1 entries: entry t feeds token t to the model and is scored on token t + 1. Any subset of entries
 (a data-parallel shard, a context-parallel zigzag, a micro-batch) is again a valid `Batch`.
 """
@@ -20,11 +20,11 @@ from megarl.lazy_torch import Tensor, torch
 EXPERTS = (
     "routed_experts",
     "critic_experts",
-)  # in `Batch.extra_T`, what routers alone read: the experts of the policy's and critic's tokens
+)  # keys of `Batch.extra_T` that only routers read: the experts of the policy's and the critic's tokens
 
 
 class VersionSpan(NamedTuple):
-    """The response tokens from `start` on, up to the next span, were sampled from the weights of sync number `version`."""
+    """The response tokens from `start` up to the next span were sampled with the weights of sync number `version`."""
 
     start: int
     version: int
@@ -32,16 +32,16 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and the response to it. Of several turns, the response holds all that follows the first prompt, and the mask has holes."""
+    """One prompt and the response to it. With several turns, the response is everything after the first prompt, and the mask has holes."""
 
     tokens: np.ndarray  # int32 [prompt + response]
     prompt_length: int
     rollout_logp: np.ndarray  # float32 [response]: log-prob of each response token as sampled (temperature included)
-    finish_reason: str  # "stop" (ended by itself), "length" (cut), "abort"
-    weight_versions: Sequence[VersionSpan] = ()  # in order, the first from 0; none where no engine has sampled it
+    finish_reason: str  # "stop" (ended by itself), "length" (cut off), "abort"
+    weight_versions: Sequence[VersionSpan] = ()  # in order, the first starting at 0; empty if no engine sampled it
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, L, K]: experts of every fed token
-    loss_mask: np.ndarray | None = None  # bool [response]: tokens that the policy wrote, and not a tool or the user; None: all of them
-    turn_rewards: Sequence[tuple[int, float]] = ()  # of an environment: (response tokens up to the end of a turn, what the turn earned)
+    loss_mask: np.ndarray | None = None  # bool [response]: tokens written by the policy, not by a tool or the user; None: all of them
+    turn_rewards: Sequence[tuple[int, float]] = ()  # from an environment: (response tokens up to the end of a turn, its reward)
 
     @property
     def response_length(self) -> int:
@@ -49,30 +49,30 @@ class Sample:
 
     @property
     def loss_tokens(self) -> int:
-        """How many tokens of the response are learned from."""
+        """The number of response tokens that are trained on."""
         return self.response_length if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A bag of entries of N sequences. Per-sequence tensors are global: the same on every rank, whatever entries it holds."""
+    """A bag of entries from N sequences. Per-sequence tensors are global: the same on every rank, whichever entries it holds."""
 
     input_T: Tensor  # int64, the token fed
     target_T: Tensor  # int64, the token scored
     mask_T: Tensor  # bool, true where the target is a loss token
     seq_T: Tensor  # int64, index into the N axis
     position_T: Tensor  # int64, index of the entry inside its sequence
-    length_N: Tensor  # int64, entries of the whole sequence
-    count_N: Tensor  # int64, loss tokens of the whole sequence
+    length_N: Tensor  # int64, number of entries in the whole sequence
+    count_N: Tensor  # int64, number of loss tokens in the whole sequence
     start_N: Tensor  # int64, position of the entry that is scored on the response's first token
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)  # e.g. old_logp, ref_logp, rollout_logp, advantage, weight
-    in_order: bool = False  # known to hold every entry of every sequence, sequence after sequence, each by position
+    in_order: bool = False  # true if known to hold every entry of every sequence, sequence by sequence, in order of position
 
     def __len__(self) -> int:
         return len(self.input_T)
 
     def take(self, index_T: Tensor | slice) -> Batch:
-        """The sub-bag of the given entries, in the given order; of a slice, as views."""
+        """The sub-bag of the given entries, in the given order; a slice gives views."""
         return replace(
             self,
             input_T=self.input_T[index_T],
@@ -85,7 +85,7 @@ class Batch:
         )
 
     def with_extra(self, **values_T: Tensor) -> Batch:
-        """The same bag with further per-entry tensors."""
+        """The same bag with additional per-entry tensors."""
         for name, value in values_T.items():
             assert len(value) == len(self), f"{name}: {len(value)} values for {len(self)} entries"
         return replace(self, extra_T={**self.extra_T, **values_T})
@@ -96,23 +96,23 @@ class Batch:
         return replace(self, **moved, extra_T={name: value.to(device) for name, value in self.extra_T.items()})
 
     def without(self, *names: str) -> Batch:
-        """The same bag without some of its per-entry tensors, as far as it has them."""
+        """The same bag without the named per-entry tensors; names that it lacks are ignored."""
         return replace(self, extra_T={other: value for other, value in self.extra_T.items() if other not in names})
 
     def spread(self, value_N: Tensor) -> Tensor:
-        """A per-sequence value at each of the sequence's entries: [N] -> [T]."""
+        """A per-sequence value, repeated for each entry of the sequence: [N] -> [T]."""
         return value_N.index_select(0, self.seq_T)  # three times as fast as value_N[seq_T] on CPU
 
     def sequence_sum(self, value_T: Tensor) -> Tensor:
-        """Sum over the loss tokens held here, per sequence: [T] -> [N]. What masked entries hold does not matter."""
+        """The sum over the loss tokens held here, per sequence: [T] -> [N]. Values at masked entries are ignored."""
         kept = torch.where(self.mask_T, value_T, torch.zeros_like(value_T))
         return torch.zeros(len(self.length_N), dtype=value_T.dtype, device=value_T.device).index_add(0, self.seq_T, kept)
 
 
 def pack(samples: Sequence[Sample]) -> Batch:
-    """All entries of the samples, sequence after sequence; the loss tokens are those of `Sample.loss_mask`. No sample gives an empty bag.
+    """All entries of the samples, sequence by sequence; the loss tokens are those of `Sample.loss_mask`. No samples give an empty bag.
 
-    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 in the prompt. Without routed experts.
+    `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 in the prompt. Routed experts are not included.
     """
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
     prompts = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # entries before the first loss token
@@ -139,9 +139,9 @@ def pack(samples: Sequence[Sample]) -> Batch:
 
 
 def pack_scored(samples: Sequence[Sample]) -> Batch:
-    """Like `pack`, for a scalar head that judges whole responses: the one loss token of a sequence is the entry that feeds its last token.
+    """Like `pack`, for a scalar head that scores whole responses: a sequence's only loss token is the entry that feeds its last token.
 
-    That entry needs something to predict, so each sequence gets one more token, which is never fed.
+    That entry needs a target, so each sequence gets one more token, which is never fed.
     """
     nothing = np.zeros(1, dtype=np.float32)
 
@@ -153,7 +153,7 @@ def pack_scored(samples: Sequence[Sample]) -> Batch:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """The bags as one, their sequences counted on from one to the next. All carry the same `extra_T`."""
+    """The bags merged into one, with sequences numbered consecutively. All must have the same `extra_T` keys."""
     starts = np.cumsum([0, *(len(batch.length_N) for batch in batches)])
     return Batch(
         input_T=torch.cat([batch.input_T for batch in batches]),
@@ -178,16 +178,16 @@ def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def balance(length_N: Sequence[int], bins: int) -> list[list[int]]:
-    """Sequences into `bins` bins of nearly equal token counts, by the longest-first greedy rule. No bin is empty if N >= bins.
+    """A partition of the sequences into `bins` bins of nearly equal token counts, by the longest-first greedy rule. No bin is empty.
 
-    Deterministic: of equally full bins the one with the fewest sequences takes the next, then the lowest; each bin keeps the order of the
-    sequences. ValueError where N < bins.
+    Deterministic: among equally full bins, the one with the fewest sequences takes the next sequence, then the one with the lowest index;
+    each bin lists its sequences in ascending order. Raises ValueError if N < bins.
     """
     if len(length_N) < bins:
         raise ValueError(f"{len(length_N)} sequences cannot fill {bins} bins")
     length = np.asarray(length_N, dtype=np.int64)
     order = np.argsort(-length, kind="stable")
-    # One integer a bin orders them: (tokens, sequences, index). Heaps of integers are three times as fast as heaps of tuples.
+    # One integer per bin encodes (tokens, sequences, index) in sort order. Heaps of integers are three times as fast as heaps of tuples.
     token = (len(length) + 1) * bins
     heap = list(range(bins))
     chosen: list[list[int]] = [[] for _ in range(bins)]
@@ -198,9 +198,9 @@ def balance(length_N: Sequence[int], bins: int) -> list[list[int]]:
 
 
 def bins_needed(length_N: Sequence[int], capacity: int) -> int:
-    """The fewest bins of at most `capacity` tokens that `balance` fills without overflow.
+    """The smallest number of bins of at most `capacity` tokens that `balance` fills without overflow.
 
-    Raises ValueError where one sequence alone is longer than `capacity`.
+    Raises ValueError if a single sequence is longer than `capacity`.
     """
     longest_first = sorted(np.asarray(length_N, dtype=np.int64).tolist(), reverse=True)
     if longest_first and longest_first[0] > capacity:
@@ -214,8 +214,8 @@ def bins_needed(length_N: Sequence[int], capacity: int) -> int:
             heapq.heapreplace(heap, heap[0] + tokens)
         return True
 
-    # Two sequences of more than half the capacity do not share a bin. The greedy rule's loads never rise with the number of bins, so
-    # steps that double, then bisection, find the fewest.
+    # Two sequences of more than half the capacity cannot share a bin. The greedy rule's loads never rise with the number of bins, so
+    # doubling steps followed by bisection find the minimum.
     fewest = most = max(1, -(-sum(longest_first) // capacity), sum(2 * tokens > capacity for tokens in longest_first))
     step = 1
     while not fits(most):

@@ -1,4 +1,4 @@
-"""Tensors that wait for their turn leave the device, bit for bit."""
+"""Moves tensors that are not in use off the device and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 256 << 20  # bytes of host memory got at a time: pinned memory comes in powers of two
+BLOCK = 256 << 20  # bytes of host memory allocated at a time: pinned memory comes in powers of two
 
 
 class Parking:
     """Moves storages out of the device's memory, and back.
 
-    Whole storages are moved, not tensors, so that every view into them stays what it was.
+    Whole storages are moved, not tensors, so that every view into them stays valid.
 
     Args:
-        buffer: gives room for so many bytes elsewhere, as uint8.
+        buffer: allocates the given number of bytes outside the device, as uint8.
     """
 
     def __init__(self, buffer: Callable[[int], Tensor]) -> None:
         self._buffer = buffer
         self._away: list[tuple[torch.UntypedStorage, int, list[Tensor] | None]] = []
-        self._places: dict[int, list[Tensor]] = {}  # where a storage went before, in pieces: a buffer is slow to get
+        self._places: dict[int, list[Tensor]] = {}  # where each storage went last time, in pieces: buffers are slow to allocate
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def park(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
-        """Moves the storages of the tensors out. keep=False drops their contents: they come back with any values."""
+        """Move the storages of the tensors out. keep=False drops their contents: they come back with arbitrary values."""
         for storage in {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values():
             size = storage.nbytes()
-            if size:  # else it is out already
+            if size:  # otherwise it is already parked
                 self._away.append((storage, size, self._copy(storage) if keep else None))
                 storage.resize_(0)
 
     def wake(self) -> None:
-        """Brings everything back."""
+        """Bring everything back."""
         for storage, size, place in self._away:
             storage.resize_(size)
             for piece, part in zip(place or (), _parts(storage, place or ()), strict=True):
@@ -63,7 +63,7 @@ class Parking:
 
 
 def file_buffer(size: int) -> Tensor:
-    """Room for `size` bytes where the device is the CPU: in an unnamed file of TMPDIR, whose pages the kernel may drop."""
+    """Allocate `size` bytes for parking when the device is the CPU: in an unnamed file in TMPDIR, whose pages the kernel may evict."""
     handle, path = tempfile.mkstemp()
     try:
         os.truncate(handle, size)
@@ -74,5 +74,5 @@ def file_buffer(size: int) -> Tensor:
 
 
 def _parts(storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The bytes of a storage, as long as each of the pieces."""
+    """Split the bytes of a storage into parts as long as the pieces."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).split([len(piece) for piece in pieces]) if pieces else ()

@@ -1,4 +1,4 @@
-"""What the driver knows of a response; its tokens and log-probs stay in the object store."""
+"""What the driver knows about a response; its tokens and log-probs stay in the object store."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from megarl.batch import VersionSpan
 
 @dataclass(frozen=True)
 class EpisodeSummary:
-    """What the driver knows of an episode of several turns."""
+    """What the driver knows about a multi-turn episode."""
 
-    reward: float  # what the environment gave in all turns
+    reward: float  # the environment's total over all turns
     turns: int
-    error: str | None  # how the environment failed
-    info: Mapping[str, float]  # what it said of itself last
-    opening: str  # what the policy read first
-    transcript: str  # all that followed, its own turns and the answers to them
+    error: str | None  # how the environment failed; None: it did not
+    info: Mapping[str, float]  # the numbers in the environment's last `info`
+    opening: str  # the text that the policy read first
+    transcript: str  # everything after the opening: the policy's turns and the environment's answers
 
 
 @dataclass(frozen=True)
 class Response:
-    """What the driver knows of one response."""
+    """What the driver knows about one response."""
 
-    prompt: int  # which of the call's prompts it answers
-    text: str  # of an episode the last turn's
+    prompt: int  # index of the prompt within the call
+    text: str  # for an episode, the text of its last turn
     prompt_length: int
     length: int  # response tokens
-    loss_tokens: int  # those of them that are learned from
+    loss_tokens: int  # response tokens that are trained on
     finished: bool  # ended by itself, not by the length limit
-    payload: Any  # reference to the Sample, without its experts; of one that is not done, to its last part
-    index: int  # which of the responses to the prompt
-    experts: Sequence[Sequence[Any]] | None = None  # references to the experts of its tokens: of each part, of each `ExpertsWanted.stages`
-    before: Sequence[Any] = ()  # references to the parts before `payload`, of one that is not done
-    episode: EpisodeSummary | None = None  # where an environment answered
-    weight_versions: Sequence[VersionSpan] = ()  # as its sample has them
+    payload: Any  # reference to the Sample, without its experts; for one still to be continued, to its last part
+    index: int  # index among the responses to the prompt
+    experts: Sequence[Sequence[Any]] | None = None  # references to its tokens' experts, by part and then by `ExpertsWanted.stages`
+    before: Sequence[Any] = ()  # for one still to be continued, references to the parts before `payload`
+    episode: EpisodeSummary | None = None  # set if an environment answered
+    weight_versions: Sequence[VersionSpan] = ()  # as in its Sample

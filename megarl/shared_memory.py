@@ -1,4 +1,4 @@
-"""Memory that processes of one machine share, without a name: nothing is left behind, however they end."""
+"""Unnamed memory shared by the processes of one machine: nothing is left behind, however they end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, BinaryIO
 
-if TYPE_CHECKING:  # a process that only holds memory does without torch, which takes two seconds to import
+if TYPE_CHECKING:  # a process that only holds memory does not need torch, which takes two seconds to import
     from torch import Tensor
 
 DIRECTORY = "/dev/shm"
 
 
 class SharedMemory:
-    """Memory of this machine, as bytes (`memory`) and as uint8 [capacity] (`bytes_B`).
+    """Shared memory of this machine, as bytes (`memory`) and as uint8 [capacity] (`bytes_B`).
 
-    Other processes of the same user open it by `path`, as long as this one holds it; its mode is 0600 all the same.
+    Other processes of the same user can open it by `path` for as long as this process holds it; its mode is 0600.
 
     Args:
-        capacity: in bytes.
-        what: it is for, in errors.
+        capacity: size in bytes.
+        what: what the memory is for, named in errors.
     """
 
     def __init__(self, capacity: int, what: str) -> None:
@@ -40,7 +40,7 @@ class SharedMemory:
         return torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def reserve(self, nbytes: int) -> None:
-        """Makes sure that the first `nbytes` can be written. OSError where there is no room; else the process would die of SIGBUS."""
+        """Make sure that the first `nbytes` can be written. Raises OSError if there is no room; a later write would die of SIGBUS."""
         if nbytes > self._reserved:
             try:
                 os.posix_fallocate(self._descriptor, self._reserved, nbytes - self._reserved)
@@ -49,15 +49,15 @@ class SharedMemory:
             self._reserved = nbytes
 
     def close(self) -> None:
-        """Lets go of it; `memory` and views of `bytes_B` stay valid. Can be called twice."""
+        """Close the descriptor; `memory` and views of `bytes_B` stay valid. Can be called twice."""
         self._close()
 
 
 class MemoryFile:
-    """A file in this machine's memory, without a name: a path for this process, which ends with this object.
+    """An unnamed file in this machine's memory, with a path that works in this process only and as long as this object lives.
 
     Args:
-        write: gives it its content. OSError where there is no room.
+        write: writes the content. OSError is raised if there is no room.
     """
 
     def __init__(self, write: Callable[[BinaryIO], None]) -> None:
@@ -72,9 +72,9 @@ class MemoryFile:
 
 
 def mapped(path: str, size: int) -> Tensor:
-    """The first `size` bytes that another process of this machine has at `path`, as uint8 [size], without a copy. Changes stay here.
+    """Map the first `size` bytes of another process's shared memory at `path` as uint8 [size], without a copy. Changes stay private.
 
-    ValueError where there are fewer.
+    Raises ValueError if there are fewer bytes.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Causal attention of packed sequences through torch's scaled_dot_product_attention, with context parallelism: the local spec's core.
+"""The local spec's core attention: causal, over packed sequences, with context parallelism, on torch's scaled_dot_product_attention.
 
-Axes: T local tokens of this context-parallel rank, H query heads, G key/value heads (both the tensor-parallel shard), D head size (of
-queries and keys; values may have another, C), N sequences of one length, L tokens of a whole sequence.
+Axes: T local tokens of this context-parallel rank, H query heads and G key/value heads (of this tensor-parallel shard), D head size of
+queries and keys, C head size of values, N sequences of equal length, L tokens of a whole sequence.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 
 
 def zigzag(length: int, rank: int, ranks: int) -> Tensor:
-    """Positions of a sequence that one context-parallel rank holds: of 2 * ranks equal chunks the rank-th from each end.
+    """The positions of a sequence that one context-parallel rank holds: of 2 * ranks equal chunks, the rank-th from each end.
 
-    As megatron.core.utils.get_batch_on_this_cp_rank and rope_utils.py:141 lay it out.
+    This is the layout of megatron.core.utils.get_batch_on_this_cp_rank and rope_utils.py:141.
 
     Args:
-        length: tokens of the sequence; must divide by 2 * ranks if ranks > 1.
+        length: tokens of the sequence; must be divisible by 2 * ranks if ranks > 1.
         rank: the rank's place in its context-parallel group.
         ranks: size of that group; with 1 the rank holds all positions.
 
@@ -73,15 +73,15 @@ class PackedAttention(MegatronModule):
         attention_bias: None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attends inside each packed sequence. The signature is that of Megatron's core attention.
+        """Attend inside each packed sequence. The signature is that of Megatron's core attention.
 
         Args:
-            q_THD: queries [T, H, D]: sequence after sequence, the tokens that this rank holds of each.
+            q_THD: queries [T, H, D] of the tokens that this rank holds, sequence by sequence.
             k_TGD: keys [T, G, D].
             v_TGC: values [T, G, C].
-            attention_mask: None: causal.
-            attn_mask_type: not read.
-            attention_bias: None.
+            attention_mask: must be None; attention is causal.
+            attn_mask_type: ignored.
+            attention_bias: must be None.
             packed_seq_params: `cu_seqlens_q` holds the bounds of the sequences, counted over all context-parallel ranks.
 
         Returns:
@@ -103,7 +103,7 @@ class PackedAttention(MegatronModule):
     def _gather(
         self, k_TGD: Tensor, v_TGC: Tensor, sizes: list[int], groups: list[tuple[int, int]]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Keys and values of the whole sequences, group by group, from this rank's."""
+        """Gather the keys and values of the whole sequences, group by group, from those of this rank and its peers."""
         ranks, widths = self.cp_group.size(), [k_TGD.shape[-1], v_TGC.shape[-1]]
         kv = torch.cat([k_TGD, v_TGC], dim=-1)
         all_ranks = gather_from_sequence_parallel_region(kv, tensor_parallel_output_grad=True, group=self.cp_group)
@@ -119,7 +119,7 @@ class PackedAttention(MegatronModule):
             mine = zigzag(length, self.cp_group.rank(), ranks)
             mask = (torch.arange(length)[None, :] <= mine[:, None]).to(q.device)
         if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-            # The one kernel for GPUs that shares keys between heads takes neither; what would run keeps all scores in memory.
+            # The only GPU kernel that shares keys between heads supports neither case; the fallback would keep all scores in memory.
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -128,7 +128,7 @@ class PackedAttention(MegatronModule):
 
 
 def _unzigzag(part: Tensor, count: int) -> Tensor:
-    """[ranks, N * L / ranks, G, C] of all ranks' zigzag halves, in the order of the sequences' positions: [N * L, G, C]."""
+    """Reorder all ranks' zigzag halves [ranks, N * L / ranks, G, C] by position in each sequence: [N * L, G, C]."""
     halves = part.unflatten(1, (count, 2, -1))  # ranks N 2 chunk G C
     ordered = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)])  # 2 * ranks, N, chunk, ...
     return ordered.transpose(0, 1).flatten(0, 2)

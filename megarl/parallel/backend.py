@@ -1,6 +1,6 @@
 """The hardware, chosen once: CUDA with NCCL and Transformer Engine (or without it), or the CPU with gloo and Megatron's local modules.
 
-New hardware is one more class here and a line in `choose`. Code elsewhere asks the backend and never which one it is.
+New hardware takes one more class here and a line in `choose`. Code elsewhere calls the backend and never asks which one it is.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megarl.parallel.cpu import hook
 from megarl.parking import file_buffer
 from megarl.text import one_line
 
-MEGATRON = "0.16.1"  # the one release whose faults and semantics this folder knows
-TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # what it asks for: from the first on, before the second
-# Read by cuBLAS and Transformer Engine when they are first used; NCCL's choice between algorithms would depend on what it measures. What
-# else is told to NCCL is what vLLM tells it in engines that are deterministic (vllm/model_executor/determinism/batch_invariant.py:1147):
-# they and the sending ranks form one communicator, and its ranks must agree.
+MEGATRON = "0.16.1"  # the only release whose bugs and semantics this package knows
+TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # the versions that this Megatron-core requires: from the first, below the second
+# cuBLAS and Transformer Engine read these when they are first used. NCCL's own choice of algorithm would depend on measurements. The other
+# NCCL settings are those of vLLM's deterministic engines (vllm/model_executor/determinism/batch_invariant.py:1147): the engines and the
+# sending ranks form one communicator, whose ranks must agree.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -42,21 +42,21 @@ DETERMINISTIC = {
     "NCCL_PROTO": "Simple",
     "NCCL_SOCKET_NTHREADS": "1",
 }
-UNUSED = "flashinfer"  # Megatron's inference would import it, which writes into the home
-GPU_PACKAGES = ("transformer_engine", "apex")  # which Megatron takes up where it finds them
-ROOM = 256 << 20  # bytes, which cuBLAS needs at most for a small product
-TAKEN = ("out of memory", "busy or unavailable")  # what CUDA says of a GPU that others use
+UNUSED = "flashinfer"  # Megatron's inference would import it, and it writes into the home directory
+GPU_PACKAGES = ("transformer_engine", "apex")  # Megatron uses them wherever it finds them
+ROOM = 256 << 20  # bytes: the most that cuBLAS needs for a small product
+TAKEN = ("out of memory", "busy or unavailable")  # CUDA's errors for a GPU that other processes are using
 LOCAL = "Megatron's local ones with torch's attention"
 
 
 class Backend(ABC):
-    """One kind of hardware, ready to run Megatron once it is made."""
+    """One kind of hardware; an instance is ready to run Megatron."""
 
-    collective: Literal["nccl", "gloo"]  # of the process groups that carry tensors
+    collective: Literal["nccl", "gloo"]  # backend of the process groups that carry tensors
     device: torch.device
-    fused: bool  # layers of Transformer Engine's fused kernels; else Megatron's local ones, with torch's attention
-    note: str | None = None  # what the user should know of the choice
-    name: str | None = None  # of the GPU, as CUDA calls it
+    fused: bool  # layers use Transformer Engine's fused kernels; otherwise they are Megatron's local ones with torch's attention
+    note: str | None = None  # what the user should know about the choice
+    name: str | None = None  # CUDA's name of the GPU
 
     @property
     def transformer_overrides(self) -> dict[str, Any]:
@@ -72,14 +72,14 @@ class Backend(ABC):
         }
 
     def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
-        """Megatron's block spec (TransformerBlockSubmodules) of the layers that this rank builds for the given virtual stage."""
+        """Megatron's block spec (TransformerBlockSubmodules) for the layers that this rank builds for the given virtual stage."""
         from megarl.parallel import spec
 
         return (spec.transformer_engine if self.fused else spec.local)(config, vp_stage)
 
     @property
     def replicated_linear(self) -> type:
-        """The linear module that has its whole weight on every tensor-parallel rank, for families whose layers need one."""
+        """The linear module that keeps its whole weight on every tensor-parallel rank, for model families that need one."""
         if not self.fused:
             from megarl.parallel.spec import ReplicatedLinear
 
@@ -89,9 +89,9 @@ class Backend(ABC):
         return TELinear
 
     def fuse_optimizer(self, optimizer: Any) -> None:
-        """Lets Megatron's optimizer update each parameter in one kernel. Transformer Engine's and apex's Adam do so as they are.
+        """Make Megatron's optimizer update each parameter in one kernel. Transformer Engine's and apex's Adam do so anyway.
 
-        Without them Megatron makes a plain torch AdamW, of a dozen kernels (optimizer/__init__.py:357).
+        Without them Megatron creates a plain torch AdamW, which launches a dozen kernels (optimizer/__init__.py:357).
         """
         if self.fused:
             return
@@ -100,20 +100,20 @@ class Backend(ABC):
                 group["fused"] = True
 
     def few_groups(self) -> AbstractContextManager[None]:
-        """Around what makes the grid's process groups: no more of them than the hardware wants."""
+        """A context manager for creating the grid's process groups, which keeps their number low where each one is costly."""
         return nullcontext()
 
     @abstractmethod
     def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory that the device copies into fast."""
+        """Allocate uninitialised host memory that the device can copy into quickly."""
 
     @abstractmethod
     def parking_buffer(self, size: int) -> Tensor:
-        """Room for `size` bytes outside the device's memory, as uint8."""
+        """Allocate `size` bytes outside the device's memory, as uint8."""
 
     @abstractmethod
     def peak_memory_gb(self) -> dict[str, float]:
-        """The largest memory that this process has held on the device so far, in GB of 10^9 bytes: "allocated", and of a GPU "reserved"."""
+        """This process's peak memory on the device so far, in GB of 10^9 bytes: "allocated", and on a GPU also "reserved"."""
 
     @abstractmethod
     def random_state(self) -> Tensor:
@@ -121,23 +121,23 @@ class Backend(ABC):
 
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
-        """Sets the device's random state."""
+        """Set the device's random state."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Waits for the work queued on the device."""
+        """Wait for the work queued on the device."""
 
     @abstractmethod
     def empty_cache(self) -> None:
-        """Gives cached device memory back to the driver."""
+        """Return cached device memory to the driver."""
 
 
 class Cuda(Backend):
-    """One GPU of NVIDIA's, which is this process's current device from here on.
+    """One NVIDIA GPU, which becomes this process's current device.
 
     Args:
-        deterministic: only algorithms that repeat their bits.
-        exact: float32 is float32: Transformer Engine would multiply in TF32.
+        deterministic: use only algorithms whose results are reproducible bit for bit.
+        exact: compute float32 in full precision, without Transformer Engine, which would multiply in TF32.
     """
 
     collective = "nccl"
@@ -149,12 +149,12 @@ class Cuda(Backend):
             slower = f"Transformer Engine is not installed, the layers are {LOCAL}, which are slower"
             self.note = f"GPU: the layers of float32 are {LOCAL}" if exact else f"GPU: {slower}"
             _hide(*GPU_PACKAGES)
-            # Megatron compiles some functions (megatron/core/jit.py). As the CPU runs them, they need no C compiler on the node either.
+            # Megatron compiles some functions (megatron/core/jit.py). Run eagerly, as on the CPU, they need no C compiler on the node.
             torch.compiler.set_stance("force_eager")
         self._deterministic = deterministic
         if deterministic:
             os.environ.update(DETERMINISTIC)
-            torch.use_deterministic_algorithms(True, warn_only=True)  # what has no such algorithm warns by its name
+            torch.use_deterministic_algorithms(True, warn_only=True)  # operations without such an algorithm warn by name
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         self.name = torch.cuda.get_device_name(self.device)
@@ -187,13 +187,13 @@ class Cuda(Backend):
 
 
 class Cpu(Backend):
-    """The CPU: Megatron's sources are rewritten as they are imported, and mended where gloo or the CPU needs it."""
+    """The CPU: Megatron's sources are rewritten as they are imported, and patched where gloo or the CPU requires it."""
 
     collective, fused = "gloo", False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        # In an environment for GPUs too: nothing may find one, and Megatron's optimizer would take Transformer Engine's or apex's kernels.
+        # For GPU environments: nothing may find a GPU, and Megatron's optimizer would use Transformer Engine's or apex's kernels.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         _hide(UNUSED, *GPU_PACKAGES)
         hook.install()
@@ -222,26 +222,26 @@ class Cpu(Backend):
         torch.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: the CPU queues no work."""
 
     def empty_cache(self) -> None:
-        ctypes.CDLL(None).malloc_trim(0)  # the C library keeps what was freed in between
+        ctypes.CDLL(None).malloc_trim(0)  # the C library keeps freed memory between blocks in use
 
 
 _chosen: Backend | None = None
 
 
 def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = False) -> Backend:
-    """The backend of this process. Call it before anything imports megatron: it mends megatron, and on a CPU installs the hook.
+    """The backend of this process. Call it before anything imports megatron: it patches megatron, and on a CPU installs the import hook.
 
     Args:
-        gpus: whether to run on a GPU; None: as the first call said, and where that said nothing, if there is one.
-        deterministic: of the first call: a GPU takes only algorithms that repeat their bits.
-        exact: of the first call: float32 is float32 on a GPU, too.
+        gpus: whether to run on a GPU; None: as the first call decided, or, in the first call, if there is a GPU.
+        deterministic: only read by the first call: a GPU uses only algorithms whose results are reproducible bit for bit.
+        exact: only read by the first call: a GPU computes float32 in full precision.
 
     Raises:
-        ConfigError: any Megatron-core but the supported release; a GPU is asked for, and torch or Transformer Engine is another build.
-        Unfit: a GPU is asked for, and CUDA shows none, or Transformer Engine does not load.
+        ConfigError: Megatron-core is not the supported release, or a GPU is requested and torch or Transformer Engine is the wrong build.
+        Unfit: a GPU is requested, and CUDA shows none or Transformer Engine does not load.
     """
     global _chosen
     if _chosen is None:
@@ -263,35 +263,35 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
 
 
 def touch_gpus(count: int) -> str | None:
-    """Lets each GPU compute, as ranks do before anything else. A process of its own calls it: a sick GPU may hold it for ever.
+    """Run a small computation on each GPU, as ranks do before anything else. Call it in a process of its own: a faulty GPU may hang it.
 
     Args:
-        count: how many there must be.
+        count: how many GPUs there must be.
 
     Returns:
-        What fails, or None. A GPU whose memory, or which itself, others have at the moment is not sick.
+        What failed, or None. A GPU that other processes occupy at the moment, or whose memory they occupy, is not faulty.
     """
     if torch.version.cuda is None:
-        return None  # `choose` refuses it: no GPU is to blame
+        return None  # `choose` refuses this build: no GPU is to blame
     try:
         has_transformer_engine()
     except Unfit as error:
         return str(error)
     except ConfigError:
-        pass  # the same everywhere
+        pass  # a wrong version is the same on all nodes, and no GPU is to blame
     for n in range(count):
         try:
             ones = torch.ones(64, 64, device=f"cuda:{n}")
             if torch.cuda.mem_get_info(n)[0] >= ROOM and (ones @ ones).sum().item() != 64**3:
                 return f"GPU {n}: computes wrong"
-        except Exception as error:  # each generation of torch has its own
+        except Exception as error:  # its type differs between torch releases
             if not any(text in str(error) for text in TAKEN):
                 return f"GPU {n}: {one_line(str(error))}"
     return None
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed. Unfit where it does not load, ConfigError where it is not what Megatron-core asks for."""
+    """Whether Transformer Engine is installed. Raises Unfit if it does not load, ConfigError if Megatron-core needs another version."""
     remedy = f"Megatron-core {MEGATRON} builds its GPU layers from it (bash tools/setup.sh --gpu; cluster.gpus=false does without)"
     try:
         version = importlib.metadata.version("transformer-engine")
@@ -299,7 +299,7 @@ def has_transformer_engine() -> bool:
         return False
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError) as error:  # a library of CUDA's that is missing is an OSError
+    except (ImportError, OSError) as error:  # a missing CUDA library is an OSError
         raise Unfit(f"transformer-engine: does not load ({error}); {remedy}") from None
     if not TRANSFORMER_ENGINE[0] <= tuple(map(int, version.split(".")[:2])) < TRANSFORMER_ENGINE[1]:
         low, end = (".".join(map(str, bound)) for bound in TRANSFORMER_ENGINE)
@@ -308,6 +308,6 @@ def has_transformer_engine() -> bool:
 
 
 def _hide(*packages: str) -> None:
-    """Imports of these packages fail from here on: Megatron takes up what it finds."""
+    """Make imports of these packages fail from here on: Megatron uses whatever it finds."""
     for package in packages:
-        sys.modules[package] = None  # type: ignore[assignment]  # Python's own way to say that a module is not there
+        sys.modules[package] = None  # type: ignore[assignment]  # Python's own marker for a module that cannot be imported

@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json and our settings to Megatron's configuration and model chunks."""
+"""Builds Megatron's configuration and model chunks from a Hugging Face config.json and our settings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megarl.parallel.value_head import ValueHead
 from megarl.text import one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")  # of multi-latent attention, on every tensor-parallel rank
-# Fields that are torch's or of a type of Megatron's, by the names that YAML and `fixed_fields` have for them.
+WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")  # of multi-latent attention, replicated
+# Fields whose values are torch objects or Megatron enum members, by the names that YAML and `fixed_fields` use for them.
 _NAMED: dict[str, Mapping[str, Any]] = {
     "activation_func": {"silu": F.silu},
     "params_dtype": DTYPES,
@@ -33,7 +33,7 @@ _NAMED: dict[str, Mapping[str, Any]] = {
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """The vocabulary rounded up to a multiple of `tp`: every tensor-parallel rank holds equally many rows."""
+    """The vocabulary size rounded up to a multiple of `tp`, so that every tensor-parallel rank holds equally many rows."""
     return -(-vocabulary // tp) * tp
 
 
@@ -42,15 +42,15 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
 
     Args:
         hf: config.json of a known family.
-        model: its `megatron` may set any field of TransformerConfig that neither the weights nor the layout nor the gradient's scaling fix.
-        layout: of the ranks.
-        backend: the hardware's fields.
+        model: its `megatron` may set any field of TransformerConfig that is not fixed by the weights, the layout or the gradient scaling.
+        layout: the layout of the ranks.
+        backend: supplies the fields that follow from the hardware.
 
     Returns:
         A TransformerConfig, or an MLATransformerConfig for multi-latent attention.
 
     Raises:
-        ConfigError: an unknown field, a fixed one, or a model feature that is not supported.
+        ConfigError: `model.megatron` sets an unknown or fixed field, or the model has an unsupported feature.
     """
     fixed = fixed_fields(hf, model.dtype, layout)
     check_fields(model.megatron, fixed)
@@ -75,19 +75,19 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
 def build_chunks(
     config: TransformerConfig, hf: dict[str, Any], backend: Backend, *, grad: bool, head: HeadKind = "lm", fp32_head: bool = False
 ) -> list[MegatronModule]:
-    """Builds the model chunks of this rank on the device, their weights not yet loaded. Requires the grid.
+    """Build this rank's model chunks on the device, with weights not yet loaded. Requires the grid.
 
     Args:
         config: see `transformer_config`.
         hf: config.json.
         backend: the hardware.
         grad: False builds a frozen model (reference, reward model).
-        head: "value" puts a scalar head in the place of the output layer (critic, reward model): the last stage then gives values
-            [1, R, 1] in float32 instead of logits [1, R, V], whole on every tensor-parallel rank. Only that head has initial weights.
-        fp32_head: logits are computed in float32, whatever the model's dtype.
+        head: "value" replaces the output layer with a scalar head (critic, reward model): the last stage then gives values [1, R, 1] in
+            float32 instead of logits [1, R, V], whole on every tensor-parallel rank. Only that head's weights are initialised.
+        fp32_head: compute logits in float32, whatever the model's dtype.
 
     Returns:
-        One chunk, or one for each virtual stage.
+        One chunk, or one per virtual stage.
     """
     stages: list[int | None] = list(range(config.virtual_pipeline_model_parallel_size or 0)) or [None]
     chunks = [_chunk(config, hf, backend, stage, head) for stage in stages]
@@ -97,12 +97,12 @@ def build_chunks(
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(grad)
             # Upstream marks expert weights for the expert data-parallel group only if ep > 1 (layers.py:886,1209), although with etp != tp
-            # they belong to another group just as well: gradients would silently be wrong. Marked always, the optimizer also has the
+            # they belong to a different group too: gradients would silently be wrong. Marking them always also gives the optimizer the
             # same two parts (dense, experts) in every layout, which resharding its state needs.
             if ".experts." in name:
                 parameter.allreduce = False
-            # Transformer Engine marks every weight as cut between tensor-parallel ranks (2.11, module/linear.py:1325), also those that are
-            # whole on each: the gradient's norm would count them tp times.
+            # Transformer Engine marks every weight as sharded over tensor-parallel ranks (2.11, module/linear.py:1325), even replicated
+            # ones: the gradient norm would count those tp times.
             if name.endswith(WHOLE):
                 parameter.tensor_model_parallel = False
             assert parameter.dtype == config.params_dtype, f"{name} is {parameter.dtype}, expected {config.params_dtype}"
@@ -128,18 +128,18 @@ def _chunk(config: TransformerConfig, hf: dict[str, Any], backend: Backend, stag
         rotary_percent=rope.fraction,
         vp_stage=stage,
     )
-    if not config.multi_latent_attention:  # which keeps its frequencies inside, from the fields of its own configuration
+    if not config.multi_latent_attention:  # that computes its frequencies itself, from the fields of its own configuration
         own = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = rope.frequencies(config.kv_channels).to(own.device)
         assert chunk.rotary_pos_emb.inv_freq.shape == own.shape
-    chunk.head = head  # for `weights`, on every stage
+    chunk.head = head  # read by `weights`, on every stage
     if head == "value" and chunk.post_process:
-        chunk.output_layer = ValueHead(config, chunk.pg_collection.tp)  # upstream has no way not to make its own first
+        chunk.output_layer = ValueHead(config, chunk.pg_collection.tp)  # upstream always creates its own first
     return chunk.to(backend.device)
 
 
 def _in_float32(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the output layer, cast. Megatron gives a weight of its own where it is the embedding's."""
+    """The output layer's arguments, cast to float32. Megatron passes a weight if it is shared with the embedding, else None."""
     [hidden] = inputs
     weight = layer.weight if named["weight"] is None else named["weight"]
     return (hidden.float(),), {**named, "weight": weight.float()}

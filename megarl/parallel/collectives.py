@@ -1,4 +1,4 @@
-"""Sums over process groups for values outside of the graph."""
+"""Sums over process groups, for values outside the autograd graph."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megarl.parallel.backend import choose
 
 
 def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of a detached tensor over the ranks of `group`, on each of them and where `value` lies. Collective."""
+    """The sum of a detached tensor over the ranks of `group`, on every rank and on the device of `value`. Collective."""
     if group.size() == 1:
         return value.detach()
-    total = value.detach().to(choose().device, copy=True)  # NCCL takes tensors on the GPU alone
+    total = value.detach().to(choose().device, copy=True)  # NCCL accepts only tensors on the GPU
     dist.all_reduce(total, group=group)
     return total.to(value.device)

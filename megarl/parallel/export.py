@@ -1,8 +1,8 @@
-"""Megatron parameters back to Hugging Face tensors: a streamed gather of tensor, expert and pipeline shards to rank 0.
+"""Exports Megatron parameters as Hugging Face tensors: a streamed gather of tensor, expert and pipeline shards to rank 0.
 
-Only the ranks that share rank 0's data (and context) parallel place take part: in each pipeline stage they gather at the stage's first
-rank, which hands the shards on to rank 0, or writes them into files of its own. Every rank derives the same order from the family's weight
-map, so the collectives pair up. Bytes are moved, not numbers: any dtype, bit for bit, on gloo and NCCL.
+Only the first data-parallel (and context-parallel) replica takes part: in each pipeline stage its ranks gather to the stage's first rank,
+which forwards the shards to rank 0 or writes them into files of its own. Every rank derives the same order from the family's weight map,
+so the collectives pair up. Raw bytes are moved, not numbers, so any dtype is exact bit for bit on gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from megarl.sync.wire import TensorName, each
 from megarl.text import one_line
 
 log = logging.getLogger(__name__)
-GATHER_BYTES = 256 << 20  # of the experts of one layer that are gathered together (or one expert of each rank)
+GATHER_BYTES = 256 << 20  # most bytes of one layer's experts that are gathered together (but at least one expert of each rank)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Weights that travel together: one dense weight, or one slice of a layer's experts, the same count on each expert-parallel rank."""
+    """Weights that travel together: one dense weight, or one slice of a layer's experts, equally many on each expert-parallel rank."""
 
     weights: list[Weight]  # by expert-parallel rank, then by expert
-    ep: int  # expert-parallel ranks that hold them
-    owner: int = 0  # pipeline stage
+    ep: int  # number of expert-parallel ranks that hold them
+    owner: int = 0  # pipeline stage that holds them
 
 
 def export_stacks(
     chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
 ) -> Iterator[tuple[TensorName, Tensor]]:
-    """Streams the model to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
+    """Stream the model to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
 
     Args:
-        chunks: this rank's, in data-parallel wrappers or not.
+        chunks: this rank's chunks, in data-parallel wrappers or not.
         hf: config.json of the model.
-        grid: this rank's.
-        dtype: of the tensors; routers' expert biases stay in float32.
-        by_stage: each tensor goes to the first rank of its pipeline stage, and no further.
+        grid: this rank's grid.
+        dtype: dtype of the exported tensors; routers' expert biases stay in float32.
+        by_stage: gather each tensor only to the first rank of its pipeline stage.
 
     Yields:
-        On rank 0 (Hugging Face name, whole tensor on the device), or for experts of a layer (their names, [experts, *tensor]), in memory of
-        their own; elsewhere nothing.
+        On rank 0 (with `by_stage`, on the first rank of each stage) (Hugging Face name, whole tensor on the device), or for a layer's
+        experts (their names, [experts, *tensor]), in memory of their own; nothing on other ranks.
     """
     chunks = list(chunks)
     weights = [weight for weight in family_of(hf).weights(hf, head_of(chunks)) if not weight.alias]
@@ -72,23 +72,24 @@ def export_stacks(
 
 
 def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Path, target: Path) -> None:
-    """Writes the model as a Hugging Face directory in the parameters' dtype, complete or not at all. Collective; the first rank of each
-    pipeline stage writes what the stage holds, and must see the directory that rank 0 makes.
+    """Write the model as a Hugging Face directory in the parameters' dtype, complete or not at all. Collective.
+
+    The first rank of each pipeline stage writes the stage's tensors, and must see the directory that rank 0 creates.
 
     config.json names the model's own head: transformers loads a critic or reward model with AutoModelForSequenceClassification, whichever
-    directory it came from. It scores a sequence at the last token that is not config.json's pad_token_id, so one token too early where
-    that is also the end token, and takes one sequence at a time where there is none.
+    directory it came from. transformers scores a sequence at the last token that is not config.json's pad_token_id: one token too early if
+    that is also the end token. Without a pad_token_id it accepts only one sequence at a time.
 
     Args:
-        chunks: this rank's, in data-parallel wrappers or not.
+        chunks: this rank's chunks, in data-parallel wrappers or not.
         hf: config.json of the model.
-        grid: this rank's.
+        grid: this rank's grid.
         source: the directory that config and tokenizer come from.
         target: the directory to write.
 
     Raises:
-        ConfigError: `target` already holds something, or cannot be made.
-        SaveError: a rank could not write. Each of them on every rank.
+        ConfigError: `target` is not empty, or cannot be created.
+        SaveError: a rank could not write. Both errors are raised on every rank.
     """
     chunks = list(chunks)
     dtype = next(iter(local_parameters(chunks, grid.ep_rank).values())).dtype
@@ -114,16 +115,16 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
 
 
 def _written(stream: Iterator[tuple[TensorName, Tensor]], folder: Path, grid: Grid) -> list[tuple[dict[str, list[str]], int]]:
-    """Writes this rank's part of the stream. Every rank's files with their tensors, and bytes, in the order of the ranks."""
+    """Write this rank's part of the stream. Returns each rank's files with the names of their tensors, and its bytes, in rank order."""
     writer, fault = ShardWriter(folder, f"stage-{grid.pp_rank}-"), None
     try:
         for names, tensors in stream:
             for name, tensor in each(names, tensors):
                 writer.add(name, tensor)
         writer.close()
-    except Exception as error:  # safetensors has its own for a full disk
+    except Exception as error:  # safetensors has its own type for a full disk
         fault = f"rank {grid.rank}: {type(error).__name__}: {one_line(str(error))}"
-        deque(stream, maxlen=0)  # the other ranks gather to its end
+        deque(stream, maxlen=0)  # the other ranks keep gathering to its end
     told: list[Any] = [None] * grid.world
     dist.all_gather_object(told, (fault, writer.shards, writer.nbytes), group=grid.groups.control)
     faults = [one for one, _, _ in told if one is not None]
@@ -133,7 +134,7 @@ def _written(stream: Iterator[tuple[TensorName, Tensor]], folder: Path, grid: Gr
 
 
 def _plan(weights: list[Weight], grid: Grid, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device) -> list[_Batch]:
-    """The batches of the whole model in one order for all ranks, with their stages."""
+    """The batches of the whole model, in the same order on all ranks, with the stages that hold them."""
     batches: list[_Batch] = []
     for _, group in groupby(weights, key=lambda weight: (weight.layer, weight.op if weight.expert is not None else weight.name)):
         batches += _batches(list(group), grid.layout.ep, dtype)
@@ -146,7 +147,7 @@ def _plan(weights: list[Weight], grid: Grid, parameters: dict[str, Any], dtype: 
 
 
 def _batches(weights: list[Weight], ep: int, dtype: torch.dtype) -> list[_Batch]:
-    """One dense weight as it is; the experts of one layer and kind in slices of at most GATHER_BYTES."""
+    """One batch for a dense weight; for the experts of one layer and kind, slices of at most GATHER_BYTES."""
     if weights[0].expert is None:
         return [_Batch(weights, 1)]
     local = len(weights) // ep
@@ -159,14 +160,16 @@ def _batches(weights: list[Weight], ep: int, dtype: torch.dtype) -> list[_Batch]
 
 
 def _held(batch: _Batch, parameters: dict[str, Any]) -> bool:
-    """Whether this rank holds a part of the batch, and so its stage all of it."""
+    """Whether this rank holds part of the batch, and therefore its stage all of it."""
     return any(weight.name in parameters for weight in batch.weights)
 
 
 @torch.no_grad()
 def _collected(batch: _Batch, parameters: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Tensor | None:
-    """All shards of the batch on the first rank of its stage as [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard];
-    None elsewhere."""
+    """Gather the batch's shards to its stage's first rank: [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard].
+
+    Returns None on other ranks.
+    """
     if batch.owner != grid.pp_rank or not _takes_part(batch.weights[0], grid):
         return None
     first, (ranks, count, shape) = batch.weights[0], _sizes(batch, grid)
@@ -177,7 +180,7 @@ def _collected(batch: _Batch, parameters: dict[str, Any], grid: Grid, dtype: tor
 
 
 def _handed_on(batch: _Batch, found: Tensor | None, grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """What `_collected` has given the first rank of the batch's stage, on rank 0; None elsewhere."""
+    """Forward to rank 0 what `_collected` returned on the first rank of the batch's stage. Returns None on other ranks."""
     if batch.owner == 0:
         return found if grid.rank == 0 else None
     if found is not None:
@@ -191,21 +194,21 @@ def _handed_on(batch: _Batch, found: Tensor | None, grid: Grid, dtype: torch.dty
 
 
 def _sizes(batch: _Batch, grid: Grid) -> tuple[int, int, tuple[int, ...]]:
-    """Tensor-parallel ranks that share each weight of the batch, weights on each expert-parallel rank, shape of a shard."""
+    """(tensor-parallel ranks that share each weight of the batch, weights on each expert-parallel rank, shape of a shard)."""
     op = batch.weights[0].op
     ranks = tensor_parallel(batch.weights[0], grid)[1] if op.axis is not None else 1
     return ranks, len(batch.weights) // batch.ep, op.shard_shape(ranks)
 
 
 def _takes_part(weight: Weight, grid: Grid) -> bool:
-    """Whether this rank is in the first replica of its stage: in the dense layers' grid, or in the experts' own."""
+    """Whether this rank is in the first replica of its stage, in the grid of the dense layers or of the experts."""
     if weight.expert is not None:
         return grid.groups.edp.rank() == 0
     return grid.dp_rank == 0 and grid.cp_rank == 0
 
 
 def _gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor | None:
-    """[ranks, *mine] on the group's first rank, None on the others. A tensor that one rank alone holds (ranks 1) comes from the first."""
+    """Gather `mine` to [ranks, *mine] on the group's first rank; None on the others. With ranks = 1 it is the first rank's own tensor."""
     if ranks == 1:
         return mine[None] if group.rank() == 0 else None
     assert group.size() == ranks, f"{ranks} shards in a group of {group.size()}"
@@ -218,11 +221,11 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor | None
 
 
 def _named(batch: _Batch, shards: Tensor) -> Iterator[tuple[TensorName, Tensor]]:
-    """The Hugging Face tensors of a batch from `_collected`'s [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard]."""
+    """Join `_collected`'s [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard] into the batch's Hugging Face tensors."""
     op = batch.weights[0].op
     if batch.weights[0].expert is None:
         yield from zip(batch.weights[0].hf, op.join(shards[0, :, 0].unbind(0)), strict=True)
         return
-    whole = torch.vmap(torch.vmap(lambda pieces: op.join(pieces.unbind(0)), in_dims=1))(shards)  # of all experts at once
+    whole = torch.vmap(torch.vmap(lambda pieces: op.join(pieces.unbind(0)), in_dims=1))(shards)  # all experts at once
     for index, tensors in enumerate(whole):
         yield [weight.hf[index] for weight in batch.weights], tensors.flatten(0, 1)

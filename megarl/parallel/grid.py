@@ -18,12 +18,12 @@ from megarl.parallel.backend import choose
 if TYPE_CHECKING:
     from megarl.config import Layout
 
-FAULTS = (dist.DistError, torch.AcceleratorError)  # of a connection or a device: another process may fare better
+FAULTS = (dist.DistError, torch.AcceleratorError)  # errors of a connection or a device: a new process may succeed
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of this rank. `control` carries small CPU tensors over all ranks (gloo on every backend)."""
+    """The process groups of this rank. `control` spans all ranks and carries small CPU tensors (gloo on every backend)."""
 
     control: dist.ProcessGroup
     tp: dist.ProcessGroup
@@ -38,7 +38,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Grid:
-    """Where this rank stands. Ranks are counted tp fastest, then cp, then dp, then pp."""
+    """This rank's place in the process grid. Ranks are numbered with tp varying fastest, then cp, then dp, then pp."""
 
     layout: Layout
     rank: int
@@ -57,12 +57,12 @@ class Grid:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the end of the model (with vpp: its last chunk does)."""
+        """Whether this rank holds the end of the model (with vpp, in its last chunk)."""
         return self.pp_rank == self.layout.pp - 1
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Guards a collective over all ranks: where it fails, the error names the ranks that came here less often than this one."""
+        """Guard a collective over all ranks: if it fails, the error names the ranks that entered it fewer times than this one."""
         mine = self.store.add(f"together/{what}/{self.rank}", 1)
         try:
             yield
@@ -72,22 +72,22 @@ class Grid:
 
 
 def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeout_s: float) -> Grid:
-    """Joins `layout.ranks` processes into one grid. Collective.
+    """Join `layout.ranks` processes into one grid. Collective.
 
     Listening sockets are bound to the address through which this process reaches the store: loopback if the store is on loopback.
 
     Args:
         layout: how many processes there are, and the size of each kind of parallelism.
-        rank: this process's, from 0.
+        rank: this process's rank, from 0.
         store: where the processes meet: `listen_store`'s on one of them, `connect_store`'s on the others (or a PrefixStore of it).
-        seed: of Megatron's random states; the same on all ranks.
-        timeout_s: every wait in here and in later collectives ends after it.
+        seed: seed of Megatron's random states; the same on all ranks.
+        timeout_s: time limit of every wait in here and in later collectives.
 
     Returns:
         This rank's place in the grid, and its process groups.
 
     Raises:
-        ConfigError: another release of Megatron-core than the supported one is installed.
+        ConfigError: the installed Megatron-core is not the supported release.
         RuntimeError: no network interface has the address from which the store is reached.
     """
     backend = choose()
@@ -157,9 +157,9 @@ def destroy_grid() -> None:
     from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
     parallel_state.destroy_model_parallel()
-    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # which that forgets (parallel_state.py:2085)
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # not reset by the call above (parallel_state.py:2085)
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
-        embedding.forward.cache_clear()  # rotary_pos_embedding.py:177 caches by `self`, and so keeps the modules and their groups
+        embedding.forward.cache_clear()  # rotary_pos_embedding.py:177 caches by `self`, which keeps modules and their groups alive
     dist.destroy_process_group()
 
 

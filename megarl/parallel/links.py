@@ -1,4 +1,4 @@
-"""How fast the processes of a run reach each other: gloo on CPUs, NCCL on GPUs."""
+"""Measures how fast the processes of a run communicate: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MEGABYTES = {"gloo": 4, "nccl": 256}
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Seconds of one rank, each the shortest of `REPEATS`."""
+    """Times of one rank in seconds, each the shortest of `REPEATS`."""
 
     megabytes: int
     all_reduce: float
     all_to_all: float
-    best_edge: float  # between this rank's node and that one of its two neighbours to which it is faster; 0 on one node
+    best_edge: float  # between this rank's node and the faster of its two neighbours; 0 on a single node
 
 
 def edges(nodes: int) -> list[list[tuple[int, int]]]:
-    """The ring of nodes as rounds of pairs, no node twice in a round."""
+    """The edges of the ring of nodes, in rounds in which no node occurs twice."""
     ring = [(n, (n + 1) % nodes) for n in range(nodes if nodes > 2 else nodes - 1)]
     odd = nodes % 2 and nodes > 2
     rounds = [[edge for n, edge in enumerate(ring) if n % 2 == parity and not (odd and n == nodes - 1)] for parity in (0, 1)]
@@ -37,22 +37,22 @@ def edges(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def slow(best_edge: Sequence[float], factor: float) -> list[int]:
-    """The nodes of which even the faster edge takes `factor` times as long as the median node's. Of two nodes none can be told."""
+    """The nodes whose faster edge takes more than `factor` times the median node's. Never one of two nodes: they share an edge."""
     ordered = sorted(best_edge)
     return [n for n, seconds in enumerate(best_edge) if len(best_edge) > 2 and seconds > factor * ordered[(len(ordered) - 1) // 2]]
 
 
 def measure(rank: int, world: int, per_node: int, store: dist.Store, host: str, gpus: bool, timeout_s: float) -> LinkTimes:
-    """Times collectives over all ranks, and messages between neighbouring nodes. Collective.
+    """Time collectives over all ranks, and messages between neighbouring nodes. Collective.
 
     Args:
-        rank: this process's, from 0; those of a node are consecutive.
-        world: how many there are.
-        per_node: how many a node has.
-        store: where they meet.
-        host: of the store, towards which the sockets listen.
-        gpus: NCCL on this process's only GPU instead of gloo.
-        timeout_s: ends every wait.
+        rank: this process's rank, from 0; the ranks of a node are consecutive.
+        world: number of ranks.
+        per_node: number of ranks on each node.
+        store: where the ranks meet.
+        host: address of the store; sockets listen on the interface towards it.
+        gpus: use NCCL on this process's only GPU instead of gloo.
+        timeout_s: time limit of every wait.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = interface = interface_towards(host)
     choose_nccl_interface(interface)
@@ -63,13 +63,13 @@ def measure(rank: int, world: int, per_node: int, store: dist.Store, host: str, 
         sent, received = torch.ones(count, device=device), torch.empty(count, device=device)
 
         def seconds(act: Callable[[], object]) -> float:
-            act()  # makes the connections
+            act()  # establishes the connections
             taken = []
             for _ in range(REPEATS):
                 dist.barrier()
                 begun = time.monotonic()
                 act()
-                sent[0].item()  # a GPU has done it then
+                sent[0].item()  # waits for the GPU
                 taken.append(time.monotonic() - begun)
             return min(taken)
 

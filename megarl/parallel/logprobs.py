@@ -1,8 +1,10 @@
 """Log-probability and entropy of the target tokens from vocabulary-parallel logits, chunk by chunk.
 
-Nothing of the logits' size is kept beside the logits themselves: forward keeps three numbers a token, backward recomputes each chunk's
-softmax and writes the gradient. A chunk is worked on in two small buffers that are made once, so that on a CPU every pass but the first
-read and the last write stays in the core's cache. Axes: R rows of logits, T scored entries, C entries of a chunk, V local vocabulary shard.
+Nothing as large as the logits is kept besides the logits themselves: forward keeps three numbers per token, backward recomputes each
+chunk's softmax and writes the gradient. A chunk is processed in two small buffers that are allocated once, so that on a CPU every pass
+except the first read and the last write stays in the core's cache.
+
+Axes: R rows of logits, T scored entries, C entries of a chunk, V local vocabulary shard.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of a float32 chunk. CPU: two chunks (1 MB) in a core's L2. Elsewhere: few enough launches, 64 MB together.
+# Elements of a float32 chunk. CPU: two chunks (1 MB) fit in a core's L2. Elsewhere: two chunks are 64 MB, large enough for few launches.
 CHUNK_ELEMENTS = {"cpu": 1 << 17}
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 23
 
@@ -42,9 +44,9 @@ def logprob_entropy(
         target_T: int64 [T], global token ids.
         temperature: what the logits are divided by, above 0.
         group: the tensor-parallel ranks that share the vocabulary; None: this rank holds all of it.
-        vocabulary: entries from this global id on are padding and have probability 0; None: none are.
-        overwrite: backward writes the gradient over the logits, which then takes no memory at all. Nothing else may need them (autograd
-            raises if something in the graph does).
+        vocabulary: entries from this global id on are padding and have probability 0; None: there is no padding.
+        overwrite: backward writes the gradient over the logits, so that it takes no memory of its own. Nothing else may need the logits
+            (autograd raises if something in the graph does).
 
     Returns:
         The log-probs and the entropies in nats, each float32 [T], the same on all ranks of `group`.
@@ -56,7 +58,7 @@ def logprob_entropy(
 def likeliest(
     logits_RV: Tensor, row_T: Tensor, target_T: Tensor, group: dist.ProcessGroup | None = None, vocabulary: int | None = None
 ) -> Tensor:
-    """Whether each target is its row's likeliest token (or one of several that are), bool [T]. Arguments as in `logprob_entropy`.
+    """Whether each target is its row's likeliest token (or tied for it), bool [T]. Arguments as in `logprob_entropy`.
 
     One MAX reduction of [2, T] numbers over `group`.
     """
@@ -110,7 +112,7 @@ class _LogprobEntropy(torch.autograd.Function):
         if group is not None and group.size() > 1:
             here_T = top_T.clone()
             dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
-            # To the common maximum: sum e^(x - top) = e^(here - top) sum e^(x - here), the dot likewise. A rank of padding alone has -inf.
+            # Rescale to the common maximum: sum e^(x - top) = e^(here - top) sum e^(x - here), likewise the dot. Padding alone gives -inf.
             shift_T = (here_T - top_T).clamp_(min=-1e4)
             scale_T = shift_T.exp()
             sums = torch.stack([torch.where(mine_T, picked_T - top_T, 0.0), sum_T * scale_T, (dot_T + sum_T * shift_T) * scale_T])
@@ -133,7 +135,7 @@ class _LogprobEntropy(torch.autograd.Function):
         # d lp / dx = (onehot - p) / temperature ; d H / dx = -p (log p + H) / temperature
         down_T = torch.zeros_like(lp_T) if grad_lp_T is None else grad_lp_T / -shard.temperature
         slope_T = None if grad_entropy_T is None else grad_entropy_T / -shard.temperature
-        at_target_T = down_T * torch.expm1(lp_T)  # without the cancellation of 1 - p
+        at_target_T = down_T * torch.expm1(lp_T)  # avoids the cancellation in 1 - p
         if slope_T is not None:
             down_T = down_T + slope_T * entropy_T
             at_target_T = at_target_T + slope_T * lp_T.exp() * (lp_T + entropy_T)
@@ -166,7 +168,7 @@ def _local_sums(logits_RV: Tensor, row_T: Tensor, shard: _Shard) -> tuple[Tensor
 
 
 def _chunks(logits_RV: Tensor, row_T: Tensor, shard: _Shard) -> Iterator[tuple[slice, slice | Tensor, Tensor, Tensor]]:
-    """(entries, their rows, logits / temperature of the real columns in float32, a buffer like it). The buffers are used again."""
+    """Yield (entries, their rows, logits / temperature of the real columns in float32, a buffer like it). Both buffers are reused."""
     if not shard.real:
         return
     step = max(1, min(len(row_T), CHUNK_ELEMENTS.get(logits_RV.device.type, CHUNK_ELEMENTS_ELSEWHERE) // shard.real))
@@ -175,7 +177,7 @@ def _chunks(logits_RV: Tensor, row_T: Tensor, shard: _Shard) -> Iterator[tuple[s
     ascending = all(one < other for one, other in zip(rows, rows[1:], strict=False))
     for start in range(0, len(rows), step):
         end = min(start + step, len(rows))
-        # Rows are mostly neighbours, and then need no gathering.
+        # Rows are mostly contiguous, and then need no gather.
         neighbours = ascending and rows[end - 1] - rows[start] == end - start - 1
         chosen = slice(rows[start], rows[end - 1] + 1) if neighbours else row_T[start:end]
         x = x_CV[: end - start].copy_(logits_RV[chosen, : shard.real])
@@ -185,7 +187,7 @@ def _chunks(logits_RV: Tensor, row_T: Tensor, shard: _Shard) -> Iterator[tuple[s
 
 
 def _clear_rest(grad_RV: Tensor, row_T: Tensor, real: int) -> None:
-    """Zero gradient for padding columns and rows that were not scored."""
+    """Zero the gradient of padding columns and of rows that were not scored."""
     grad_RV[:, real:] = 0
     if len(row_T) < len(grad_RV):
         rest_R = torch.ones(len(grad_RV), dtype=torch.bool, device=grad_RV.device)

@@ -26,26 +26,26 @@ STYLES = {"linear": "linear", "cosine": "cosine", "wsd": "WSD", "inverse_sqrt": 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What one optimizer step did."""
+    """The outcome of one optimizer step."""
 
     grad_norm: float  # global, before clipping
     lr: float
-    skipped: bool  # true where the gradient was not finite: nothing has changed
+    skipped: bool  # true if the gradient was not finite: nothing has changed
 
 
 def learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> float:
-    """The rate of one optimizer step, which depends on nothing else: linear warm-up to lr at step warmup_steps - 1, then Megatron's decay.
+    """The learning rate of one optimizer step: linear warm-up to lr at step warmup_steps - 1, then Megatron's decay. Stateless.
 
     Args:
         step: optimizer steps taken before this one.
-        settings: of the optimizer.
-        total_steps: where the decay ends, at lr * min_lr_fraction; it stays there.
+        settings: the optimizer settings.
+        total_steps: step at which the decay reaches lr * min_lr_fraction, where the rate stays.
     """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.decay == "constant":
         return settings.lr
-    total = max(total_steps, settings.warmup_steps + 1)  # Megatron asserts that the decay has a step
+    total = max(total_steps, settings.warmup_steps + 1)  # Megatron asserts that the decay has at least one step
     annealing = max(1, round(settings.anneal_fraction * total))
     low = settings.lr * settings.min_lr_fraction
     schedule = _schedule(STYLES[settings.decay], settings.lr, low, settings.warmup_steps, total, annealing, settings.anneal)
@@ -55,7 +55,7 @@ def learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> f
 
 @lru_cache(maxsize=8)
 def _schedule(style: str, high: float, low: float, warmup: int, total: int, annealing: int, anneal: str) -> OptimizerParamScheduler:
-    """Megatron's schedule, without an optimizer: `learning_rate` asks it for one step after the other."""
+    """Megatron's schedule without an optimizer, cached: `learning_rate` queries it for every step."""
     return OptimizerParamScheduler(
         SimpleNamespace(param_groups=[]),
         init_lr=0.0,
@@ -74,13 +74,13 @@ def _schedule(style: str, high: float, low: float, warmup: int, total: int, anne
 
 
 class Trainable:
-    """Model chunks with gradient buffers, and their optimizer. Make it with `make_trainable`.
+    """Model chunks with gradient buffers, and their optimizer. Create it with `make_trainable`.
 
     Args:
-        chunks: of the model on this rank.
-        optimizer: of their parameters.
+        chunks: the model's chunks on this rank.
+        optimizer: the optimizer of their parameters.
         settings: the section `optimizer`.
-        total_steps: of the run, for the learning rate's schedule.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
     """
 
     def __init__(
@@ -89,25 +89,25 @@ class Trainable:
         self.chunks = chunks
         self.optimizer = optimizer
         self.steps = 0  # optimizer steps taken
-        self._whole = True  # the weights are whole on this rank
+        self._whole = True  # this rank has all the weights of the last step, gathered
         self._settings, self._total = settings, total_steps
 
     def gradients(self) -> list[Tensor]:
-        """The gradient buffers; `zero_grad` empties them before they are read."""
+        """The gradient buffers; `zero_grad` zeroes them before they are next read."""
         return [buffer.grad_data for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def state(self) -> list[Tensor]:
-        """What the optimizer holds on the device: the float32 copies of the weights, and the moments."""
+        """The optimizer's tensors on the device: the float32 copies of the weights, and the moments."""
         parts = [part.optimizer for part in self.optimizer.chained_optimizers if part.optimizer is not None]
         copies = [tensor for part in parts for group in part.param_groups for tensor in group["params"]]
         moments = [value for part in parts for held in part.state.values() for value in held.values() if isinstance(value, Tensor)]
-        return [tensor for tensor in (*copies, *moments) if tensor.device == copies[0].device]  # others were offloaded
+        return [tensor for tensor in (*copies, *moments) if tensor.device == copies[0].device]  # the others are offloaded
 
     def wait_for_weights(self) -> None:
-        """Waits until the weights of the last step are whole on this rank. Collective.
+        """Wait until this rank has all the weights of the last step. Collective.
 
-        With `overlap_param_gather` Megatron gathers them in the next forward pass: whoever reads them otherwise asks for them here. That is
-        done once for each step: weights that are parked have no room to be gathered into.
+        With `overlap_param_gather` Megatron gathers them in the next forward pass; any other reader must call this first. It gathers only
+        once per step: parked weights have no storage to be gathered into.
         """
         for chunk in self.chunks if not self._whole else ():
             if chunk.ddp_config.overlap_param_gather:
@@ -115,16 +115,16 @@ class Trainable:
         self._whole = True
 
     def zero_grad(self) -> None:
-        """Empty the gradient buffers. Call it before each `schedule.run` that trains."""
+        """Zero the gradient buffers. Call it before each `schedule.run` that trains."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     @torch.no_grad()
     def step(self) -> StepInfo:
-        """One clipped AdamW step from the buffered gradients. Collective.
+        """Take one AdamW step with the buffered gradients, clipped. Collective.
 
-        A gradient that is not finite changes nothing: no weight, no moment, not the count of steps.
+        If the gradient is not finite, nothing changes: no weight, no moment, no step count.
         """
         rate = learning_rate(self.steps, self._settings, self._total)
         self.optimizer.prepare_grads()
@@ -145,12 +145,12 @@ class Trainable:
 
 
 def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings, total_steps: int) -> Trainable:
-    """Wraps loaded chunks of this rank for training. Collective. Load the weights first: the optimizer copies them to float32.
+    """Wrap this rank's loaded chunks for training. Collective. Load the weights first: the optimizer copies them to float32.
 
     Args:
-        chunks: of `build.build_chunks`, with grad.
-        settings: of the optimizer.
-        total_steps: optimizer steps of the whole run, for the learning rate.
+        chunks: from `build.build_chunks`, with grad.
+        settings: the optimizer settings.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
 
     Returns:
         The chunks in data-parallel wrappers, which hold the gradients in float32, and their optimizer.
@@ -177,8 +177,9 @@ def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings
     optimizer = get_megatron_optimizer(optimizer_config, wrapped, config_overrides=overrides, use_gloo_process_groups=False)
     choose().fuse_optimizer(optimizer)
     config.finalize_model_grads_func = finalize_model_grads
-    # float32 and bfloat16 need no loss scale. Megatron's (1 here) is a method of the optimizer, whose shards of the weights are views with
-    # a graph: a model that can reach its optimizer is never freed, because the way back leads through C++ (see `schedule._drop_graph`).
+    # float32 and bfloat16 need no loss scale. Megatron's (1 here) is a method of the optimizer, whose weight shards are views with an
+    # autograd graph: a model that references its optimizer is never freed, because the cycle passes through C++ (see
+    # `schedule._drop_graph`).
     config.grad_scale_func = None
     config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     return Trainable(wrapped, optimizer, settings, total_steps)

@@ -1,8 +1,8 @@
-"""Whole sequences of a micro-batch as one packed row of tokens, and the part of it that a context-parallel rank holds.
+"""Packs the whole sequences of a micro-batch into one row of tokens, of which each context-parallel rank holds a part.
 
 Axes: T entries of a Batch, R local rows (tokens of this rank's packed row, padding included).
-Sequences lie shortest first, so that those of equal length are neighbours (see `attention`). Each is padded to a multiple of 2 * cp
-tokens; one more dummy sequence fills the row up to a multiple of tp on every context-parallel rank.
+Sequences are sorted shortest first, so that those of equal length are adjacent (see `attention`). With cp > 1, each is padded to a multiple
+of 2 * cp tokens; one more dummy sequence fills the row up to a multiple of tp on every context-parallel rank.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class Packed:
     """The inputs of one micro-batch for one rank."""
 
     input_ids: Tensor  # int64 [1, R]
-    position_ids: Tensor  # int64 [1, R], inside the sequence
+    position_ids: Tensor  # int64 [1, R], position inside the sequence
     padding_mask: Tensor | None  # bool [1, R], true for padding; None if no rank has any
     params: PackedSeqParams
-    entry_T: Tensor  # int64 [T local] on the CPU, entries of the micro-batch that this rank holds
+    entry_T: Tensor  # int64 [T local] on the CPU, indices of the micro-batch's entries that this rank holds
     row_T: Tensor  # int64 [T local], their rows on the R axis, ascending
 
 
 def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: torch.device) -> Packed:
-    """Packs whole sequences into one row, and takes the part of it that one context-parallel rank holds.
+    """Pack whole sequences into one row, and take the part of it that one context-parallel rank holds.
 
     Args:
-        batch: on the CPU, with every entry of each of its sequences, in any order; no entry at all gives a row of padding alone.
+        batch: on the CPU, with every entry of each of its sequences, in any order; an empty batch gives a row of padding only.
         cp_rank: this rank's place in its context-parallel group.
-        cp_size: ranks of that group.
-        tp: tensor-parallel size, of which R becomes a multiple.
-        device: of the model's inputs.
+        cp_size: size of that group.
+        tp: tensor-parallel size; R is a multiple of it.
+        device: device of the model's inputs.
 
     Returns:
-        The rank's R rows, on `device` but for `Packed.entry_T`.
+        The rank's R rows, on `device` except `Packed.entry_T`.
 
     Raises:
         AssertionError: a sequence is not whole.
@@ -73,14 +73,14 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
 
 
 def _shortest_first(batch: Batch) -> Tensor:
-    """For each entry the place of its sequence when sequences are sorted by length (ties: by index)."""
+    """For each entry, the place of its sequence when sequences are sorted by length (ties by index)."""
     place_N = torch.empty_like(batch.length_N)
     place_N[torch.argsort(batch.length_N, stable=True)] = torch.arange(len(place_N))
     return place_N[batch.seq_T]
 
 
 def _source(lengths: list[int], padded: list[int], fill: int, cp_rank: int, cp_size: int) -> Tensor:
-    """For each local row the index of its entry in sequence order, or -1 for padding."""
+    """For each local row, the index of its entry in sequence order, or -1 for padding."""
     rows, start = [], 0
     for length, size in zip([*lengths, 0], [*padded, fill], strict=True):
         position = zigzag(size, cp_rank, cp_size)

@@ -1,10 +1,10 @@
-"""The routers of a model on this rank: the experts that they choose are compared, recorded and replayed, token by token.
+"""Compares, records and replays, token by token, the experts that a model's routers choose on this rank.
 
-Megatron's own replay (`moe_enable_routing_replay`) is one list for the whole process and remembers one micro-batch; here a pass over
+Megatron's own replay (`moe_enable_routing_replay`) keeps one list for the whole process and remembers one micro-batch; here a pass over
 micro-batches belongs to one model, and the experts travel with the tokens, in `Batch.extra_T`.
 
-Axes: T entries of a micro-batch, R rows of it that this rank's routers see (of its sequence-parallel shard, padding included), L MoE
-layers of this rank, E experts, K experts a token. Experts are int16 [T, L, K], -1 for a token whose experts are not known.
+Axes: T entries of a micro-batch, R rows of it that this rank's routers see (its sequence-parallel shard, padding included), L MoE layers of
+this rank, E experts, K experts per token. Experts are int16 [T, L, K], -1 for a token whose experts are not known.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ ExpertsRecorded = Literal["none", "known", "all"]
 
 
 class RoutingError(RuntimeError):
-    """Experts were to be replayed and were not; the message names the layers."""
+    """Experts that should have been replayed were not; the message names the layers."""
 
 
 class Routing:
     """The routers of a model on this rank.
 
     Args:
-        chunks: of the model.
-        grid: this rank's.
+        chunks: the model's chunks on this rank.
+        grid: this rank's grid.
     """
 
     def __init__(self, chunks: Sequence[Any], grid: Grid) -> None:
         self._grid = grid
         self._routers = {chunk: [part for part in unwrap(chunk).modules() if isinstance(part, TopKRouter)] for chunk in chunks}
         self.layers = sorted(router.layer_number - 1 for routers in self._routers.values() for router in routers)
-        """The MoE layers of this rank among all layers of the model, from 0."""
+        """This rank's MoE layers, numbered from 0 over all layers of the model."""
 
     @contextmanager
     def follow(self, column: str, *, replay: bool, record: ExpertsRecorded = "none") -> Iterator[RoutingPass]:
-        """Follows the routers through one run over micro-batches, forward alone or with its backward.
+        """Follow the routers through one run over micro-batches, forward only or with backward.
 
         Args:
-            column: the name in `Batch.extra_T` of the experts that are compared with, and replayed; a batch may be without.
-            replay: tokens go to the experts of `column`, where these are known, and not to those that the router chooses.
-            record: of which tokens `RoutingPass.recorded` is wanted: all, or those whose experts are known in `column`.
+            column: the name in `Batch.extra_T` of the experts to compare with and to replay; a batch may lack it.
+            replay: send tokens to the experts of `column`, where these are known, instead of those that the router chooses.
+            record: the tokens whose experts go into `RoutingPass.recorded`: none, all, or those whose experts are known in `column`.
         """
         routing = RoutingPass(self._routers, self._grid, column, replay=replay, record=record)
         try:
@@ -65,7 +65,7 @@ class Routing:
 
 
 class RoutingPass:
-    """One run over micro-batches; `Routing.follow` makes it, the schedule tells it what runs."""
+    """One run over micro-batches, created by `Routing.follow` and driven by the schedule."""
 
     def __init__(
         self, routers: Mapping[Any, Sequence[TopKRouter]], grid: Grid, column: str, *, replay: bool, record: ExpertsRecorded
@@ -73,9 +73,9 @@ class RoutingPass:
         self._grid, self._column, self._replay, self._record = grid, column, replay, record
         self._layers = {chunk: [_Layer(router, replay=replay) for router in own] for chunk, own in routers.items()}
         self._place = {layer: index for index, layer in enumerate(sorted(self._all, key=lambda layer: layer.number))}
-        self._seen: dict[int, Tensor] = {}  # bool [2, T] of each micro-batch: sent elsewhere in some layer; with experts to compare with
+        self._seen: dict[int, Tensor] = {}  # per micro-batch bool [2, T]: differs in some layer; has experts to compare with
         self.recorded: dict[int, Tensor] = {}
-        """By micro-batch the experts of its tokens in this pass, where this rank's routers saw them."""
+        """By micro-batch, the experts of its tokens in this pass; -1 for tokens that this rank's routers did not see."""
 
     @property
     def _all(self) -> list[_Layer]:
@@ -83,15 +83,15 @@ class RoutingPass:
 
     @contextmanager
     def micro_batch(self, index: int, chunk: Any, batch: Batch, packed: Packed, *, backward: bool, keep: bool = True) -> Iterator[None]:
-        """Around the forward of one chunk on one micro-batch. What a backward computes again comes after it.
+        """Wrap the forward of one chunk on one micro-batch. What the backward pass recomputes runs outside this context, later.
 
         Args:
-            index: of the micro-batch in this pass.
-            chunk: the part of the model that runs.
-            batch: the micro-batch's tokens, with the experts that they are to have or are compared with.
-            packed: where they lie in the model's rows.
-            backward: follows.
-            keep: false: it is not among those that were given (another one fills its place), and nothing of it is recorded.
+            index: the micro-batch's index in this pass.
+            chunk: the model chunk that runs.
+            batch: the micro-batch's tokens, with the experts to replay or to compare with.
+            packed: where the tokens lie in the model's rows.
+            backward: whether a backward pass follows.
+            keep: False: the micro-batch is a filler that the caller did not give, and nothing of it is recorded.
         """
         layers = self._layers[chunk]
         entry_T, row_T, rows = self._shard(packed)
@@ -123,11 +123,11 @@ class RoutingPass:
             self.recorded.setdefault(index, nothing)[entry_T[:, None], own] = chosen_RLK[row_T]
 
     def metrics(self, name: str) -> dict[str, Metric]:
-        """What was found at the tokens whose experts were known, on this rank: all ranks' together are the whole. Collective.
+        """Metrics of this rank's tokens whose experts were known; merged over all ranks they cover every token. Collective.
 
-        routing/{name}_changed_frac is the share of their choices (of token and layer, K each) that the routers made otherwise,
-        routing_by_layer/{name}_changed_{layer} the same by layer, routing/{name}_changed_tokens the share of tokens with at least one.
-        routing/replay_hit_rate is the share of tokens and layers that were sent where they were to be sent.
+        routing/{name}_changed_frac is the share of their choices (K per token and layer) that the routers made differently,
+        routing_by_layer/{name}_changed_{layer} the same by layer, routing/{name}_changed_tokens the share of tokens with at least one such
+        choice. routing/replay_hit_rate is the share of (token, layer) pairs that went to the experts to be replayed.
         """
         sums = {layer.number: layer.sums for layer in self._all}
         by_layer = {number: Mean(float(changed), float(compared)) for number, (changed, compared, _) in sums.items()}
@@ -146,20 +146,20 @@ class RoutingPass:
         return found
 
     def check(self) -> None:
-        """Raises RoutingError where tokens were to be replayed and were not."""
+        """Raise RoutingError if tokens that should have been replayed were not."""
         faults = [fault for layer in self._all if (fault := layer.fault()) is not None]
         if faults:
             raise RoutingError(f"routing replay on rank {self._grid.rank}: {'; '.join(faults)}")
 
     def close(self) -> None:
-        """Leaves the routers as they were."""
+        """Restore the routers to their original state."""
         for layer in self._all:
             layer.close()
 
     def _shard(self, packed: Packed) -> tuple[Tensor, Tensor, int]:
         """The entries of the micro-batch whose tokens this rank's routers see, their rows, and how many rows there are."""
         rows, row_T = packed.input_ids.shape[1], packed.row_T.cpu()
-        if self._grid.layout.tp > 1:  # with sequence parallelism, always
+        if self._grid.layout.tp > 1:  # which always comes with sequence parallelism
             rows //= self._grid.layout.tp
             row_T = row_T - self._grid.tp_rank * rows
         here_T = (row_T >= 0) & (row_T < rows)
@@ -167,21 +167,21 @@ class RoutingPass:
 
 
 class _Layer:
-    """One router during a pass. It stands in the router's `router_replay`, where Megatron asks for the choice of experts."""
+    """One router during a pass. It is installed as the router's `router_replay`, which Megatron asks for the choice of experts."""
 
     def __init__(self, router: TopKRouter, *, replay: bool) -> None:
         self._router, self._replay = router, replay
         self.number = router.layer_number - 1
-        self.target_RK: Tensor | None = None  # of the micro-batch in its forward
+        self.target_RK: Tensor | None = None  # the experts to replay or to compare with, of the micro-batch in its forward
         self.chosen_RK: Tensor  # where the micro-batch's tokens were sent
-        self.moved_R: Tensor  # whether the router itself would have sent a token elsewhere, of those in known_R
+        self.moved_R: Tensor  # among the tokens in known_R, those that the router itself would have sent elsewhere
         self.known_R: Tensor
-        self.tokens = 0  # that are no padding
+        self.tokens = 0  # not counting padding
         self._sums = torch.zeros(3, dtype=torch.int64, device=choose().device)  # choices changed, choices compared, tokens replayed
         self._natural_RK: Tensor | None = None  # the router's own choice
         self._backward = False
-        self._inside = False  # a forward, as opposed to a part of it that the backward computes again
-        self._again: deque[Tensor | None] = deque()  # targets of the forwards that the backward will compute again, oldest first
+        self._inside = False  # in a forward, as opposed to its recomputation in the backward pass
+        self._again: deque[Tensor | None] = deque()  # targets of the forwards that the backward will recompute, oldest first
         assert router.router_replay is None
         router.router_replay = self
         self._handle = router.register_forward_hook(self._after)
@@ -189,12 +189,12 @@ class _Layer:
             router._apply_expert_bias = self._count
 
     def begin(self, tokens: int, *, backward: bool) -> None:
-        """A micro-batch's forward comes, with so many tokens that are no padding; and whether a backward follows."""
+        """Begin a micro-batch's forward, with `tokens` tokens that are not padding; `backward`: whether a backward pass follows."""
         self._inside, self._backward, self._natural_RK = True, backward, None
         self.tokens += tokens
 
     def end(self) -> None:
-        """It has been."""
+        """End the micro-batch's forward."""
         self._inside = False
 
     def get_replay_topk(
@@ -205,7 +205,7 @@ class _Layer:
         group_topk: int | None,
         choose_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """What Megatron asks for (moe_utils.py:705): scores and indices of the experts, [R, K] each."""
+        """Return scores and indices of the experts, [R, K] each; called by Megatron (moe_utils.py:705)."""
         values_RK, natural_RK = choose_topk(scores_RE, topk, num_groups=num_groups, group_topk=group_topk)
         self._natural_RK = natural_RK
         target_RK = self._wanted()
@@ -216,12 +216,12 @@ class _Layer:
 
     @property
     def sums(self) -> tuple[int, int, int]:
-        """Choices that the router would have made otherwise, choices compared, tokens that went where they were to go."""
+        """(choices that the router would have made differently, choices compared, tokens that went to their target experts)."""
         changed, compared, sent = self._sums.tolist()
         return changed, compared, sent
 
     def fault(self) -> str | None:
-        """What went wrong in this layer, in a few words; None: nothing."""
+        """What went wrong in this layer, in a few words, or None."""
         if self._again:
             return f"layer {self.number}: {len(self._again)} micro-batches were not computed again"
         sent = self.sums[2]
@@ -230,23 +230,23 @@ class _Layer:
         return None
 
     def close(self) -> None:
-        """Leaves the router as it was."""
+        """Restore the router to its original state."""
         self._handle.remove()
         self._router.router_replay = None
         vars(self._router).pop("_apply_expert_bias", None)
 
     def _wanted(self) -> Tensor | None:
-        """The target of the micro-batch that is computed. Of each layer, the backward computes forwards again in the order they came in."""
+        """The target of the micro-batch being computed. The backward recomputes each layer's forwards in the order in which they ran."""
         if not self._replay:
             return None
         if not self._inside:
             return self._again.popleft()
-        if self._backward and not torch.is_grad_enabled():  # inside a checkpoint
+        if self._backward and not torch.is_grad_enabled():  # inside an activation checkpoint
             self._again.append(self.target_RK)
         return self.target_RK
 
     def _after(self, router: TopKRouter, _: Any, output: tuple[Tensor, Tensor]) -> None:
-        """What came of it, seen at the router's output, the map [R, E] of tokens to experts."""
+        """Forward hook: record where the tokens went, from the router's output, the map [R, E] of tokens to experts."""
         if not self._inside:
             return
         natural_RK, target_RK, map_RE = self._natural_RK, self.target_RK, output[1]
@@ -263,12 +263,12 @@ class _Layer:
         if self._replay:
             self.chosen_RK = torch.where(known_R[:, None], target_RK, natural_RK)
         sent_R = known_R & map_RE.gather(1, sought_RK).all(1)
-        if self._replay:  # an expert that the target names twice leaves the token with fewer
+        if self._replay:  # a target that names an expert twice leaves the token with fewer experts
             sent_R &= map_RE.sum(1) == target_RK.shape[1]
         self._sums += torch.stack([changed_RK.sum(), known_R.sum() * target_RK.shape[1], sent_R.sum()])
 
     def _count(self, map_RE: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Counts the tokens of each expert for its bias by what the router chose itself, whatever was replayed."""
+        """Count the tokens of each expert, for its bias, by the router's own choice, whatever was replayed."""
         assert self._natural_RK is not None
         type(self._router)._apply_expert_bias(self._router, _map_of(self._natural_RK, map_RE), padding_mask=padding_mask)
 

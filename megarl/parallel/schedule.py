@@ -1,6 +1,6 @@
-"""Forward and backward over micro-batches with Megatron's pipeline schedules, and all scaling of the loss.
+"""Runs forward and backward over micro-batches with Megatron's pipeline schedules, and does all scaling of the loss.
 
-Law: the gradient is exactly d(sum of `loss_sum` over all ranks of the data-parallel and context-parallel groups and all micro-batches).
+Invariant: the gradient is exactly that of the sum of `loss_sum` over all data-parallel and context-parallel ranks and all micro-batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.packing import Packed, pack_micro
 from megarl.parallel.routing import RoutingPass
 
-# logits [R, V] of the local rows and vocabulary shard; row_T, where on the R axis the entries' logits are; the local entries.
+# Arguments: logits [R, V] of the local rows and vocabulary shard; row_T, the row on the R axis of each entry's logits; the local entries.
 LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, Any]]
 
 
@@ -35,27 +35,28 @@ def run(
     forward_only: bool,
     routing: RoutingPass | None = None,
 ) -> list[Any]:
-    """Runs every micro-batch forward and, unless `forward_only`, backward. Collective.
+    """Run every micro-batch forward and, unless `forward_only`, backward. Collective.
 
     Gradients are left in the chunks' buffers (see `optimizer`), reduced over all ranks.
 
     Args:
         chunks: this rank's model chunks.
         micro_batches: whole sequences, the same list on all ranks of a data-parallel replica, equally many on every replica. One without
-            entries is run because other ranks have some; `loss_fn` is not called for it.
+            entries still runs, because other ranks have some; `loss_fn` is not called for it.
         loss_fn: called on the ranks of the last stage with (logits_RV [R, V], row_T [T], batch_T): entry t of `batch_T` (this
-            context-parallel rank's share of the micro-batch, any order) is scored from logits_RV[row_T[t]]; other rows are padding. It
-            returns (loss_sum, result): loss_sum is a scalar and counts each entry once (ranks of one tensor-parallel group return the
-            same).
-        grid: this rank's.
-        forward_only: no gradients.
+            context-parallel rank's share of the micro-batch, in any order) is scored from logits_RV[row_T[t]]; other rows are padding. It
+            returns (loss_sum, result): loss_sum is a scalar that counts each entry once (the ranks of one tensor-parallel group return
+            the same).
+        grid: this rank's grid.
+        forward_only: compute no gradients.
         routing: follows the routers; None: they are left alone.
 
     Returns:
-        The results of `loss_fn` in the order of the micro-batches on the last stage, [] elsewhere.
+        The results of `loss_fn`, in the order of the micro-batches, on the last stage; [] elsewhere.
 
     Raises:
-        RuntimeError: ranks bring different numbers of micro-batches.
+        ValueError: there is no micro-batch.
+        RuntimeError: ranks have different numbers of micro-batches.
     """
     _agree(len(micro_batches), grid)
     step = _Step(chunks, micro_batches, loss_fn, grid, forward_only, routing)
@@ -81,7 +82,7 @@ class _Step:
         self.config = get_model_config(self.chunks[0])
         self.results: list[Any] = []
         self.count = len(micro_batches)
-        # The interleaved schedule takes whole rounds of pp micro-batches (schedules.py:989); empty ones fill the last round.
+        # The interleaved schedule needs whole rounds of pp micro-batches (schedules.py:989); empty ones fill the last round.
         missing = -self.count % grid.layout.pp if grid.layout.vpp else 0
         self.batches = [*micro_batches, *([micro_batches[0].take(torch.empty(0, dtype=torch.int64))] * missing)]
         device = choose().device
@@ -101,7 +102,7 @@ class _Step:
                 data_iterator=work if len(work) > 1 else work[0],
                 model=self.chunks,
                 num_microbatches=len(self.batches),
-                seq_length=1,  # this and the next are ignored: stages exchange shapes
+                seq_length=1,  # this and the next argument are ignored: stages exchange shapes
                 micro_batch_size=1,
                 forward_only=self.forward_only,
             )
@@ -109,14 +110,14 @@ class _Step:
             self.config.grad_scale_func = None
 
     def _filled(self, loss: Tensor) -> Tensor:
-        # Megatron divides by the micro-batches it runs, fillers included; this function multiplies the main and the auxiliary losses alike.
+        # Megatron divides by the number of micro-batches it runs, fillers included. This scales the main and the auxiliary losses alike.
         return loss * (len(self.batches) / self.count)
 
     def _forward(self, work: Iterator[tuple[int, Batch, Packed]], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         index, batch, packed = next(work)
         filler = not len(batch)
         if filler:
-            chunk.eval()  # padding alone has no auxiliary loss: Megatron's would be 0 / 0
+            chunk.eval()  # without entries there is no auxiliary loss: Megatron's would be 0 / 0
         routing, backward = self.routing, not self.forward_only
         keep = index < self.count
         with nullcontext() if routing is None else routing.micro_batch(index, chunk, batch, packed, backward=backward, keep=keep):
@@ -146,10 +147,10 @@ class _Step:
 
 
 def _drop_graph(chunks: Sequence[torch.nn.Module]) -> None:
-    """Lets go of the last micro-batch's graph, of which Megatron's token dispatchers keep a tensor (token_dispatcher.py:610).
+    """Release the last micro-batch's autograd graph, of which Megatron's token dispatchers keep a tensor (token_dispatcher.py:610).
 
-    The graph reaches the parameters, their gradient hooks and so the whole model, through C++ where Python's collector cannot follow: a
-    model that was dropped would keep its memory, its process groups and their threads.
+    The graph references the parameters, their gradient hooks and thus the whole model, through C++ where Python's collector cannot follow:
+    a model that was dropped would keep its memory, its process groups and their threads.
     """
     dispatchers = [module.token_dispatcher for chunk in chunks for module in chunk.modules() if hasattr(module, "token_dispatcher")]
     for holder in [*dispatchers, *(d._comm_manager for d in dispatchers if hasattr(d, "_comm_manager"))]:
@@ -159,7 +160,7 @@ def _drop_graph(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _agree(count: int, grid: Grid) -> None:
-    """Every rank must run equally many micro-batches, or the schedule would wait for ever."""
+    """Check that every rank runs equally many micro-batches: otherwise the schedule would hang."""
     if count < 1:
         raise ValueError("no micro-batch to run")
     both = torch.tensor([count, -count])

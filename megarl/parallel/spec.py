@@ -1,4 +1,4 @@
-"""Which modules Megatron builds a layer from: Transformer Engine's, or Megatron's own, with our norm and attention."""
+"""The modules that Megatron builds a layer from: Transformer Engine's, or Megatron's own with our norm and attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, usable under sequence parallelism.
 
     Megatron's WrappedTorchNorm refuses sequence parallelism (torch_norm.py:36) only because nobody marks its weight for the
-    gradient reduction over the tensor-parallel group; this one does.
+    gradient reduction over the tensor-parallel group; this class does.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -29,17 +29,17 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last axis."""
+        """Normalise the last axis."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class ReplicatedLinear(torch.nn.Module):
     """x W^T with all of W on every tensor-parallel rank: the projections of multi-latent attention down to its latents.
 
-    Megatron's local spec cuts them by column and gathers the result, and loses gradients of the shared rotary key then: its gather's
-    backward takes this rank's slice (multi_latent_attention.py:607) of what each rank knows only its own heads' part of. Transformer
-    Engine's spec has the whole projection, as here. The arguments are those of Transformer Engine's TELinear, which Megatron takes this
-    class for where there is none (`upstream.py`).
+    Megatron's local spec shards them by column and gathers the result, which loses gradients of the shared rotary key: the gather's
+    backward takes this rank's slice (multi_latent_attention.py:607) of a gradient of which each rank has only its own heads' part.
+    Transformer Engine's spec has the whole projection, as here. The arguments are those of Transformer Engine's TELinear, in whose place
+    `upstream.py` puts this class.
     """
 
     def __init__(self, input_size: int, output_size: int, *, parallel_mode: str, config: TransformerConfig, bias: bool, **_: Any) -> None:
@@ -49,12 +49,12 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # its gradient is summed over the shards
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """The projection of this rank's tokens, and no bias."""
+        """Project this rank's tokens; the bias is None."""
         return F.linear(x, self.weight), None
 
 
 def transformer_engine(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The spec of Transformer Engine for the layers that this pipeline rank builds for the given virtual stage."""
+    """The Transformer Engine spec for the layers that this pipeline rank builds for the given virtual stage."""
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
 
 
@@ -70,7 +70,7 @@ def local(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSu
 def _localise(layer: ModuleSpec, config: TransformerConfig) -> None:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    # Upstream renames the norms in checkpoints to where Transformer Engine keeps them; `sharded.model_state` does so for every spec.
+    # Upstream renames the norms in checkpoints to Transformer Engine's names; `sharded.model_state` does so for every spec.
     parts.sharded_state_dict_keys_map = {}
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention

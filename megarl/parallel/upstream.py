@@ -1,6 +1,6 @@
-"""Faults of megatron-core 0.16.1 that show on every hardware, mended in one place; those of the CPU alone stand in `cpu/patches.py`.
+"""Patches for bugs of megatron-core 0.16.1 that occur on all hardware; those for the CPU alone are in `cpu/patches.py`.
 
-Each names the upstream file and line and first checks that the faulty lines are still there.
+Each patch names the upstream file and line and first checks that the faulty lines are still there.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megarl.patching import expect
 
-# What upstream says of its own code, at every start and on every rank; its users cannot act on it.
+# Warnings about upstream's own code, printed at every start and on every rank; users cannot act on them.
 _NOISE = (
     ".*Apex (is|are) not installed",  # known: see `cpu/`
-    "full scope is deprecated",  # transformer_config.py:1705 complains of its own default
-    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # of experts where etp is 1 and tp is not
+    "full scope is deprecated",  # transformer_config.py:1705 complains about its own default
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # about experts, if etp is 1 and tp is not
     "The .grad attribute of a Tensor that is not a leaf",  # optimizer.py:66 probes every parameter
     "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 )
@@ -32,12 +32,12 @@ def quiet() -> None:
 
 
 def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_engine: bool) -> None:
-    """Mend the importable megatron.core.
+    """Patch megatron.core.
 
     Args:
-        device: of this process.
-        synchronize: waits for the work queued on it.
-        transformer_engine: whether the layers are built of it; without it more is to be mended.
+        device: this process's device.
+        synchronize: waits for the work queued on the device.
+        transformer_engine: whether the layers are built from Transformer Engine; without it there is more to patch.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.transformer import multi_latent_attention
@@ -54,10 +54,10 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
 def _shape_exchange(communicator: Any, device: torch.device, synchronize: Callable[[], None]) -> None:
     """p2p_communication.py:216-243 posts sends and receives in the order previous, next, and waits for all of them.
 
-    With two pipeline stages both neighbours are one process, and what it sends to its previous stage arrives at our next: when both
-    directions are in flight (the interleaved schedule) the two shapes come out swapped. Receives must stand in the peer's order. And a
-    stage may send a gradient to one that still waits for its own activation to be taken: waiting for that send is a deadlock wherever
-    small sends are not buffered (gloo), so a send is waited for in the next exchange only.
+    With two pipeline stages both neighbours are the same process, and what it sends to its previous stage reaches us from our next one:
+    when both directions are in flight (the interleaved schedule), the two shapes come out swapped. Receives must be posted in the order of
+    the peer's sends. In addition, a stage may send a gradient to one that is still waiting for its own activation to be received: waiting
+    for that send deadlocks wherever small sends are not buffered (gloo), so a send is only waited for in the next exchange.
     """
     expect(
         communicator._communicate_shapes, "ops.append(send_prev_op)", "ops.append(recv_prev_op)", "ops.append(recv_next_op)", "req.wait()"
@@ -78,18 +78,18 @@ def _shape_exchange(communicator: Any, device: torch.device, synchronize: Callab
         ops = [dist.P2POp(dist.irecv, shape, peer, self.pp_group) for shape, peer in receives]
         ops += [dist.P2POp(dist.isend, shape, peer, self.pp_group) for shape, peer in sends]
         requests = dist.batch_isend_irecv(ops) if ops else []
-        for request in requests[: len(receives)]:  # NCCL gives one request for all, gloo one for each
+        for request in requests[: len(receives)]:  # NCCL returns one request for all, gloo one for each
             request.wait()
         self._megarl_sends = requests[len(receives) :]
-        synchronize()  # as upstream does, against a race of batch_isend_irecv
+        synchronize()  # as upstream does, because of a race in batch_isend_irecv
         return from_prev.tolist(), from_next.tolist()
 
     communicator._communicate_shapes = communicate_shapes
 
 
 def _padded_counts(router: Any) -> None:
-    """router.py:558 counts the tokens of each expert with a mask [tokens] over a map [tokens, experts], which fails for most sizes and
-    masks experts for the others."""
+    """router.py:558 counts the tokens of each expert by applying a mask [tokens] to a map [tokens, experts], which fails for most sizes
+    and masks experts instead of tokens for the others."""
     expect(router._apply_expert_bias, "routing_map = routing_map & (~padding_mask)", "local_tokens_per_expert += routing_map.sum(dim=0)")
     count = router._apply_expert_bias
 
@@ -108,7 +108,7 @@ def _router_gemm(moe_utils: Any) -> None:
 
 
 def _replicated_projections(multi_latent_attention: Any) -> None:
-    """multi_latent_attention.py:421 knows a projection that every tensor-parallel rank has whole only as Transformer Engine's TELinear."""
+    """multi_latent_attention.py:421 recognises a replicated projection only if it is Transformer Engine's TELinear."""
     from megarl.parallel.spec import ReplicatedLinear
 
     expect(

@@ -1,6 +1,6 @@
-"""Hugging Face weights into the Megatron parameters of this rank, and the names that tie the two together.
+"""Loads Hugging Face weights into this rank's Megatron parameters, and gives the parameters canonical names.
 
-Canonical parameter names are those of Megatron's local layers (`te_names`), with layers and experts counted over the whole model.
+Canonical parameter names are those of Megatron's local layers (`te_names`), with layers and experts numbered over the whole model.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def unwrap(chunk: Any) -> Any:
 
 
 def head_of(chunks: Iterable[Any]) -> HeadKind:
-    """The head that `build_chunks` gave the model of these chunks, known on every pipeline stage."""
+    """The head that `build_chunks` gave these chunks' model, known on every pipeline stage."""
     [head] = {unwrap(chunk).head for chunk in chunks}
     return head
 
 
 def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, Tensor]:
-    """The parameters of this rank's model chunks by canonical name, and the buffers that are weights too (a router's expert bias)."""
+    """The parameters of this rank's model chunks by canonical name, and the buffers that are also weights (a router's expert bias)."""
     found: dict[str, Tensor] = {}
     for chunk in map(unwrap, chunks):
-        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1, over all stages and chunks
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron numbers from 1, over all stages and chunks
         for name, tensor in (*chunk.named_parameters(), *weight_buffers(chunk)):
             name = canonical(name, numbers, ep_rank * _local_experts(chunk))
             assert name not in found, f"{name} twice on one rank"
@@ -49,25 +49,25 @@ def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, Tensor]:
 
 
 def weight_buffers(chunk: Any) -> list[tuple[str, Tensor]]:
-    """The buffers of a chunk that are weights too, by name."""
+    """The buffers of a chunk that are also weights, by name."""
     return [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
 
 
 def load_hf(chunks: Iterable[Any], path: Path, hf: dict[str, Any], grid: Grid) -> None:
-    """Fills every parameter of this rank from a Hugging Face directory, of which it reads this rank's slices only.
+    """Fill every parameter of this rank from a Hugging Face directory, reading only this rank's slices.
 
-    Call it before `make_trainable` copies parameters into the optimizer. A model with a scalar head may come from a language model's
-    directory: it takes the backbone and keeps its fresh head.
+    Call it before `make_trainable` copies parameters into the optimizer. A model with a scalar head may be loaded from a language model's
+    directory: it takes the backbone and keeps its newly initialised head.
 
     Args:
-        chunks: of `build_chunks`; each parameter keeps its dtype.
+        chunks: from `build_chunks`; each parameter keeps its dtype.
         path: the directory.
         hf: config.json of the model.
-        grid: this rank's.
+        grid: this rank's grid.
 
     Raises:
-        ValueError: names the parameter where the built model and the family's weight map differ, or the heads where the directory lacks
-            the model's.
+        ValueError: the built model and the family's weight map differ (the error names the parameters), or the directory lacks the
+            model's head (the error names both heads).
     """
     chunks = list(chunks)
     family, head = family_of(hf), head_of(chunks)
@@ -92,7 +92,7 @@ def load_hf(chunks: Iterable[Any], path: Path, hf: dict[str, Any], grid: Grid) -
 
 
 def tensor_parallel(weight: Weight, grid: Grid) -> tuple[int, int]:
-    """(rank, ranks) of the tensor parallelism that cuts this weight: an expert's own, or the dense layers'."""
+    """(rank, ranks) of the tensor parallelism that shards this weight: the experts' own, or the dense layers'."""
     if weight.expert is not None:
         return grid.etp_rank, grid.layout.etp
     return grid.tp_rank, grid.layout.tp
@@ -106,7 +106,7 @@ def _shard(weight: Weight, checkpoint: Checkpoint, rank: int, ranks: int) -> Ten
 
 
 def _required(chunks: list[Any], weights: Iterable[Weight], grid: Grid) -> set[str]:
-    """The names that these chunks must have, judged by their layers, experts and ends."""
+    """The parameter names that these chunks must have, by their layers, their experts and the ends of the model that they hold."""
     inner = [unwrap(chunk) for chunk in chunks]
     layers = {layer.layer_number - 1 for chunk in inner for layer in chunk.decoder.layers}
     count = max(_local_experts(chunk) for chunk in inner)
@@ -129,9 +129,9 @@ def canonical(name: str, layers: list[int], first_expert: int) -> str:
     """The canonical name of a chunk's parameter.
 
     Args:
-        name: in the chunk, of local or of Transformer Engine's layers.
-        layers: the numbers in the whole model of the chunk's layers.
-        first_expert: the number in the whole model of the chunk's first expert.
+        name: its name in the chunk, of local or of Transformer Engine's layers.
+        layers: the numbers of the chunk's layers in the whole model.
+        first_expert: the number of the chunk's first expert in the whole model.
     """
     name = _LAYER.sub(lambda match: f"decoder.layers.{layers[int(match[1])]}.", from_te(name))
     return _EXPERT.sub(lambda match: f"mlp.experts.local_experts.{first_expert + int(match[1])}.", name)

@@ -1,4 +1,4 @@
-"""Fewer process groups on the CPU, whose every one costs sockets and threads of gloo."""
+"""Reduces the number of process groups on the CPU, where each one costs gloo sockets and threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.sync.gloo import look_at_torch, one_device
 
 @contextmanager
 def few_groups() -> Iterator[None]:
-    """The groups that torch and Megatron make in the block share gloo's device, and Megatron's groups of the same ranks are one.
+    """Make the groups that torch and Megatron create in the block share one gloo device, and Megatron's groups of the same ranks one group.
 
-    Megatron makes some 18 for a rank, one for each of its names, of which the most have the same ranks where few kinds of parallelism are
-    used. Over NCCL they run side by side; over gloo each only adds sockets to every other rank, and the time to connect them.
+    Megatron creates some 18 groups per rank, one for each of its names, and most have the same ranks if few kinds of parallelism are used.
+    Over NCCL they run side by side; over gloo each only adds sockets to every other rank, and the time to connect them.
     """
     from megatron.core import parallel_state
 
@@ -40,7 +40,7 @@ def few_groups() -> Iterator[None]:
 
 
 def look_at_upstream() -> None:
-    """Raises RuntimeError where torch or Megatron makes its groups in another way by now."""
+    """Raise RuntimeError if torch or Megatron no longer creates its groups in the expected way."""
     from megatron.core import parallel_state
 
     look_at_torch()

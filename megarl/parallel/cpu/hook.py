@@ -1,4 +1,4 @@
-"""Runs megatron.core on a machine without CUDA: an import hook that redirects its device names, and nothing else.
+"""Runs megatron.core on a machine without CUDA, by an import hook that redirects its device names and nothing else.
 
 Megatron names "cuda" in its sources (`torch.cuda.current_device()`, `device="cuda"`, `tensor.cuda()`, `"torch.cuda.FloatTensor"`,
 `pin_memory=True`). The hook rewrites the syntax tree of `megatron.core.*` modules as they are imported: those names become their CPU
@@ -70,7 +70,7 @@ def _manual_seed(seed: int) -> None:
 
 
 class _CpuStandIn(ModuleType):
-    """What megatron.core finds under the name `torch.cuda`: CPU meaning where there is one, torch's own attribute otherwise."""
+    """The module that megatron.core sees as `torch.cuda`: a CPU counterpart where there is one, torch's own attribute otherwise."""
 
     Stream, Event, stream = _Stream, _Event, staticmethod(_stream)
     synchronize = empty_cache = set_device = staticmethod(_nothing)
@@ -95,7 +95,7 @@ class _CpuStandIn(ModuleType):
 
     @staticmethod
     def device_count() -> int:
-        return 1  # dist_checkpointing's async writer takes the rank modulo this number (async_utils.py:488)
+        return 1  # dist_checkpointing's async writer computes the rank modulo this number (async_utils.py:488)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -130,8 +130,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         path = self.get_filename(fullname)
         source = self.get_data(path)
         if not any(name in source for name in _NAMED):
-            return super().get_code(fullname)  # as it is, with Python's own byte code cache
-        # Compiling what is rewritten takes a second for all of Megatron: it is kept beside Python's own byte code, under another name.
+            return super().get_code(fullname)  # unchanged, with Python's own bytecode cache
+        # Compiling the rewritten sources of all of Megatron takes a second, so the result is cached beside Python's bytecode, renamed.
         cache = importlib.util.cache_from_source(path, optimization="megarl")
         stamp = hashlib.sha256(importlib.util.MAGIC_NUMBER + _own_source() + source).digest()
         code = _read(cache, stamp)
@@ -145,7 +145,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         module.__dict__[STAND_IN] = _CpuStandIn(STAND_IN)
         super().exec_module(module)
         if module.__name__ == "megatron.core.jit":
-            # Upstream's own switch: its `jit_fuser` is torch.compile, which costs a C++ compiler run per small function here.
+            # Upstream's own switch: its `jit_fuser` is torch.compile, which here costs one run of a C++ compiler per small function.
             module.disable_jit_fuser()
 
 
@@ -163,7 +163,7 @@ def _read(cache: str, stamp: bytes) -> CodeType | None:
 
 
 def _write(cache: str, data: bytes) -> None:
-    """Whole or not at all: other ranks import at the same time. A read-only installation goes without."""
+    """Write the cache file atomically, since other ranks import at the same time. A read-only installation has no cache."""
     with contextlib.suppress(OSError):
         part = Path(f"{cache}.{os.getpid()}")
         part.parent.mkdir(exist_ok=True)
@@ -184,7 +184,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Put the hook before Python's own finders, once. Megatron must not have been imported yet."""
+    """Install the hook before Python's own finders, once. Megatron must not have been imported yet."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert "megatron.core" not in sys.modules, "megatron.core was imported before megarl.parallel.backend.choose()"

@@ -1,7 +1,7 @@
-"""The faults of megatron-core 0.16.1 that keep it from running on gloo and CPU, mended in one place.
+"""Patches for the bugs of megatron-core 0.16.1 that keep it from running on gloo and the CPU.
 
-Each patch names the upstream file and line and first checks that the faulty lines are still there: a changed upstream stops the program
-here, and not with a wrong gradient. Nothing in this file is used where CUDA is present.
+Each patch names the upstream file and line and first checks that the faulty lines are still there: if upstream has changed, the program
+stops here instead of computing a wrong gradient. Nothing in this file is used if CUDA is present.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.patching import expect
 
 
 def apply() -> None:
-    """Mend the imported megatron.core. Raises RuntimeError where upstream no longer reads as expected."""
+    """Patch megatron.core. Raises RuntimeError if upstream's source is no longer as expected."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
@@ -39,7 +39,7 @@ def apply() -> None:
 
 
 def _rng_state(random: Any) -> None:
-    """random.py:41,72 reach past torch.cuda's Python names. Unpatched, setting a state only queues a call that never runs."""
+    """random.py:41,72 bypass torch.cuda's Python names. Unpatched, setting a state only queues a call that never runs."""
     expect(random._get_cuda_rng_state, "torch.cuda.random.get_rng_state(device=device)")
     expect(random._set_cuda_rng_state, "_lazy_call(cb)")
 
@@ -53,7 +53,7 @@ def _rng_state(random: Any) -> None:
 
 
 def _split_sizes(moe_utils: Any, token_dispatcher: Any) -> None:
-    """moe_utils.py:1078 turns split sizes into numbers only if they are on a GPU; torch's all_to_all_single takes no tensor sizes."""
+    """moe_utils.py:1078 converts split sizes to numbers only if they are on a GPU; torch's all_to_all_single takes no tensors as sizes."""
     expect(moe_utils.maybe_move_tensor_to_cpu, "if torch.is_tensor(tensor) and tensor.is_cuda:")
 
     def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -63,7 +63,7 @@ def _split_sizes(moe_utils: Any, token_dispatcher: Any) -> None:
 
 
 def _uneven_collectives(mappings: Any) -> None:
-    """mappings.py:150,187 hand uneven splits to all_gather and reduce_scatter (ETP > 1 with EP > 1); gloo's need equal sizes."""
+    """mappings.py:150,187 pass uneven splits to all_gather and reduce_scatter (ETP > 1 with EP > 1); gloo's require equal sizes."""
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
     expect(gather, "torch.distributed.all_gather(output_tensor_list, input_, group=group)")
     expect(scatter, "torch.distributed.reduce_scatter(output, input_tensor_list, group=group)")
@@ -91,8 +91,10 @@ def _uneven_collectives(mappings: Any) -> None:
 
 
 def _collectives_of_one(buffers: Any) -> None:
-    """param_and_grad_buffer.py:274,433 reduce gradients and gather parameters also among one rank, which has them already; gloo copies all
-    of them first, into memory that it takes for it: an eighth of an update."""
+    """param_and_grad_buffer.py:274,433 reduce gradients and gather parameters even in a group of one rank, which has them already.
+
+    gloo first copies all of them into newly allocated memory: an eighth of an update.
+    """
     groups = buffers._ParamAndGradBucketGroup
     expect(groups.start_param_sync, "with _coalescing_manager(", "dist_all_gather_func(", "group=self.")
     expect(groups.start_grad_sync, "with stream_context, _coalescing_manager(", "dist_reduce_scatter_func(", "group=communication_group")
@@ -115,8 +117,10 @@ def _collectives_of_one(buffers: Any) -> None:
 
 
 def _optimizer_without_compiler() -> None:
-    """torch/_compile.py:44 and torch/optim/optimizer.py:61 import torch's compiler to keep it away from the optimizer: a second of every
-    rank's start, for a program that compiles nothing."""
+    """torch/_compile.py:44 and torch/optim/optimizer.py:61 import torch's compiler only to keep it away from the optimizer.
+
+    That costs a second of every rank's start, for a program that compiles nothing.
+    """
     expect(torch._compile._disable_dynamo, 'getattr(fn, "__dynamo_disable", None)', "import torch._dynamo", "return disable_fn(")
     expect(_use_grad_for_differentiable, "import torch._dynamo", 'torch.set_grad_enabled(self.defaults["differentiable"])')
     methods: list[Any] = [Optimizer.add_param_group, Optimizer.load_state_dict, Optimizer.state_dict, Optimizer.zero_grad]
