@@ -79,7 +79,7 @@ class Sender:
         self._store, port = listen_store(self._host, world, self._timeout_s)
         meeting = wire.Rendezvous(self._transport, self._host, port, world, self._timeout_s)
         joined = announce(meeting.plain())
-        # Joined in a thread: so an engine that fails to join is noticed at once, and not when the others time out.
+        # Join in a thread, so that an engine that fails to join is noticed at once, and not when the others time out.
         member: Future[Backend] = Future()
         threading.Thread(target=_resolve, args=(member, lambda: wire.join(meeting, self._store, 0)), daemon=True).start()
         joined()

@@ -92,7 +92,7 @@ def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Location]]) -> di
     }
 
 
-@uncollected()  # garbage collection would stall the training step that runs alongside for seconds
+@uncollected()  # garbage collection would stall, for seconds, the training step that runs alongside
 def _pickled(shards: Iterable[tuple[Shard, Location]]) -> bytes:
     tensors: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
