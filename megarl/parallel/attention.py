@@ -103,7 +103,7 @@ class PackedAttention(MegatronModule):
     def _gather(
         self, k_TGD: Tensor, v_TGC: Tensor, sizes: list[int], groups: list[tuple[int, int]]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Gather the keys and values of the whole sequences, group by group, from those of this rank and its peers."""
+        """Gather the keys and values of the whole sequences over the context-parallel ranks, by run of equally long sequences."""
         ranks, widths = self.cp_group.size(), [k_TGD.shape[-1], v_TGC.shape[-1]]
         kv = torch.cat([k_TGD, v_TGC], dim=-1)
         all_ranks = gather_from_sequence_parallel_region(kv, tensor_parallel_output_grad=True, group=self.cp_group)

@@ -128,7 +128,7 @@ def _chunk(config: TransformerConfig, hf: dict[str, Any], backend: Backend, stag
         rotary_percent=rope.fraction,
         vp_stage=stage,
     )
-    if not config.multi_latent_attention:  # that computes its frequencies itself, from the fields of its own configuration
+    if not config.multi_latent_attention:  # MLA computes its frequencies itself, from the fields of its own configuration
         own = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = rope.frequencies(config.kv_channels).to(own.device)
         assert chunk.rotary_pos_emb.inv_freq.shape == own.shape

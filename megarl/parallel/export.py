@@ -55,8 +55,8 @@ def export_stacks(
         by_stage: gather each tensor only to the first rank of its pipeline stage.
 
     Yields:
-        On rank 0 (with `by_stage`, on the first rank of each stage) (Hugging Face name, whole tensor on the device), or for a layer's
-        experts (their names, [experts, *tensor]), in memory of their own; nothing on other ranks.
+        On rank 0, or with `by_stage` on the first rank of each stage: (Hugging Face name, whole tensor on the device), or for a layer's
+        experts (their names, [experts, *tensor]), in memory of their own. On other ranks, nothing.
     """
     chunks = list(chunks)
     weights = [weight for weight in family_of(hf).weights(hf, head_of(chunks)) if not weight.alias]

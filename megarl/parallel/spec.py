@@ -39,7 +39,7 @@ class ReplicatedLinear(torch.nn.Module):
     Megatron's local spec shards them by column and gathers the result, which loses gradients of the shared rotary key: the gather's
     backward takes this rank's slice (multi_latent_attention.py:607) of a gradient of which each rank has only its own heads' part.
     Transformer Engine's spec has the whole projection, as here. The arguments are those of Transformer Engine's TELinear, in whose place
-    `upstream.py` puts this class.
+    `upstream.py` puts this class without Transformer Engine.
     """
 
     def __init__(self, input_size: int, output_size: int, *, parallel_mode: str, config: TransformerConfig, bias: bool, **_: Any) -> None:

@@ -1,9 +1,9 @@
-"""Fingerprints of weights: what the trainer sent against what an engine holds, tensor by tensor, bit for bit.
+"""Fingerprints of weights, to compare what the trainer sent with what an engine holds, tensor by tensor, bit for bit.
 
-A fingerprint of a matrix W is sum over (i, j) of bits(W[i, j]) * key_row(i) * key_column(j) mod 2^64 with odd pseudo-random keys: a
+The fingerprint of a matrix W is the sum over (i, j) of bits(W[i, j]) * key_row(i) * key_column(j) mod 2^64 with odd pseudo-random keys: a
 single changed element always changes it, moved or swapped elements change it, and two changes cancel with a chance of about 2^-63.
 It is linear, so the fingerprints of the shards of a matrix, each taken at its own offset, add up to that of the whole: a
-tensor-parallel engine never gathers its weights to be checked.
+tensor-parallel engine is checked without gathering its weights.
 
 Bits are the raw pattern of the element, except that zeros and subnormal numbers all count as 0: matrix units flush them.
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from megarl.sync.wire import TensorName
 
 _BITS = {"float32": "int32", "bfloat16": "int16", "float16": "int16"}  # dtype -> integer view
-# Elements hashed at a time: the int64 temporaries stay in a CPU's cache (8 times the speed), and at 128 MB each on a GPU. Half as many cost
-# a CPU a fifth more, in calls.
+# Elements hashed at a time: the int64 temporaries stay in a CPU's cache (8 times the speed), and take 128 MB each on a GPU. Half as many
+# elements cost a CPU a fifth more time, in call overhead.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
-_STRETCH = 1 << 13  # places of rearranged matrices whose keys stay in a CPU's cache while those of all matrices are hashed
+_STRETCH = 1 << 13  # places of rearranged matrices hashed together for all matrices, so that their keys stay in a CPU's cache
 _ROWS, _COLUMNS = 0x1234567, 0x89ABCDE  # seeds of the two key sequences
 
 
@@ -39,18 +39,18 @@ class Print:
 
 @dataclass(frozen=True)
 class Piece:
-    """A shard as a tensor-parallel worker holds it: where it lies in the whole tensor, and its fingerprint there."""
+    """A shard held by a tensor-parallel worker: where it lies in the whole tensor, and its fingerprint there."""
 
     row: int
     column: int
     rows: int
     columns: int
     value: int
-    place: int = 0  # which of the places in this worker that hold the tensor; pieces of one place lie apart in the whole
+    place: int = 0  # index among the places in this worker that hold the tensor; pieces of one place do not overlap in the whole
 
 
 class FingerprintMismatch(RuntimeError):
-    """An engine holds other weights than the trainer sent. `names` are the Hugging Face names of the tensors, sorted."""
+    """An engine does not hold the weights that the trainer sent. `names`: the sorted Hugging Face names of the differing tensors."""
 
     def __init__(self, names: list[str], engine: str) -> None:
         self.names = names
@@ -66,14 +66,14 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
 
     Args:
         stack_BRC: [B, R, C], floating, of 16 or 32 bits.
-        row: where in its whole the first row of each matrix lies,
-        column: and the first column.
+        row: where each matrix's first row lies in its whole.
+        column: where each matrix's first column lies in its whole.
 
     Returns:
         int64 [B], on the stack's device.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: the dtype is not supported.
     """
     count, rows, columns = stack_BRC.shape
     device = stack_BRC.device
@@ -91,24 +91,24 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
 
 
 def keys(rows: int, columns: int, row: int, column: int, device: torch.device) -> Tensor:
-    """What `fingerprint` multiplies each element of a matrix with: int64 [rows, columns], for one at (row, column) of its whole.
+    """The keys by which `fingerprints` multiplies the elements of a matrix that lies at (row, column) of its whole: int64 [rows, columns].
 
     Args:
-        rows: of the matrix.
-        columns: of the matrix.
-        row: of its first element in the whole.
-        column: of its first element in the whole.
-        device: of the result.
+        rows: number of rows of the matrix.
+        columns: number of columns of the matrix.
+        row: row of its first element in the whole.
+        column: column of its first element in the whole.
+        device: device of the result.
     """
     return _keys(_ROWS, row, rows, device)[:, None] * _keys(_COLUMNS, column, columns, device)
 
 
 def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
-    """`fingerprint` of matrices whose elements lie in another order: the keys are rearranged once, and the elements stay where they are.
+    """`fingerprints` of matrices whose elements are stored in another order: the keys are rearranged once, instead of the elements.
 
     Args:
-        stack_BP: [B, P], of the dtypes that `fingerprints` takes.
-        key_P: of `keys`, each at the place of its element; 0 where there is none.
+        stack_BP: [B, P], of a dtype that `fingerprints` accepts.
+        key_P: from `keys`, each key at the place of its element; 0 where there is no element.
 
     Returns:
         int64 [B], on the stack's device.
@@ -127,11 +127,11 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
 
 
 class _Patterns:
-    """The raw patterns of elements as int64, zeros and subnormal numbers as 0; in memory that each call uses again.
+    """Converts elements to their raw bit patterns as int64, zeros and subnormal numbers to 0, in memory that each call reuses.
 
     Args:
-        like: of their dtype, on their device. Raises TypeError for a dtype that `_BITS` has not.
-        room: the most elements of a call.
+        like: a tensor of their dtype on their device. Raises TypeError for a dtype that is not in `_BITS`.
+        room: the most elements per call.
     """
 
     def __init__(self, like: Tensor, room: int) -> None:
@@ -144,29 +144,29 @@ class _Patterns:
         self._numbers = torch.empty(room, dtype=torch.int64, device=like.device)
 
     def of(self, elements: Tensor) -> Tensor:
-        """Int64 of the elements' shape, valid until the next call."""
+        """The patterns, int64 of the elements' shape, valid until the next call."""
         flushed = self._flushed[: elements.numel()].view(elements.shape)
         torch.hardshrink(elements.detach(), self._subnormal, out=flushed)
         return self._numbers[: elements.numel()].view(elements.shape).copy_(flushed.view(self._integer))
 
 
 def _weighted(numbers: Tensor, key_C: Tensor) -> Tensor:
-    """The sum of the last axis, times its keys."""
-    if numbers.device.type == "cpu":  # one pass instead of two; CUDA has no such product of integers
+    """The sum over the last axis, weighted by its keys."""
+    if numbers.device.type == "cpu":  # one pass instead of two; CUDA has no integer matrix-vector product
         return torch.mv(numbers.view(-1, len(key_C)), key_C).view(numbers.shape[:-1])
     return (numbers * key_C).sum(-1)
 
 
 class Fingerprinter:
-    """Collects the fingerprints of a weight stream. Values stay on the device until `digest`: one transfer for all."""
+    """Collects the fingerprints of a weight stream. Values stay on the device until `digest` transfers all of them at once."""
 
     def __init__(self) -> None:
         self._numel: dict[str, int] = {}
-        self._values: list[Tensor] = []  # of one or several tensors each, in the order of the names
+        self._values: list[Tensor] = []  # each for one or several tensors, in the order of the names
         self._extremes: list[Tensor] = []
 
     def add(self, name: TensorName, tensor: Tensor) -> None:
-        """Takes one tensor, or several of a stack. Raises ValueError where a name came before."""
+        """Add one tensor, or the tensors of a stack. Raises ValueError if a name was added before."""
         names, stack = ([name], tensor[None]) if isinstance(name, str) else (name, tensor)
         for one in names:
             if one in self._numel:
@@ -177,7 +177,7 @@ class Fingerprinter:
         self._extremes.append(torch.stack([matrices.detach().amin((1, 2)), matrices.detach().amax((1, 2))]).float())
 
     def digest(self) -> dict[str, Print]:
-        """All fingerprints by name. FloatingPointError names the tensors that hold NaN or infinity, whose bits engines do not keep."""
+        """All fingerprints by name. Raises FloatingPointError naming tensors with NaN or infinity, whose bits engines do not preserve."""
         if not self._numel:
             return {}
         finite = torch.cat(self._extremes, 1).isfinite().all(0).tolist()
@@ -190,11 +190,11 @@ class Fingerprinter:
 
 
 def join(workers: Iterable[Mapping[str, Iterable[Piece]]]) -> dict[str, list[Print]]:
-    """The fingerprints of whole tensors from the pieces that the workers of one engine hold.
+    """Combine the pieces that the workers of one engine hold into the fingerprints of whole tensors.
 
-    A tensor may be held in several places of one worker (tied embeddings: the lookup table and the packed output layer); each place is a
-    list entry of its own, in the workers' order. Pieces at the same place of the whole (replicated layers, replicated KV heads) must
-    agree; where they do not, the tensor gets a fingerprint that covers no element, which equals none.
+    A tensor may be held in several places of one worker (tied embeddings: the lookup table and the packed output layer); each place gets
+    a list entry of its own, in the workers' order. Pieces at the same position in the whole (replicated layers, replicated KV heads) must
+    agree; if they do not, the tensor gets a fingerprint that covers no element and so equals no other.
     """
     copies: dict[str, list[dict[tuple[int, int, int, int], set[int]]]] = {}
     for held in workers:
@@ -207,7 +207,7 @@ def join(workers: Iterable[Mapping[str, Iterable[Piece]]]) -> dict[str, list[Pri
 
 
 def compare(trainer: Mapping[str, Print], engine: Mapping[str, Iterable[Print]]) -> list[str]:
-    """The names, sorted, of the tensors that differ: other bits, held in part, not held, or held though never sent."""
+    """The sorted names of the tensors that differ: other bits, held only in part, not held, or held but never sent."""
     differing = {name for name in trainer.keys() ^ engine.keys()}
     for name in trainer.keys() & engine.keys():
         places = list(engine[name])
@@ -217,11 +217,11 @@ def compare(trainer: Mapping[str, Print], engine: Mapping[str, Iterable[Print]])
 
 
 def check(trainer: Mapping[str, Print], engine: Mapping[str, Iterable[Print]], label: str) -> None:
-    """Compares what an engine holds with what the trainer sent.
+    """Compare what an engine holds with what the trainer sent.
 
     Args:
-        trainer: of `Fingerprinter.digest`.
-        engine: of `join`: one entry for each place that holds the tensor.
+        trainer: from `Fingerprinter.digest`.
+        engine: from `join`: one entry for each place that holds the tensor.
         label: names the engine in the error.
 
     Raises:
@@ -241,7 +241,7 @@ def _sum(place: dict[tuple[int, int, int, int], set[int]]) -> Print:
 
 
 def _keys(seed: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Odd 64-bit keys of the indices start .. start+count-1: splitmix64 of the index, int64 [count]."""
+    """The odd 64-bit keys of the indices start .. start+count-1: splitmix64 of the index, int64 [count]."""
     cache_key = (seed, device)
     known = _KEYS.get(cache_key)
     if known is None or len(known) < start + count:
@@ -253,7 +253,7 @@ def _keys(seed: int, start: int, count: int, device: torch.device) -> Tensor:
     return known[start : start + count]
 
 
-_KEYS: dict[tuple[int, torch.device], Tensor] = {}  # grows to the largest dimension met: 8 bytes a row or column
+_KEYS: dict[tuple[int, torch.device], Tensor] = {}  # grows to the largest dimension seen: 8 bytes per row or column
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:

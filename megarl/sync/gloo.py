@@ -1,7 +1,7 @@
-"""Process groups over gloo whose threads are few.
+"""Process groups over gloo that use few threads.
 
-torch gives every group a device of its own (distributed_c10d.py:2169), and gloo each device a thread that wakes up a hundred times a second
-whether there is something to do or not (gloo's transport/tcp/loop.cc): a grid has 18 groups, an engine 9.
+torch gives every group a device of its own (distributed_c10d.py:2169), and gloo gives each device a thread that wakes up a hundred times a
+second even when idle (gloo's transport/tcp/loop.cc); a grid has 18 groups, an engine 9.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from megarl.patching import expect
 
 
 def group(store: Store, rank: int, size: int, timeout: timedelta, interface: str) -> ProcessGroupGloo:
-    """This process's member of a group; blocks until all members have joined.
+    """Join a process group, and return this process's member. Blocks until all members have joined.
 
     Args:
-        store: that they meet at.
-        rank: of this one.
-        size: how many they are.
-        timeout: of joining, and of each collective.
-        interface: that it listens on.
+        store: the store at which the members meet.
+        rank: this process's rank.
+        size: number of members.
+        timeout: time limit for joining, and for each collective.
+        interface: the network interface to listen on.
     """
     return ProcessGroupGloo(store, rank, size, _options(ProcessGroupGloo.create_device(interface=interface), timeout))
 
 
 @contextmanager
 def one_device() -> Iterator[None]:
-    """The groups over gloo that torch makes in the block share a device, on the interface that GLOO_SOCKET_IFNAME names, as torch's do."""
+    """Make the gloo groups that torch creates in the block share one device, on torch's own choice of interface (GLOO_SOCKET_IFNAME)."""
     look_at_torch()
 
     @cache
-    def device(process: int) -> Any:  # of each process that was forked in the block its own
+    def device(process: int) -> Any:  # a separate one for each process that is forked in the block
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
         if not interfaces:
-            return ProcessGroupGloo.create_default_device()  # which does not read the variable
+            return ProcessGroupGloo.create_default_device()  # this does not read the variable
         return ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
 
     class Member(ProcessGroupGloo):
@@ -57,7 +57,7 @@ def one_device() -> Iterator[None]:
 
 @cache
 def look_at_torch() -> None:
-    """Raises RuntimeError where torch makes its groups in another way by now. Its first call reads a long file."""
+    """Raise RuntimeError if torch no longer creates its groups in the expected way. The first call reads a long file."""
     expect(c10d._new_process_group_helper, "backend_class = ProcessGroupGloo(", "backend_prefix_store,", "timeout=timeout,")
 
 

@@ -1,4 +1,4 @@
-"""The engine's end of a weight update, whatever the engine: the buckets' tensors, and what must have come. Torch alone."""
+"""The engine's side of a weight update, for any engine: receives the buckets and checks that every tensor came. Needs only torch."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class WeightError(ValueError):
 
 
 class Inventory:
-    """What must come in one update: every tensor once, in its shape and dtype."""
+    """The tensors that one update must bring: each once, in its shape and dtype."""
 
     def __init__(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
         self._expected = {name: (list(shape), dtype) for name, (shape, dtype) in expected.items()}
         self._seen: set[str] = set()
 
     def take(self, name: str, shape: Sequence[int], dtype: str) -> None:
-        """Ticks one tensor off.
+        """Tick off one tensor.
 
         Args:
-            name: Hugging Face's.
-            shape: as it came.
-            dtype: as it came, a key of `wire.DTYPES`.
+            name: its Hugging Face name.
+            shape: its shape as received.
+            dtype: its dtype as received, a key of `wire.DTYPES`.
 
         Raises:
-            WeightError: it is unknown, came before, or has another shape or dtype.
+            WeightError: the tensor is unknown, came before, or has another shape or dtype than expected.
         """
         if name not in self._expected:
             raise WeightError(f"{name}: the engine's model has no such tensor")
@@ -48,14 +48,14 @@ class Inventory:
         self._seen.add(name)
 
     def complete(self) -> None:
-        """Raises WeightError naming what has not come."""
+        """Raise WeightError if a tensor has not come."""
         missing = [name for name in self._expected if name not in self._seen]
         if missing:
             raise WeightError(f"{missing[0]}: did not come ({len(missing)} of {len(self._expected)} tensors missing)")
 
 
 class BucketReceiver:
-    """Takes the buckets that one worker of an engine is sent."""
+    """Receives the buckets that are sent to one worker of an engine."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,18 +64,18 @@ class BucketReceiver:
         self._rank = 0
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Joins the broadcast group as `rank` (0 sends); waits for the others as `wire.join` does."""
+        """Join the broadcast group as `rank` (0 sends); waits for the others as `wire.join` does."""
         self._rank = rank
         timeout = timedelta(seconds=rendezvous.timeout_s)
         self._store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout, wait_for_workers=False)
         self._group = join(rendezvous, self._store, rank)
 
     def receive(self, header: Header) -> list[tuple[str, Tensor]]:
-        """The (name, tensor) pairs of one bucket, in memory of this worker's own: the sender uses a shared buffer again."""
+        """Receive the (name, tensor) pairs of one bucket, in memory of this worker's own: the sender reuses a shared buffer."""
         return unpack(self._bytes(header), header)
 
     def receive_stacks(self, header: Header) -> list[tuple[TensorName, Tensor]]:
-        """As `receive`, with the stacks as they were sent."""
+        """Like `receive`, with stacks as they were sent."""
         return unpack_stacks(self._bytes(header), header)
 
     def _bytes(self, header: Header) -> Tensor:
@@ -104,7 +104,7 @@ class BucketReceiver:
         return self._group
 
     def _require(self, header: Header, device: torch.device, transport: str) -> None:
-        """WeightError where the sender's memory is not this worker's, too."""
+        """Raise WeightError if this worker does not share the sender's memory."""
         here = place_of(device)
         if header.place != here:
             raise WeightError(

@@ -1,12 +1,12 @@
-"""The trainer's side of a weight update, on rank 0: the exported stream in buckets to every engine.
+"""The trainer's side of a weight update, on rank 0: sends the exported stream in buckets to every engine.
 
 The control plane is the caller's: `Announce` hands a bucket's header to all engine workers at once and returns a function that blocks
-until each has taken the bucket (and raises what an engine raised, or when its time is over). The data plane is here: a broadcast over
-gloo or NCCL, shared memory, or CUDA IPC. While the engines take one bucket, the next is gathered.
+until each has taken the bucket (and raises an engine's error, or on timeout). The data plane is here: a broadcast over gloo or NCCL,
+shared memory, or CUDA IPC. While the engines take one bucket, the next is gathered.
 
-Memory that is shared reaches one device or one machine. Where engines share the devices of several ranks, buckets are relayed: the first
-engine worker, which shares this process's device, opens them and broadcasts them to the others over a group of their own (gloo, NCCL). No
-other rank of the trainer has a part in it, and no device is in that group twice.
+Shared memory reaches only one device or one machine. If engines share the devices of several ranks, buckets are relayed: the first engine
+worker, which shares this process's device, opens them and broadcasts them to the others over a group of their own (gloo, NCCL). No other
+rank of the trainer is involved, and no device is in that group twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TensorObserver = Callable[[Any, Tensor], None]  # (wire.TensorName, tensor)
 
 @dataclass(frozen=True)
 class Sent:
-    """What one update moved."""
+    """What one update transferred."""
 
     tensors: int
     nbytes: int
@@ -40,16 +40,16 @@ class Sent:
 
 
 class Sender:
-    """Sends updates to engine workers. One that failed is closed: its engines hold a part of an update.
+    """Sends updates to engine workers. A sender that fails is closed: its engines hold only part of an update.
 
     Args:
         transport: gloo, nccl, shm or cuda_ipc.
-        workers: engine workers, of all engines together.
+        workers: number of engine workers of all engines together.
         host: the address at which they meet this process (gloo and nccl).
-        bucket_mb: room of a bucket in MiB; a larger tensor has one of its own, for which one of the two buffers grows.
+        bucket_mb: capacity of a bucket in MiB; a larger tensor gets a bucket of its own, for which one of the two buffers grows.
         timeout_s: longest wait for the workers to join the group, and for one broadcast.
-        device: the trainer's; nccl and cuda_ipc need a GPU, and keep the buckets there.
-        relay: shared memory and CUDA IPC reach the first worker alone, which broadcasts.
+        device: the trainer's device; nccl and cuda_ipc need a GPU, and keep the buckets there.
+        relay: whether shared memory and CUDA IPC only reach the first worker, which then broadcasts.
     """
 
     def __init__(
@@ -66,10 +66,9 @@ class Sender:
         self._store: Any = None
 
     def connect(self, announce: Announce) -> None:
-        """Opens the broadcast group (gloo, nccl): announces the wire's Rendezvous, of which engine worker w is rank `first_rank` + w, and
-        joins, unless the buckets are relayed.
+        """Open the broadcast group (gloo, nccl): announce a `wire.Rendezvous`, where engine worker w has rank `first_rank` + w, and join.
 
-        Without a relay shared memory and CUDA IPC need no meeting, and nothing is announced.
+        With a relay, this process does not join. Without one, shared memory and CUDA IPC need no group, and nothing is announced.
         """
         if self._relay is not None:
             self._store, port = listen_store(self._host, self._workers, self._timeout_s)
@@ -80,7 +79,7 @@ class Sender:
         self._store, port = listen_store(self._host, world, self._timeout_s)
         meeting = wire.Rendezvous(self._transport, self._host, port, world, self._timeout_s)
         joined = announce(meeting.plain())
-        # In a thread of its own: an engine that fails to join is heard at once, and not when the time of the others is over.
+        # Join in a thread, so that an engine that fails to join is noticed at once, and not when the others time out.
         member: Future[Backend] = Future()
         threading.Thread(target=_resolve, args=(member, lambda: wire.join(meeting, self._store, 0)), daemon=True).start()
         joined()
@@ -88,22 +87,22 @@ class Sender:
 
     @property
     def first_rank(self) -> int:
-        """Of the first engine worker, in the broadcast group."""
+        """The first engine worker's rank in the broadcast group."""
         return 0 if self._relay is not None else 1
 
     def send(self, stream: Iterable[tuple[wire.TensorName, Tensor]], announce: Announce, watch: TensorObserver | None = None) -> Sent:
-        """Moves a stream of tensors to every engine. Returns when all have taken everything.
+        """Send a stream of tensors to every engine. Returns when all have taken everything.
 
-        On any failure the sender is closed and the failure raised.
+        On any failure the sender is closed and the error raised.
 
         Args:
-            stream: (Hugging Face name, tensor), or (names, stack), each in memory of its own or none that changes.
+            stream: (Hugging Face name, tensor), or (names, stack), each in memory of its own or in memory that does not change.
             announce: hands a bucket's header (wire.Header.plain()) to the engine workers.
-            watch: is given each (name, tensor), or parts of a stack, while the engines take the bucket that it is in (fingerprints). What
-                is in one bucket is kept for it.
+            watch: called with each (name, tensor), or part of a stack, while the engines take the bucket that holds it (for
+                fingerprints). The tensors of one bucket are kept for it.
 
         Returns:
-            What was moved.
+            What was transferred.
         """
         with self._closed_on_failure():
             tensors = nbytes = buckets = 0
@@ -121,7 +120,7 @@ class Sender:
             return Sent(tensors, nbytes, buckets)
 
     def close(self) -> None:
-        """Leaves the group and frees the buffers: engines that still wait for a broadcast see the connection end."""
+        """Leave the group and free the buffers: engines that still wait for a broadcast see the connection end."""
         for buffer in self._buffers:
             buffer.close()
         self._buffers, self._group, self._store = [], None, None
@@ -129,9 +128,9 @@ class Sender:
     def _fill(
         self, stream: Iterable[tuple[wire.TensorName, Tensor]], *, keep: bool
     ) -> Iterator[tuple[wire.Bucket, _Buffer, list[tuple[wire.TensorName, Tensor]]]]:
-        """Full buckets, in two buffers by turns: a buffer is written again only after the bucket that follows it was asked for.
+        """Yield full buckets, alternating between two buffers: one is overwritten only when the bucket after the next is requested.
 
-        With `keep` each comes with the tensors that it was filled from, until the next one is asked for.
+        With `keep`, each bucket comes with the tensors that it was filled from, in a list that is cleared when the next is requested.
         """
         turn, bucket, buffer = 0, None, None
         filled = list[tuple[wire.TensorName, Tensor]]()
@@ -141,7 +140,7 @@ class Sender:
                     yield bucket, buffer, filled
                     filled.clear()
                 buffer = self._buffer(turn, tensor.nbytes)
-                room = max(self._capacity, -(-tensor.nbytes // wire.ALIGN) * wire.ALIGN)  # though an earlier tensor has grown the buffer
+                room = max(self._capacity, -(-tensor.nbytes // wire.ALIGN) * wire.ALIGN)  # even if an earlier tensor grew the buffer
                 turn, bucket = 1 - turn, wire.Bucket(buffer.bytes_B[:room])
             assert buffer is not None
             buffer.reserve(bucket.nbytes + tensor.nbytes)
@@ -152,7 +151,7 @@ class Sender:
             yield bucket, buffer, filled
 
     def _parts(self, stream: Iterable[tuple[wire.TensorName, Tensor]]) -> Iterator[tuple[wire.TensorName, Tensor]]:
-        """The stream with stacks that no bucket holds in parts that one does."""
+        """The stream, with stacks that are too large for a bucket split into parts that fit."""
         for name, tensor in stream:
             if isinstance(name, str) or tensor.nbytes <= self._capacity:
                 yield name, tensor
@@ -162,7 +161,7 @@ class Sender:
                 yield name[start : start + count], tensor[start : start + count]
 
     def _buffer(self, turn: int, nbytes: int) -> _Buffer:
-        """The buffer of this turn, with room for a tensor of `nbytes`."""
+        """The buffer for this turn, with room for a tensor of `nbytes`."""
         capacity = max(self._capacity, -(-nbytes // wire.ALIGN) * wire.ALIGN)
         if turn == len(self._buffers):
             self._buffers.append(self._make(capacity))
@@ -177,7 +176,7 @@ class Sender:
         return _Buffer(torch.empty(capacity, dtype=torch.uint8, device=self._place))
 
     def _post(self, bucket: wire.Bucket, buffer: _Buffer, announce: Announce) -> Callable[[], object]:
-        """Announces a bucket and starts moving it; the result blocks until the engines have it."""
+        """Announce a bucket and start sending it; the returned function blocks until the engines have it."""
         if self._transport == "shm":
             assert isinstance(buffer, _SharedBuffer)
             place = wire.place_of(self._place)
@@ -190,7 +189,7 @@ class Sender:
         work = wire.broadcast(self._group, bucket.content_B)
 
         def done() -> None:
-            taken()  # first: where an engine failed, the broadcast would only run into its time limit
+            taken()  # first: if an engine has failed, the broadcast would only time out
             work.wait()
 
         return done
@@ -218,14 +217,14 @@ class _Buffer:
         self.bytes_B = bytes_B
 
     def reserve(self, nbytes: int) -> None:
-        """Makes sure that the first `nbytes` can be written."""
+        """Make sure that the first `nbytes` can be written."""
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Release the memory."""
 
 
 class _SharedBuffer(_Buffer):
-    """Memory that the engines of this machine open by `path`."""
+    """Shared memory that the engines of this machine open by `path`."""
 
     def __init__(self, capacity: int) -> None:
         self._memory = SharedMemory(capacity, "sync.transport=shm")

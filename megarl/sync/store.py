@@ -1,4 +1,4 @@
-"""Rendezvous stores that listen on one address alone."""
+"""Rendezvous stores that listen on a single address."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 
 def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
-    """Opens a rendezvous store that listens on `host` alone.
+    """Open a rendezvous store that listens on `host` only.
 
-    torch's own server binds every interface, so it is handed a socket that is bound already.
+    torch's own server binds every interface, so it is given a socket that is already bound.
 
     Args:
         host: an address of this machine.
-        world: how many processes will use the store, this one included.
+        world: number of processes that will use the store, this one included.
         timeout_s: longest wait for a key of the store.
-        port: 0: any free one.
+        port: the port to listen on; 0: any free one.
 
     Returns:
         The store, and its port.
@@ -40,15 +40,15 @@ def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tupl
 
 
 def connect_store(host: str, port: int, world: int, timeout_s: float) -> dist.TCPStore:
-    """The store that another process made with `listen_store`.
+    """Connect to the store that another process opened with `listen_store`.
 
     Args:
-        host: the address that it listens on.
+        host: the address that the store listens on.
         port: the port that `listen_store` returned.
         world: as given to `listen_store`.
         timeout_s: longest wait for the store to answer, and later for a key of it.
 
     Raises:
-        torch.distributed.DistNetworkError: nobody answers.
+        torch.distributed.DistNetworkError: no store answers.
     """
     return dist.TCPStore(host, port, world, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)

@@ -1,8 +1,8 @@
-"""The wire format of a weight update, shared by the trainer (`send.py`) and the engines (`receive.py`). Torch alone.
+"""The wire format of a weight update, shared by the trainer (`send.py`) and the engines (`receive.py`). Needs only torch.
 
 An update is a sequence of buckets. A bucket is a `Header` (plain data, sent through the control plane) and one run of bytes (the data
 plane: a broadcast, a shared file or a CUDA IPC handle). Each tensor lies in the bytes at its offset, contiguous and aligned. Tensors of one
-shape may travel as a stack, which costs everyone who handles it as much as one tensor: the experts of a layer.
+shape, such as the experts of a layer, may travel as a stack, which costs as much to handle as a single tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.sync import gloo
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-TensorName = str | list[str]  # of a tensor, or of each of the tensors that are stacked along a first axis
+TensorName = str | list[str]  # the name of a tensor, or the names of tensors that are stacked along a first axis
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class Header:
     nbytes: int  # of the whole bucket
     path: str | None = None  # transport shm: the file to map
     handle: list[Any] | None = None  # transport cuda_ipc: see `share_cuda`
-    place: str | None = None  # where path or handle means anything: see `place_of`
-    relayed: bool = False  # path or handle are for the first worker alone, which broadcasts the bytes to the others
+    place: str | None = None  # where path or handle is valid: see `place_of`
+    relayed: bool = False  # path or handle is for the first worker only, which broadcasts the bytes to the others
 
     @property
     def first(self) -> str:
-        """The name of its first tensor."""
+        """The name of the bucket's first tensor."""
         return self.names[0] if isinstance(self.names[0], str) else self.names[0][0]
 
     def plain(self) -> dict[str, Any]:
-        """As a dictionary of strings, numbers, lists and bytes, which any serializer carries."""
+        """The header as a dictionary of strings, numbers, lists and bytes, which any serializer supports."""
         return asdict(self)
 
     @staticmethod
     def parse(plain: dict[str, Any]) -> Header:
-        """The inverse of `plain`. Raises ValueError where a tensor would lie outside of the bucket."""
+        """The inverse of `plain`. Raises ValueError for an invalid header, such as a tensor outside the bucket."""
         header = Header(**plain)
         for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):
             if dtype not in DTYPES:
@@ -69,8 +69,8 @@ class Header:
 class Rendezvous:
     """How an engine reaches the broadcast group (transports gloo and nccl); plain data.
 
-    Rank 0 is the trainer, and the engine workers take the ranks 1 .. world-1, each its own. Where buckets are relayed the trainer is no
-    member, and the first worker is rank 0.
+    Rank 0 is the trainer, and the engine workers are ranks 1 .. world-1. If buckets are relayed, the trainer is not a member, and the first
+    worker is rank 0.
     """
 
     transport: str  # gloo | nccl
@@ -95,7 +95,7 @@ class Bucket:
         return self.nbytes + _aligned(tensor.nbytes) <= len(self._bytes_B)
 
     def add(self, name: TensorName, tensor: Tensor) -> None:
-        """Copies a tensor, or a stack, in. Raises ValueError for a dtype that the wire does not carry."""
+        """Copy a tensor, or a stack, into the bucket. Raises ValueError for a dtype that the wire does not carry."""
         if tensor.dtype not in _NAMES:
             raise ValueError(f"bucket: {name} has the dtype {tensor.dtype}, which the wire does not carry")
         assert self.fits(tensor), f"{name} of {tensor.nbytes} bytes does not fit"
@@ -108,7 +108,7 @@ class Bucket:
         self.tensors += 1 if isinstance(name, str) else len(name)
 
     def header(self) -> Header:
-        """What the bucket holds now, without a place."""
+        """The header for what the bucket holds now, without path, handle or place."""
         return replace(self._header, nbytes=self.nbytes)
 
     @property
@@ -118,7 +118,7 @@ class Bucket:
 
 
 def each(name: TensorName, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """A tensor as it is, or those of a stack, with their names."""
+    """The (name, tensor) pairs of a single tensor or of a stack."""
     return [(name, tensor)] if isinstance(name, str) else list(zip(name, tensor, strict=True))
 
 
@@ -128,7 +128,7 @@ def unpack(bytes_B: Tensor, header: Header) -> list[tuple[str, Tensor]]:
 
 
 def unpack_stacks(bytes_B: Tensor, header: Header) -> list[tuple[TensorName, Tensor]]:
-    """As `unpack`, with the stacks as they were sent."""
+    """Like `unpack`, with stacks as they were sent."""
     views: list[tuple[TensorName, Tensor]] = []
     for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):
         kind = DTYPES[dtype]
@@ -137,7 +137,7 @@ def unpack_stacks(bytes_B: Tensor, header: Header) -> list[tuple[TensorName, Ten
 
 
 def place_of(device: torch.device) -> str:
-    """Names the memory of a device: this machine since it was started, and of a GPU its UUID."""
+    """The identity of a device's memory: this machine's current boot, and for a GPU its UUID."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     if device.type == "cpu":
         return machine
@@ -147,8 +147,8 @@ def place_of(device: torch.device) -> str:
 def share_cuda(bytes_B: Tensor) -> list[Any]:
     """A handle with which another process opens this CUDA buffer on the same GPU; the reader waits for the writes made so far.
 
-    torch keeps what belongs to a handle (an event, a counter) with the storage that was shared, wrapped once more each time: a storage
-    of its own for each handle lets go of it.
+    torch attaches what belongs to a handle (an event, a counter) to the shared storage, with one more wrapper each time; a separate storage
+    for each handle lets all of that be freed.
     """
     assert bytes_B.is_cuda and bytes_B.storage_offset() == 0, "a bucket owns its whole storage"
     storage = bytes_B.untyped_storage()
@@ -167,17 +167,17 @@ def open_cuda(handle: list[Any], device: int) -> Tensor:
 
 
 def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
-    """This process's member of the broadcast group.
+    """Join the broadcast group, and return this process's member.
 
     With gloo it blocks until all members have joined; NCCL's members meet in their first broadcast.
 
-    It listens on the interface through which it reaches the trainer. (NCCL reads its variable once in a process's life: an engine, where
-    tensor-parallel workers use NCCL first, has it from its start.)
+    It listens on the interface through which it reaches the trainer. (NCCL reads the variable for it once per process: an engine, whose
+    tensor-parallel workers use NCCL earlier, has it set from its start.)
 
     Args:
         rendezvous: the transport, the number of members, and how many seconds to wait for them.
         store: a client (or, on rank 0, the server) of the store at rendezvous.host:port.
-        rank: this process's in the group: 0 sends.
+        rank: this process's rank in the group; 0 sends.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
     members = dist.PrefixStore("weights", store)
@@ -192,7 +192,7 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
 
 
 def broadcast(group: Backend, bytes_B: Tensor) -> dist.Work:
-    """Starts the broadcast of a bucket's bytes (exactly header.nbytes of them on every member) from rank 0; wait on the result."""
+    """Start the broadcast of a bucket's bytes (exactly header.nbytes of them on every member) from rank 0; wait on the result."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0

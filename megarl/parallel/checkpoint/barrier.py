@@ -15,12 +15,12 @@ _POLL_S = 0.02
 
 
 class SaveBarrier:
-    """The barrier of one save. It uses the store: the process groups belong to the main threads, and these are background threads.
+    """The barrier of one save. It uses the store: the process groups belong to the main threads, and this runs in background threads.
 
     Args:
-        grid: of the ranks that save; none of them waits for the save before any more.
+        grid: the grid of the ranks that save; none of them is still waiting for the previous save.
         root: the directory of the steps.
-        number: of the save, the same on all ranks.
+        number: the save's number, the same on all ranks.
     """
 
     def __init__(self, grid: Grid, root: Path, number: int) -> None:
@@ -30,11 +30,11 @@ class SaveBarrier:
         self._rank, self._ranks = grid.rank, range(grid.world)
 
     def report(self, text: str) -> None:
-        """Publishes what this rank wrote."""
+        """Publish what this rank wrote."""
         self._store.set(f"rank/{self._rank}", text)
 
     def reports(self, timeout_s: float) -> list[str]:
-        """Every rank's report, by rank. Raises SaveError naming the ranks that are late."""
+        """Wait for every rank's report, and return them by rank. Raises SaveError naming the ranks that are late."""
         deadline = time.monotonic() + timeout_s
         while not self._store.check([f"rank/{rank}" for rank in self._ranks]):
             if time.monotonic() > deadline:
@@ -47,11 +47,11 @@ class SaveBarrier:
         return found
 
     def conclude(self, fault: str, *, lost: bool = False) -> None:
-        """Rank 0 publishes what went wrong, or the empty string; and whether content was lost."""
+        """Publish, on rank 0, what went wrong, or the empty string; and whether content was lost."""
         self._store.set("verdict", json.dumps([fault, lost]))
 
     def verdict(self, timeout_s: float) -> tuple[str, bool]:
-        """Waits for what rank 0 concludes: what went wrong, or the empty string; and whether content was lost."""
+        """Wait for rank 0's conclusion: what went wrong, or the empty string; and whether content was lost."""
         deadline = time.monotonic() + timeout_s
         while not self._store.check(["verdict"]):
             if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""The files of torch's distributed checkpoints, as Megatron's torch_dist format uses them: no process groups, no Megatron, no free pickle.
+"""The files of torch's distributed checkpoints as used by Megatron's torch_dist, without process groups, Megatron or unsafe unpickling.
 
-A folder holds tensors saved one after the other in `*.distcp` files, and `.metadata`: which tensors there are, and where each rectangular
-chunk of them lies. Axes that Megatron puts before a parameter's own (layer, expert) have size 1 in every chunk.
+A folder holds `*.distcp` files, in which tensors are saved one after the other, and `.metadata`, which lists the tensors and where each of
+their rectangular chunks lies. Axes that Megatron puts before a parameter's own (layer, expert) have size 1 in every chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megarl.imports import uncollected
 from megarl.parallel.checkpoint.metadata import METADATA, read_metadata
 from megarl.text import one_line
 
-FORMAT = "metadata.json"  # by which Megatron knows the format (dist_checkpointing/core.py)
+FORMAT = "metadata.json"  # from which Megatron recognises the format (dist_checkpointing/core.py)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
@@ -64,8 +64,10 @@ class Shard:
 
 
 def check_cover(shards: Iterable[Shard]) -> None:
-    """Every element of every tensor lies in exactly one of the shards, or ValueError. Shards of different offsets do not overlap: they lie
-    on a grid."""
+    """Raise ValueError unless every element of every tensor lies in exactly one of the shards.
+
+    Shards with different offsets are taken not to overlap: they lie on a grid.
+    """
     found: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
         found[shard.key].append(shard)
@@ -80,7 +82,7 @@ def check_cover(shards: Iterable[Shard]) -> None:
 
 
 def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Location]]) -> dict[str, FileRecord]:
-    """Writes what makes shards one checkpoint. The files' records, by name."""
+    """Write the metadata files that make the shards one checkpoint. Returns the files' records by name."""
     common = io.BytesIO()
     torch.save({}, common)
     return {
@@ -90,7 +92,7 @@ def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Location]]) -> di
     }
 
 
-@uncollected()  # it would stop the step that this is written beside for seconds
+@uncollected()  # garbage collection would stall, for seconds, the training step that runs alongside
 def _pickled(shards: Iterable[tuple[Shard, Location]]) -> bytes:
     tensors: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
@@ -103,7 +105,7 @@ def _pickled(shards: Iterable[tuple[Shard, Location]]) -> bytes:
 
 
 def tensors(metadata: Metadata) -> Mapping[str, TensorStorageMetadata]:
-    """The tensors of a checkpoint; `read_metadata` has seen to it that there is nothing else."""
+    """The tensors of a checkpoint; `read_metadata` has ensured that there is nothing else."""
     return cast(Mapping[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
@@ -125,7 +127,7 @@ class DcpReader:
                 yield Shard(key, self.shapes[key], tuple(chunk.offsets), tuple(chunk.sizes), self.dtypes[key])
 
     def read(self, wanted: Shard) -> Tensor:
-        """A part of a tensor, in the dtype in which it is stored. Raises ConfigError where a file does not hold what `.metadata` says."""
+        """Read part of a tensor, in its stored dtype. Raises ConfigError if a file does not hold what `.metadata` says."""
         if wanted.key not in self._chunks:
             self._chunks[wanted.key] = Chunks(tensors(self._metadata)[wanted.key].chunks)
         overlaps = list(self._chunks[wanted.key].overlaps(wanted))
@@ -157,11 +159,11 @@ class StoredTensor:
     """A saved tensor whose elements are still in its file."""
 
     file: StoredFile
-    start: int  # of its storage there, bytes
-    layout: Tensor  # on the device `meta`: dtype, shape, strides, and the place in its storage
+    start: int  # where its storage begins in the file, in bytes
+    layout: Tensor  # on the device `meta`: dtype, shape, strides, and the offset in its storage
 
     def read(self) -> Tensor:
-        """The tensor, in memory of its own. Raises OSError."""
+        """Read the tensor into new memory. Raises OSError."""
         layout = self.layout
         storage = torch.empty(layout.untyped_storage().nbytes(), dtype=torch.uint8)
         self.file.read(self.start, memory_of(storage))
@@ -169,7 +171,10 @@ class StoredTensor:
         return found.set_(storage.untyped_storage(), layout.storage_offset(), layout.shape, layout.stride())
 
     def read_into(self, target: Tensor) -> bool:
-        """Reads the tensor into another's memory; False, and nothing, where elements do not lie there as in the file. Raises OSError."""
+        """Read the tensor into the memory of `target`. Raises OSError.
+
+        Returns False, and reads nothing, if elements are not laid out there as in the file.
+        """
         layout = self.layout
         same = (layout.dtype, layout.shape, layout.device) == (target.dtype, target.shape, torch.device("meta"))
         if not same or target.device.type != "cpu" or not layout.is_contiguous() or not target.is_contiguous():
@@ -179,25 +184,25 @@ class StoredTensor:
 
 
 class ChunkFinder:
-    """Finds saved tensors in files: torch.load takes Python's way to each byte, twenty times slower than reading the file.
+    """Finds saved tensors in files. torch.load passes each byte through Python, twenty times slower than reading the file.
 
-    All that torch.save writes before the elements says what they are. So what begins as another one did, and is as long, is laid out as
-    that one: of the experts of a model torch looks at one.
+    Everything that torch.save writes before the elements describes them. So a saved tensor with the same beginning and the same length as
+    an earlier one has the same layout: of all the experts of a model, torch parses only one.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[bytearray, Tensor]] = {}  # by length: what stands before the elements, and their layout
+        self._known: dict[int, tuple[bytearray, Tensor]] = {}  # by length: the bytes before the elements, and their layout
 
     def find(self, file: StoredFile, location: Location, what: str) -> StoredTensor:
-        """Finds one tensor.
+        """Find one tensor.
 
         Args:
-            file: open.
-            location: of the tensor there.
+            file: an open file.
+            location: the tensor's location in the file.
             what: names the tensor in an error.
 
         Raises:
-            ConfigError: there is no tensor.
+            ConfigError: there is no intact tensor.
         """
         known = self._known.get(location.length)
         if known is None or _beginning(file, location, len(known[0])) != known[0]:
@@ -214,7 +219,7 @@ def _beginning(file: StoredFile, location: Location, count: int) -> bytearray:
 
 
 def _inspect(file: StoredFile, location: Location, what: str) -> tuple[int, Tensor]:
-    """Where in a saved tensor its storage begins, and how its elements lie in that."""
+    """(where the storage begins inside a saved tensor, how the elements are laid out in the storage)."""
     try:
         window = cast(IO[bytes], _Window(file, location.offset, location.length))
         with zipfile.ZipFile(window) as entries:
@@ -222,20 +227,20 @@ def _inspect(file: StoredFile, location: Location, what: str) -> tuple[int, Tens
                 raise ValueError("is compressed, which torch never writes")
         window.seek(0)
         records = cast(Any, torch._C).PyTorchFileReader(window)
-        # torch (2.13, serialization.py:2135) swaps the bytes of a storage on `meta`, which has none
+        # torch (2.13, serialization.py:2135) would swap the bytes of a storage on `meta`, which has none
         if records.has_record("byteorder") and records.get_record("byteorder") != sys.byteorder.encode():
             raise ValueError(f"is not in this machine's byte order, {sys.byteorder}")
         window.seek(0)
         layout = torch.load(window, map_location="meta", weights_only=True)
         if isinstance(layout, Tensor):
-            # torch (2.13, serialization.py:2100) notes where in the zip file the storage lies
+            # torch (2.13, serialization.py:2100) records where in the zip file the storage lies
             start, size = cast(int, layout.untyped_storage()._checkpoint_offset), layout.untyped_storage().nbytes()
             last = layout.storage_offset() + sum((n - 1) * stride for n, stride in zip(layout.shape, layout.stride(), strict=True))
             if start + size > location.length or (layout.numel() and (last + 1) * layout.element_size() > size):
                 raise ValueError("is larger than its place")
     except OSError:
         raise
-    except Exception as error:  # torch raises anything over a broken file
+    except Exception as error:  # torch raises any type of error for a broken file
         raise ConfigError(f"checkpoint: {file.path}: {what}: {type(error).__name__}: {one_line(str(error))}") from None
     if not isinstance(layout, Tensor):
         raise ConfigError(f"checkpoint: {file.path}: {what} is a {type(layout).__name__}, and no tensor")
@@ -243,14 +248,16 @@ def _inspect(file: StoredFile, location: Location, what: str) -> tuple[int, Tens
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, while that is alive. Its storage does not take part, as in `Tensor.numpy`: such a
-    one cannot be resized any more, which parking does."""
+    """The bytes of a contiguous tensor on the CPU, valid while the tensor is alive.
+
+    Unlike `Tensor.numpy`, this leaves the storage resizable, which parking needs.
+    """
     assert tensor.is_cpu and tensor.is_contiguous()
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class _Window(io.RawIOBase):
-    """A part of an open file, as a file of its own."""
+    """A section of an open file, as a file of its own."""
 
     def __init__(self, file: StoredFile, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -277,7 +284,7 @@ class _Window(io.RawIOBase):
 
 
 class Chunks:
-    """The stored chunks of one tensor, found by the leading axes on which all of them have size 1 (layer, expert)."""
+    """The stored chunks of one tensor, indexed by the leading axes on which all of them have size 1 (layer, expert)."""
 
     def __init__(self, chunks: list[ChunkStorageMetadata]) -> None:
         self._lead = min(next((axis for axis, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes)) for chunk in chunks)
@@ -286,7 +293,7 @@ class Chunks:
             self._chunks[tuple(chunk.offsets[: self._lead])].append(chunk)
 
     def overlaps(self, shard: Shard) -> Iterator[tuple[ChunkStorageMetadata, tuple[slice, ...], tuple[slice, ...]]]:
-        """Each chunk that the shard touches, and where in the chunk and in the shard."""
+        """Each chunk that overlaps the shard, with the overlap as slices of the chunk and of the shard."""
         lead = [range(start, start + size) for start, size in zip(shard.offset[: self._lead], shard.size, strict=False)]
         for index in itertools.product(*lead):
             for chunk in self._chunks.get(index, ()):

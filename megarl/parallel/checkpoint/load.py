@@ -14,16 +14,16 @@ from megarl.parallel.grid import Grid
 
 
 def load(step: SavedStep, models: Mapping[str, ModelState], grid: Grid) -> None:
-    """Loads models, and the optimizers of those that have one, on any layout. Collective.
+    """Load models, and the optimizers of those that have one, on any layout. Collective.
 
     Args:
-        step: the directory.
+        step: the step directory.
         models: by the name of their folder in it; their tensors are overwritten.
-        grid: this rank's.
+        grid: this rank's grid.
 
     Raises:
-        ConfigError: on all ranks, for a model that the directory lacks, or that it holds with another family or size (key and both
-            shapes) or without the optimizer that is asked for.
+        ConfigError: on all ranks, for a model that the directory lacks, or holds with another family or size (the error names the key and
+            both shapes) or without the requested optimizer.
     """
     for name, model in models.items():
         saved = _saved(step, name, model)
@@ -39,10 +39,10 @@ def load(step: SavedStep, models: Mapping[str, ModelState], grid: Grid) -> None:
 
 
 def load_random(step: SavedStep, grid: Grid) -> bool:
-    """Sets every random state of this process to the one saved. Collective.
+    """Set every random state of this process to the saved one. Collective.
 
     Returns:
-        False where that cannot be: the layout is another (nothing is done), or the hardware (the device's states stay as they are).
+        False if that is impossible: the layout differs (nothing is changed), or the hardware does (the device's states stay as they are).
     """
     if step.manifest.layout != grid.layout.model_dump():
         return False
@@ -50,7 +50,7 @@ def load_random(step: SavedStep, grid: Grid) -> bool:
 
 
 def _saved(step: SavedStep, name: str, model: ModelState) -> Mapping[str, Any]:
-    """What the manifest says of a model. Raises ConfigError where the model at hand cannot be it."""
+    """What the manifest says about a model. Raises ConfigError if it cannot be the given model."""
     saved = step.manifest.models.get(name)
     if saved is None:
         raise ConfigError(f"checkpoint: {step.path} has no model {name!r}; it has {', '.join(sorted(step.manifest.models))}")

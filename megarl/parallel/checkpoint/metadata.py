@@ -1,8 +1,8 @@
 """Reads torch's `.metadata`, which says where the tensors of a checkpoint lie, without trusting it.
 
-It is a pickle, which torch loads as one (torch/distributed/checkpoint/filesystem.py:930), with the objects inside the shards
-(default_planner.py:390). Here it is read as plain data, and torch's dataclasses are made of fields that have been looked at. megarl writes
-no objects, and reads no file in which there are any.
+It is a pickle, which torch unpickles (torch/distributed/checkpoint/filesystem.py:930), as it does the objects inside the shards
+(default_planner.py:390). Here it is read as plain data, and torch's dataclasses are built from validated fields. megarl writes no objects,
+and refuses a file that contains any.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megarl.parallel.checkpoint.plain_pickle import LIMIT_BYTES, GlobalName, Pic
 from megarl.text import one_line
 
 METADATA = ".metadata"
-AXES = 64  # a tensor has no more
-LINE = 250  # characters of a refusal, which may quote the file
+AXES = 64  # the most that a tensor can have
+LINE = 250  # most characters of an error message, which may quote the file
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _STORAGE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _LAYOUT = "torch.serialization._get_layout"
@@ -42,9 +42,9 @@ _NAMES = {
 
 
 def read_metadata(step: SavedStep, model: str) -> Metadata:
-    """What torch_dist says of a model's tensors; plans and notes of its writer are left out.
+    """Read what torch_dist says about a model's tensors, without its writer's plans and notes.
 
-    Each chunk lies within its tensor, and is stored once, in a file of the checkpoint, within that file's size.
+    Each chunk is checked to lie within its tensor, and to be stored once, in a file of the checkpoint, within that file's size.
 
     Raises:
         ConfigError: the file is not what megarl writes.
@@ -110,7 +110,7 @@ def _chunk(value: Any) -> ChunkStorageMetadata:
 
 
 def _properties(value: Any) -> TensorProperties:
-    """torch keeps these as a tuple; only the dtype is of use, the others say what is so anyhow."""
+    """The tensor properties, which torch pickles as a tuple. Only the dtype is used; the others are checked and dropped."""
     if (
         type(value) is not PickledObject
         or value.name != _CLASSES + "TensorProperties"
@@ -147,7 +147,7 @@ def _size(value: Any) -> torch.Size:
 
 
 def _called(value: Any, name: str) -> tuple[Any, ...]:
-    """What a function is called with."""
+    """The arguments with which a function is called."""
     if type(value) is not PickledObject or value.name != name or value.state is not None:
         raise ValueError(f"lacks a {name}")
     return value.arguments

@@ -1,8 +1,8 @@
-"""Reads a pickle as plain data: nothing is imported, called or set, and what the file asks for is bounded before it is made.
+"""Reads a pickle as plain data: nothing is imported, called or set, and whatever the file asks for is bounded before it is allocated.
 
-pickle.load runs what a file says, and a list of allowed names does not mend that: BUILD sets attributes on any of them, classes included,
-LONG_BINPUT asks for gigabytes in five bytes. Here an object is a record of what the file says of it; whoever reads the result makes the
-real object of the checked fields. The opcodes are those that Python writes for dataclasses (protocol 4); every other is refused.
+pickle.load runs what a file says, and a list of allowed names does not prevent that: BUILD sets attributes on any of them, classes
+included, and LONG_BINPUT asks for gigabytes in five bytes. Here an object becomes a record of what the file says about it; the caller
+builds the real object from the checked fields. The opcodes are those that Python writes for dataclasses (protocol 4); any other is refused.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pickletools
 from collections.abc import Collection
 from typing import Any, Final
 
-LIMIT_BYTES: Final = 128 << 20  # of a file; half a million stored tensors
+LIMIT_BYTES: Final = 128 << 20  # of a file: enough for half a million stored tensors
 TEXT, INTEGER_BITS = 4096, 63
-STACK, DEPTH = 4096, 32  # Python writes a container in pieces of 1000 entries, and torch's metadata is eight deep
-BLOCK = 4096  # bytes, after which the stack is looked at: none puts more than one value there
+STACK, DEPTH = 4096, 32  # Python writes a container in pieces of 1000 entries, and torch's metadata is eight levels deep
+BLOCK = 4096  # bytes between two checks of the stack: no byte pushes more than one value
 
 _CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
 _MEMOIZE, _BINGET, _LONG_BINGET, _MARK = (_CODES[name] for name in ("MEMOIZE", "BINGET", "LONG_BINGET", "MARK"))
@@ -31,13 +31,13 @@ _TUPLES = {_CODES["TUPLE2"]: 2, _CODES["TUPLE3"]: 3}
 
 
 class GlobalName(str):
-    """What a pickle would import: `module.name`."""
+    """A name that a pickle would import: `module.name`."""
 
     __slots__ = ()
 
 
 class PickledObject:
-    """What a pickle says of an object: the name that it calls, with what, and the state that it sets."""
+    """What a pickle says about an object: the name that it calls, the arguments, and the state that it sets."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -46,17 +46,17 @@ class PickledObject:
 
 
 class _Unreadable(ValueError):
-    """The line says all."""
+    """A refusal of the file, whose message is complete as it is."""
 
 
 def read_plain(data: bytes, names: Collection[str]) -> Any:
-    """What a pickle holds: None, booleans, integers, text, tuples, lists, dictionaries (their keys are text or records), names, records.
+    """The content of a pickle: None, booleans, integers, text, tuples, lists, dictionaries (keys: text or records), names, records.
 
-    The same value may stand in several places, and a container in itself: go through the result along what is expected there.
+    The same value may occur in several places, and a container inside itself: traverse the result only along the expected structure.
 
     Args:
         data: the file's content.
-        names: what it may name.
+        names: the names that it may use.
 
     Raises:
         ValueError: the file is broken, or holds anything else.
@@ -69,7 +69,7 @@ def read_plain(data: bytes, names: Collection[str]) -> Any:
         raise
     except IndexError:
         raise _Unreadable("is damaged: takes what it has not put there") from None
-    except ValueError as error:  # of pickletools, or of UTF-8
+    except ValueError as error:  # from pickletools, or from decoding UTF-8
         raise _Unreadable(f"is damaged: {error}") from None
 
 
@@ -174,7 +174,7 @@ def _interpret(data: bytes, names: Collection[str]) -> Any:
 
 
 def _damaged(data: bytes, start: int) -> ValueError:
-    """Why the opcode at `start` is not read."""
+    """The reason why the opcode at `start` is not read."""
     try:
         opcode, _, _ = next(pickletools.genops(io.BytesIO(data[start:])))
     except ValueError as error:

@@ -33,10 +33,10 @@ def random_states() -> bytes:
 
 
 def restore_random_states(file: bytes) -> bool:
-    """Sets every state to that of `random_states`' answer; those of a device, where that was of this process's kind.
+    """Set every state to the one in a file of `random_states`; the device's and the tracker's only if the device is of the same kind.
 
     Returns:
-        Whether all are as they were.
+        Whether all states were restored.
     """
     tensors, rest = load(file), _metadata(file)
     same = rest["device"] == choose().device.type

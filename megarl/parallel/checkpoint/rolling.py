@@ -1,4 +1,4 @@
-"""This rank's part of a step in shared memory, for the same rank of the same layout: a copy without a disk, and without other ranks.
+"""A copy of this rank's part of a step in shared memory, for the same rank of the same layout. It needs no disk and no other ranks.
 
 The bytes: the length of a header, the header (JSON), the random states, then every tensor that the rank holds, in the model's own order.
 """
@@ -19,31 +19,31 @@ from megarl.parallel.grid import Grid
 from megarl.shared_memory import SharedMemory
 
 ALIGN = 64
-SLACK = 1 << 16  # the header's numbers grow
+SLACK = 1 << 16  # bytes to spare: the numbers in the header grow
 
 
 class RollingCopy:
-    """Writes this rank's part of one step after the other, into two slots: while one is written, the other is whole.
+    """Writes this rank's part of successive steps into two slots: while one is being written, the other is complete.
 
     Args:
-        grid: this rank's.
+        grid: this rank's grid.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._slots: dict[int, SharedMemory] = {}
-        self._steps: dict[int, int] = {}  # that the slots hold
+        self._steps: dict[int, int] = {}  # the step in each slot
 
     def write(self, step: int, last: int, models: Mapping[str, ModelState]) -> tuple[str, int]:
-        """Copies the models, their optimizers and the random states as they are now.
+        """Copy the models, their optimizers and the random states as they are now.
 
         Args:
-            step: its number.
-            last: the step whose copy stays as it is.
-            models: by name; one after the other is awake.
+            step: the step's number.
+            last: the step whose copy must not be overwritten.
+            models: by name; they are woken one after the other.
 
         Returns:
-            Where other processes of this machine open it, and its size.
+            The path at which other processes of this machine open the copy, and its size.
 
         Raises:
             OSError: there is no room.
@@ -83,12 +83,12 @@ class RollingCopy:
 
 @torch.no_grad()
 def restore(bytes_B: Tensor, models: Mapping[str, ModelState], grid: Grid) -> None:
-    """Gives models, optimizers and this process's random states what `RollingCopy.write` copied on the same rank of the same layout.
+    """Restore models, optimizers and this process's random states from a copy by `RollingCopy.write` on the same rank and layout.
 
     Args:
         bytes_B: uint8 [B], the copy.
-        models: that get it, by name.
-        grid: this rank's.
+        models: the models to restore, by name.
+        grid: this rank's grid.
     """
     room = _Room(bytes_B)
     header = json.loads(bytes(room.take(int(room.take(8).view(torch.int64)[0])).numpy()))
@@ -109,14 +109,14 @@ def restore(bytes_B: Tensor, models: Mapping[str, ModelState], grid: Grid) -> No
 
 
 def _tensors(model: ModelState, grid: Grid) -> Iterator[Tensor]:
-    """What this rank holds of a model: the weights, and its slices of what the optimizer has."""
+    """What this rank holds of a model: the weights, and its slices of the optimizer's state."""
     yield from sharded.tensors(sharded.model_state(model.chunks, grid))
     if model.trainable is not None:
         yield from sharded.local_optimizer_state(model.trainable)
 
 
 class _Room:
-    """Hands out one piece of memory after the other."""
+    """Hands out consecutive pieces of memory."""
 
     def __init__(self, bytes_B: Tensor) -> None:
         self._bytes_B, self.taken = bytes_B, 0

@@ -34,7 +34,7 @@ from megarl.text import one_line
 class Staged:
     """What a save did before it returned."""
 
-    bytes: int  # that this rank writes
+    bytes: int  # written by this rank
     seconds: float
 
 
@@ -43,7 +43,7 @@ class Saver:
 
     Args:
         root: the directory of the steps.
-        grid: this rank's.
+        grid: this rank's grid.
         settings: the section `save`.
     """
 
@@ -55,24 +55,24 @@ class Saver:
         self._pending: tuple[threading.Thread, SaveBarrier, StagedWriter, int] | None = None
 
     def save(self, step: int, models: Mapping[str, ModelState], extra: Mapping[str, Content]) -> Staged:
-        """Saves a step; returns when its tensors are copied, or, if not asynchronous, when everything lies on the disk.
+        """Save a step. Returns when its tensors are copied or, if not asynchronous, when everything is on disk.
 
-        Waits for the save before this one.
+        Waits for the previous save first.
 
         Args:
-            step: its number.
-            models: by the name of their folder; one after the other is awake.
-            extra: further files by plain name, rank 0's; one that is no bytes yet is read as it is written.
+            step: the step's number.
+            models: by the name of their folder; they are woken one after the other.
+            extra: further files by plain name, of which only rank 0's count; content that is not bytes is produced as it is written.
 
         Returns:
-            What this rank writes, and for how long the caller waited.
+            How much this rank writes, and how long the caller waited.
 
         Raises:
-            SaveError: on every rank, where the save before this one failed or, as far as it is known, this one.
+            SaveError: on every rank, if the previous save failed or, as far as is known, this one did.
         """
         self.wait()
         begun, number = time.perf_counter(), self._saves
-        self._saves += 1  # here, lest what fails on one rank alone leave it with another number than the others
+        self._saves += 1  # here, so that a failure on one rank alone does not leave it with a different number from the others
         planned, described = dict[str, list[Tensor]](), dict[str, Any]()
         for name, model in models.items():
             model.wake()
@@ -84,7 +84,7 @@ class Saver:
         still, budget = not self._settings.asynchronous, self._settings.staging_mb << 20
         self._memory.restart()
         staged = StagedWriter(writer.path, self._grid.rank, budget, self._memory if size <= budget else None, still)
-        for name in reversed(planned):  # the last one is awake
+        for name in reversed(planned):  # the last model is awake
             models[name].wake()
             for tensor in planned[name]:
                 staged.put(name, tensor, self._grid.timeout_s)
@@ -102,7 +102,7 @@ class Saver:
         return Staged(size, time.perf_counter() - begun)
 
     def wait(self) -> None:
-        """Waits until the last save is complete. Raises SaveError where it failed, on every rank, once."""
+        """Wait until the last save is complete. If it failed, raises SaveError on every rank, once."""
         if self._pending is None:
             return
         thread, barrier, staged, step = self._pending
@@ -110,7 +110,7 @@ class Saver:
         fault, lost = barrier.verdict(2 * self._grid.timeout_s)
         if fault:
             staged.give_up()
-            self._memory = StagingMemory()  # a thread may still read what is there
+            self._memory = StagingMemory()  # a thread may still be reading the old one
             raise (ContentLost if lost else SaveError)(f"checkpoint: step {step} was not saved: {fault}")
         thread.join()
 
@@ -124,7 +124,7 @@ class Saver:
         return tensors
 
     def _begin(self, writer: StepWriter, folders: list[str], size: int) -> None:
-        """Makes the directory, on rank 0, where there is room for `size` bytes of each rank."""
+        """Create the directory on rank 0, if the disk has room for the `size` bytes of every rank."""
         total = torch.tensor(size)
         dist.all_reduce(total, group=self._grid.groups.control)
         fault: list[str | None] = [None]
@@ -150,7 +150,7 @@ class Saver:
         extra: Mapping[str, Content],
         barrier: SaveBarrier,
     ) -> None:
-        """In a background thread: every rank reports to rank 0 what it wrote, and rank 0 commits the step directory."""
+        """Finish a save in a background thread: every rank reports to rank 0 what it wrote, and rank 0 commits the step directory."""
         try:
             written = staged.finish()
             name = f"{RANDOM}/{self._grid.rank:05d}.safetensors"

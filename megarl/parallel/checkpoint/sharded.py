@@ -1,14 +1,14 @@
-"""A model and its optimizer as Megatron's sharded tensors, and back: what a distributed checkpoint holds, on any layout.
+"""Converts a model and its optimizer to Megatron's sharded tensors and back: the content of a distributed checkpoint, for any layout.
 
 The keys and shapes on disk are those of Megatron's `fully_reshardable` optimizer format: each parameter's fp32 main copy and two moments in
-the parameter's own shape. Upstream makes them by gathering the whole optimizer on every data-parallel rank (distrib_optimizer.py:1404) and
+the parameter's own shape. Upstream gathers the whole optimizer on every data-parallel rank to make them (distrib_optimizer.py:1404), and
 loads all of it everywhere. Here each rank saves the parameters that begin in its own slice of the flat buffers, with the missing ends sent
-by its neighbours, and loads those that its slice touches: a data-parallel share of memory, of traffic and of writing.
+by its neighbours, and loads those that its slice overlaps: memory, traffic and writing are divided by the data-parallel size.
 
-That also keeps clear of what is wrong upstream in 0.16.1 (distrib_optimizer.py): `load_state_dict` gives all parameters one step tensor
-(:825), `_set_main_param_and_optimizer_states` asks the file for a moment named step (:938), `state_dict` cannot be taken before the first
-step (:641), and where a buffer has several buckets, as with tied embeddings, parameters are cut out at the wrong places (:1118 leaves the
-buckets' padding out, :1501 counts it).
+This also avoids bugs of upstream 0.16.1 (distrib_optimizer.py): `load_state_dict` gives all parameters one step tensor (:825),
+`_set_main_param_and_optimizer_states` asks the file for a moment named step (:938), `state_dict` cannot be called before the first step
+(:641), and if a buffer has several buckets, as with tied embeddings, parameters are cut out at the wrong offsets (:1118 leaves out the
+buckets' padding, :1501 counts it).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Sharded = dict[str, Any]  # nested; its leaves are ShardedTensor or ShardedTenso
 
 
 def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
-    """The weights of this rank's chunks (data-parallel wrappers or not), under the same names whatever layers they are made of.
+    """The weights of this rank's chunks (in data-parallel wrappers or not), under the same names whichever layers they are built from.
 
     The tensors are the parameters themselves.
     """
@@ -44,7 +44,7 @@ def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
     for number, chunk in enumerate(chunks):
         found = _bare(chunk).sharded_state_dict(metadata=metadata)
         objects, tensors = extract_matching_values(found, lambda leaf: isinstance(leaf, ShardedObject))
-        # Of the experts of a grouped layer the names end with a number, and the keys do not.
+        # For the experts of a grouped layer, the names end with a number, and the keys do not.
         assert all(leaf.key.endswith(_EXTRA) for leaf in _leaves(objects)), f"not tensors: {sorted(objects)}"
         renamed = to_te({leaf.key for leaf in _leaves(tensors)})
         for leaf in _leaves(tensors):
@@ -57,7 +57,7 @@ def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
 
 
 def share_writing(state: Sharded, grid: Grid) -> None:
-    """Spreads the weights that data-parallel replicas hold in common over them, by changing `state`: each in turn writes one."""
+    """Spread the writing of weights over the data-parallel replicas that all hold them, round-robin, by changing `state`."""
     for number, leaf in enumerate(_leaves(state)):
         replicas = grid.groups.edp.size() if ".experts." in leaf.key else grid.groups.dp_cp.size()
         *others, replica = leaf.replica_id
@@ -65,9 +65,9 @@ def share_writing(state: Sharded, grid: Grid) -> None:
 
 
 def optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
-    """Main copies and moments of the parameters that begin in this rank's slices, whole. Collective within data-parallel groups.
+    """The whole main copies and moments of the parameters that begin in this rank's slices. Collective within data-parallel groups.
 
-    `model`: this rank's `model_state`. Before the first step the moments are zero.
+    `model` is this rank's `model_state`. Before the first step the moments are zero.
     """
     sharded = _by_parameter(model)
     state: Sharded = {}
@@ -79,9 +79,9 @@ def optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
 
 
 def empty_optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
-    """The tensors of `optimizer_state` of every parameter that this rank's slices touch: to be loaded.
+    """Tensors to load into: those of `optimizer_state`, for every parameter that this rank's slices overlap.
 
-    Those of a parameter that lies in the slices whole are the optimizer's own.
+    For a parameter that lies entirely in the slices, they are the optimizer's own.
     """
     start_optimizer(trainable)
     sharded = _by_parameter(model)
@@ -97,12 +97,12 @@ def empty_optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
 
 @torch.no_grad()
 def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
-    """Gives the optimizer what was loaded.
+    """Put loaded states into the optimizer.
 
     Args:
         trainable: the model with its optimizer.
         state: a loaded `empty_optimizer_state`: main copies and moments.
-        adam_step: Adam's count of steps.
+        adam_step: Adam's step count.
     """
     for number, one in enumerate(_held(trainable)):
         if not one.whole:
@@ -117,14 +117,14 @@ def tensors(state: Sharded) -> list[Tensor]:
 
 
 def local_optimizer_state(trainable: Trainable) -> list[Tensor]:
-    """This rank's own pieces of main copies and moments; before the first step the moments are zeros of nobody, see `start_optimizer`."""
+    """This rank's own pieces of main copies and moments; before the first step the moments are throwaway zeros, see `start_optimizer`."""
     return [tensor for one in _held(trainable) for tensor in one.local()]
 
 
 def start_optimizer(trainable: Trainable) -> None:
-    """Gives the optimizer moments where it has none yet: a step on zero gradients. What that changes must be overwritten then.
+    """Give the optimizer its moments, if it has none yet, by a step on zero gradients. What that changes must be overwritten afterwards.
 
-    The gradients are those of the buffers, where Megatron's own step of this kind (distrib_optimizer.py:1125) takes as much memory again.
+    It uses the gradient buffers, whereas Megatron's own step of this kind (distrib_optimizer.py:1125) takes as much memory again.
     """
     parts = [part for part in _optimizers(trainable) if not part.optimizer.state]
     if parts:
@@ -136,7 +136,7 @@ def start_optimizer(trainable: Trainable) -> None:
 
 
 def finish_optimizer(trainable: Trainable, adam_step: int) -> None:
-    """After states were put in place: sets Adam's count of steps, and the main weights where an offloaded optimizer has copies of them."""
+    """Set Adam's step count, and the main weights if an offloaded optimizer has copies of them, after states were put in place."""
     for one in _held(trainable):
         one.main.copy_(one.local()[0])
     for part in _optimizers(trainable):
@@ -149,7 +149,7 @@ def finish_optimizer(trainable: Trainable, adam_step: int) -> None:
 
 
 def adam_step(trainable: Trainable) -> int:
-    """How many steps Adam has taken, by its own count."""
+    """The number of steps that Adam has taken, by its own count."""
     steps: set[int] = set()
     for part in _optimizers(trainable):
         steps |= {int(entry["step"]) for entry in part.optimizer.state.values() if "step" in entry}
@@ -199,14 +199,14 @@ class _BufferedParameter:
         group, index = self.part.model_param_group_index_map[self.parameter]
         main = self.part.optimizer.param_groups[group]["params"][index]
         moments = self.part.optimizer.state.get(main, {})
-        # An optimizer that is offloaded updates copies of its own (hybrid_optimizer.py:_sync_sub_optimizers_state_to_hdo names them so).
+        # An offloaded optimizer updates copies of its own (named by hybrid_optimizer.py:_sync_sub_optimizers_state_to_hdo).
         found = [moments.get("master_param", main), *(moments[name] if name in moments else torch.zeros_like(main) for name in STATES[1:])]
         assert all(tensor.dtype == torch.float32 and len(tensor) == self.end - self.begin for tensor in found)
         return [tensor.detach() for tensor in found]
 
 
 def _buffered(trainable: Trainable) -> Iterator[_BufferedParameter]:
-    """Every parameter of the buffers that this rank shares, in one order for all ranks that share them."""
+    """Every parameter of the buffers that this rank shares, in the same order on all ranks that share them."""
     for part in _optimizers(trainable):
         ranks = part.data_parallel_group.size()
         for buffer in part.buffers:
@@ -219,22 +219,22 @@ def _buffered(trainable: Trainable) -> Iterator[_BufferedParameter]:
 
 
 def _held(trainable: Trainable) -> list[_BufferedParameter]:
-    """Those of which this rank's slices hold a piece."""
+    """The buffered parameters of which this rank's slices hold a piece."""
     return [one for one in _buffered(trainable) if one.held]
 
 
 def _optimizers(trainable: Trainable) -> list[Any]:
-    """The optimizers of dense and of expert parameters, as far as this rank has any."""
+    """The optimizers of dense and of expert parameters that this rank has."""
     return [part for part in trainable.optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def _counting(part: Any) -> list[dict[str, Any]]:
-    """The groups of parameters in which an optimizer counts its steps. One that is offloaded in part consists of several, which count."""
+    """The parameter groups in which an optimizer counts its steps. A partly offloaded one consists of several optimizers, which count."""
     return [group for one in getattr(part.optimizer, "sub_optimizers", [part.optimizer]) for group in one.param_groups]
 
 
 def _assembled(buffered: _BufferedParameter) -> list[Tensor] | None:
-    """The whole parameter's STATES at the first of its owners, None elsewhere. The others send their pieces."""
+    """Gather the whole parameter's STATES on the first of its owners, to which the others send their pieces. Returns None elsewhere."""
     if not buffered.held:
         return None
     shape, first = buffered.parameter.shape, buffered.owners.start
@@ -253,7 +253,7 @@ def _assembled(buffered: _BufferedParameter) -> list[Tensor] | None:
 
 
 def _like(leaf: ShardedTensor | ShardedTensorFactory, name: str, data: Tensor) -> ShardedTensor | ShardedTensorFactory:
-    """A state of the parameter `leaf`, sharded as it is; this rank alone of the data-parallel ones has it."""
+    """A state of the parameter `leaf`, sharded like it; among the data-parallel ranks, only this one has it."""
     *others, _ = leaf.replica_id
     changes: dict[str, Any] = {"key": f"optimizer.state.{name}.{leaf.key}", "data": data, "replica_id": (*others, 0)}
     if isinstance(leaf, ShardedTensor):

@@ -1,4 +1,4 @@
-"""Tensors on their way to the disk: copied, where need be, into host memory of a bounded size, then written and hashed by threads."""
+"""Writes tensors to disk: copies them, if necessary, into host memory of bounded size, from which threads write and hash them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.parallel.checkpoint.dcp import Location, memory_of
 from megarl.parking import BLOCK
 
 ALIGN = 64
-WRITERS = 2  # threads, and so files a model, of each rank: one hashes while the other waits for the disk
+WRITERS = 2  # threads, and so files per model, of each rank: one hashes while the other waits for the disk
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Written:
 
 
 class StagingMemory:
-    """Host memory for copies, kept from one save to the next: to get it anew takes longer than the copy. For one save at a time."""
+    """Host memory for copies, kept from one save to the next: allocating it takes longer than the copy. For one save at a time."""
 
     def __init__(self) -> None:
         self._backend = choose()
@@ -39,11 +39,11 @@ class StagingMemory:
         self._block = self._used = 0  # the block that is being filled, and its bytes in use
 
     def restart(self) -> None:
-        """All of it is free again."""
+        """Mark all of it as free."""
         self._block = self._used = 0
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Uninitialised. The same shapes in the same order get the same memory after `restart`."""
+        """Return uninitialised memory. After `restart`, the same shapes in the same order get the same memory."""
         size = shape.numel() * dtype.itemsize
         while self._block < len(self._blocks) and self._used + size > len(self._blocks[self._block]):
             self._block, self._used = self._block + 1, 0
@@ -57,23 +57,23 @@ class StagingMemory:
 class StagedWriter:
     """Writes tensors into `directory`/<model>/__<rank>_<thread>.distcp, each as torch.save does.
 
-    `put` copies into host memory and returns; it waits while `budget` bytes (or one tensor) are on their way. So a state within the budget
-    costs its caller a copy, and a larger one is written in pieces, the last ones behind its back.
+    `put` copies into host memory and returns; it waits while `budget` bytes (or one tensor) are in flight. So a state within the budget
+    costs the caller only a copy, and a larger one is written in pieces, the last of them in the background.
 
     Args:
-        directory: of the step.
-        rank: this one's number.
-        budget: bytes.
-        memory: for the copies, where it is to outlive this writer. All of what is put must be within the budget then.
-        still: whether the caller leaves its tensors as they are until they are written (`written` or `finish`): those in host memory are
+        directory: the step's directory.
+        rank: this rank's number.
+        budget: most bytes in flight.
+        memory: memory for the copies that outlives this writer; everything that is put must then fit into the budget.
+        still: whether the caller leaves its tensors unchanged until they are written (`written` or `finish`): those in host memory are
             then not copied.
     """
 
     def __init__(self, directory: Path, rank: int, budget: int, memory: StagingMemory | None = None, still: bool = False) -> None:
         self._directory, self._rank, self._budget, self._memory, self._still = directory, rank, budget, memory, still
         self._room = threading.Condition()
-        self._held = 0  # bytes on their way
-        self._begin = threading.Event()  # until the room is taken or all is staged: writers would hold Python's lock from the copies
+        self._held = 0  # bytes in flight
+        self._begin = threading.Event()  # set when the budget is used up or all is staged: writers would keep the GIL from the copies
         if still:
             self._begin.set()
         self._error: Exception | None = None
@@ -86,7 +86,7 @@ class StagedWriter:
             thread.start()
 
     def put(self, model: str, tensor: Tensor, timeout_s: float) -> None:
-        """Takes the tensor, or a copy of it. After a failed write, or where there is no room in time, it takes nothing: `finish` tells."""
+        """Take the tensor, or a copy of it. After a failed write, or if there is no room in time, it takes nothing: `finish` raises."""
         with self._room:
             if self._held + tensor.nbytes > self._budget:
                 self._begin.set()
@@ -103,7 +103,7 @@ class StagedWriter:
         self._queue.put((model, len(locations) - 1, tensor))
 
     def written(self, timeout_s: float) -> bool:
-        """Waits until nobody reads any more what was put: it is written, or a write has failed. False where that is not so in time."""
+        """Wait until no thread reads the tensors any more: they are written, or a write has failed. Returns False on timeout."""
         self._begin.set()
         with self._room:
             if not self._room.wait_for(lambda: self._error or not self._held, timeout_s):
@@ -116,19 +116,19 @@ class StagedWriter:
         return not any(thread.is_alive() for thread in self._threads)
 
     def give_up(self) -> None:
-        """Lets what is not written yet be; `finish` raises. What is put may change from now on, and must not be taken for a checkpoint."""
+        """Abandon what is not yet written; `finish` raises. The tensors may change from now on, so the files are no checkpoint."""
         with self._room:
             self._error = self._error or SaveError("was given up")
             self._room.notify_all()
 
     def close(self) -> None:
-        """Says that nothing more comes."""
+        """Announce that no more tensors follow."""
         self._begin.set()
         for _ in self._threads:
             self._queue.put(None)
 
     def finish(self) -> Written:
-        """Waits until everything lies on the disk; after `close`. Raises what a write raised: OSError names its file."""
+        """Wait until everything is on disk; call it after `close`. Raises the error of a failed write: an OSError names its file."""
         for thread in self._threads:
             thread.join()
         if self._error is not None:
@@ -139,7 +139,7 @@ class StagedWriter:
 
     def _write(self, number: int) -> None:
         name, files = f"__{self._rank}_{number}.distcp", dict[str, HashedFile]()
-        torch.serialization.set_crc32_options(False)  # of this thread; torch reads none, and the file's SHA-256 says more
+        torch.serialization.set_crc32_options(False)  # of this thread; torch reads no CRC, and the file's SHA-256 is stronger
         self._begin.wait()
         try:
             while (item := self._queue.get()) is not None:
@@ -150,7 +150,7 @@ class StagedWriter:
                 offset = file.size
                 if self._error is not None:
                     break
-                torch.save(_alone(tensor), file)  # type: ignore[arg-type]  # it asks for `write` and `flush` alone
+                torch.save(_alone(tensor), file)  # type: ignore[arg-type]  # it only calls `write` and `flush`
                 file.check()
                 self._locations[model][index] = Location(name, offset, file.size - offset)
                 nbytes = tensor.nbytes
@@ -170,5 +170,5 @@ class StagedWriter:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """The same memory, while the tensor is alive, as a storage of its own: torch.save writes the whole storage that a tensor lies in."""
+    """The tensor's memory, while the tensor is alive, as a storage of its own: torch.save writes the whole storage of a tensor."""
     return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape) if tensor.numel() else torch.empty_like(tensor)

@@ -1,4 +1,4 @@
-"""What a distributed checkpoint holds of one model."""
+"""The content of a distributed checkpoint for one model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from megarl.parallel.optimizer import Trainable
 
 RANDOM = "random"  # folder of the random states
-IDENTITY = ("model_type", "vocab_size")  # of config.json; everything else shows in the shapes
+IDENTITY = ("model_type", "vocab_size")  # keys of config.json; everything else shows in the shapes
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """One model as it is saved or loaded: this rank's chunks, and the optimizer if that is saved or loaded with them."""
+    """One model to be saved or loaded: this rank's chunks, and the optimizer if it is saved or loaded with them."""
 
-    chunks: Sequence[Any]  # of parallel/build.py, in data-parallel wrappers or not
+    chunks: Sequence[Any]  # from parallel/build.py, in data-parallel wrappers or not
     hf: Mapping[str, Any]  # config.json
     trainable: Trainable | None = None
-    described: Mapping[str, bytes] = field(default_factory=dict)  # what is saved beside the weights (rank 0's): see `hf.described`
-    wake: Callable[[], object] = lambda: None  # brings the tensors onto the device, from which those of other models may go
+    described: Mapping[str, bytes] = field(default_factory=dict)  # files saved beside the weights (rank 0's): see `hf.described`
+    wake: Callable[[], object] = lambda: None  # brings the tensors onto the device, which may evict those of other models

@@ -1,8 +1,9 @@
-"""Megatron's torch_dist files, written and read with neither its processes nor its pickles nor its quadratic planning.
+"""Writes and reads Megatron's torch_dist files, without its processes, its pickles or its quadratic planning.
 
 Upstream's save starts a manager process and forks a writer for every file (strategies/filesystem_async.py:54,266), its load unpickles
-`.metadata` freely (`metadata`), and both compare each of a rank's tensors with all ranks' (strategies/torch.py:141; torch's
-planner_helpers.py): minutes for the experts of a large model. What is written here, Megatron's own `dist_checkpointing.load` reads.
+`.metadata` without restriction (see `metadata`), and both compare each of a rank's tensors with those of all ranks
+(strategies/torch.py:141; torch's planner_helpers.py): minutes for the experts of a large model. Megatron's own `dist_checkpointing.load`
+reads what is written here.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ _READERS = 4  # threads of a rank that read files
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What is written of a model. It stays the same for all saves of a run."""
+    """The shards of a model that are written, the same in all saves of a run."""
 
-    mine: list[Shard]
-    ranks: list[list[Shard]]  # of each rank, on rank 0
+    mine: list[Shard]  # written by this rank
+    ranks: list[list[Shard]]  # by each rank; only on rank 0
 
 
 def make_plan(state: Sharded, grid: Grid, known: SavePlan | None) -> tuple[SavePlan, list[Tensor]]:
-    """Decides which tensors this rank writes of a model. Collective where no plan of an earlier save is `known`.
+    """Decide which of a model's tensors this rank writes. Collective if no plan of an earlier save is `known`.
 
-    It is then checked that every element of every tensor is written by exactly one rank.
+    In that case it checks that every element of every tensor is written by exactly one rank.
 
     Args:
-        state: the model's, see `sharded`.
-        grid: this rank's.
+        state: the model's state, see `sharded`.
+        grid: this rank's grid.
         known: the plan of an earlier save of the model.
 
     Returns:
@@ -75,19 +76,19 @@ def make_plan(state: Sharded, grid: Grid, known: SavePlan | None) -> tuple[SaveP
 
 
 def read(step: SavedStep, model: str, state: Sharded, vocabulary: int, allowed_extra: tuple[str, ...], grid: Grid) -> None:
-    """Fills the tensors of `state`, in place, from a model of a step directory. Collective; each rank reads only what it needs.
+    """Fill the tensors of `state`, in place, from a model in a step directory. Collective; each rank reads only what it needs.
 
     Args:
-        step: the directory.
-        model: the name of its folder there.
+        step: the step directory.
+        model: the name of the model's folder in it.
         state: see `sharded`.
-        vocabulary: so many rows of a padded vocabulary must agree.
-        allowed_extra: what names of tensors may begin with that no rank asks for.
-        grid: this rank's.
+        vocabulary: rows that a padded vocabulary must have at least; sizes may differ beyond them.
+        allowed_extra: name prefixes of the stored tensors that may be left unread by all ranks.
+        grid: this rank's grid.
 
     Raises:
-        ConfigError: on every rank, before anything is filled, for a tensor that the checkpoint lacks or has in another shape, or for one
-            that no rank asks for.
+        ConfigError: on every rank. Before anything is filled, for a tensor that the checkpoint lacks or has in another shape, or that no
+            rank reads and `allowed_extra` does not allow; later, for a damaged file.
     """
     metadata = agreed(grid, lambda: read_metadata(step, model))
     wanted = list(nested_values(load_preprocess(state)[0]))
@@ -98,7 +99,7 @@ def read(step: SavedStep, model: str, state: Sharded, vocabulary: int, allowed_e
 
 
 def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
-    """call() on every rank. Collective: what the first rank raises is raised on all of them, as a ConfigError."""
+    """Run call() on every rank. Collective: the error of the lowest rank that fails is raised on all of them, as a ConfigError."""
     result, fault = None, None
     try:
         result = call()
@@ -106,7 +107,7 @@ def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
         fault = f"checkpoint: {error.filename}: {error.strerror}"
     except ConfigError as error:
         fault = str(error)
-    except Exception as error:  # or the other ranks would wait for this one
+    except Exception as error:  # otherwise the other ranks would wait for this one
         fault = f"checkpoint: {type(error).__name__}: {one_line(str(error))}"
     faults: list[str | None] = [None] * grid.world
     dist.all_gather_object(faults, fault, group=grid.groups.control)
@@ -117,7 +118,7 @@ def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
 
 
 def _shard(leaf: ShardedTensor) -> Shard:
-    """A leaf without its data; the axes that Megatron puts before a tensor's own (layer, expert) have size 1."""
+    """The shard of a leaf, without its data; the axes that Megatron puts before a tensor's own (layer, expert) have size 1."""
     size = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
     return Shard(leaf.key, tuple(leaf.global_shape), tuple(leaf.global_offset), size, leaf.dtype)
 
@@ -146,7 +147,7 @@ def _refuse(
 
 @dataclass(frozen=True)
 class _Copy:
-    """A part of a stored chunk that belongs into a part of a tensor of this rank."""
+    """A part of a stored chunk, to be copied into a part of one of this rank's tensors."""
 
     source: tuple[slice, ...]
     target: Tensor
@@ -154,7 +155,7 @@ class _Copy:
 
 @torch.no_grad()
 def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None:
-    """Reads every stored chunk that the wanted tensors touch, once, a few at a time."""
+    """Read every stored chunk that overlaps a wanted tensor, once, a few at a time."""
     reads: dict[Location, tuple[str, tuple[int, ...], list[_Copy]]] = {}
     stored = tensors(metadata)
     chunks = {key: Chunks(stored[key].chunks) for key in {leaf.key for leaf in wanted}}
@@ -162,7 +163,7 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
         shard, missing = _shard(leaf), leaf.data.numel()
         data = leaf.data.detach().view(shard.size)
         if leaf.allow_shape_mismatch:
-            data.zero_()  # rows that pad the vocabulary here and not there
+            data.zero_()  # rows that pad the vocabulary here but not in the file
         for chunk, source, target in chunks[leaf.key].overlaps(shard):
             info = metadata.storage_data[MetadataIndex(leaf.key, chunk.offsets)]
             location = Location(info.relative_path, info.offset, info.length)
@@ -174,7 +175,7 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
     parts = list[list[Location]]()
     for _, group in itertools.groupby(sorted(reads), key=lambda location: location.file):
         locations = list(group)
-        step = -(-len(locations) // _READERS)  # each file in so many parts: there may be fewer files than threads
+        step = -(-len(locations) // _READERS)  # each file in _READERS parts: there may be fewer files than threads
         parts += [locations[start : start + step] for start in range(0, len(locations), step)]
     finder = ChunkFinder()
     with ThreadPoolExecutor(_READERS) as pool:
