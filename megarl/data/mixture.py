@@ -1,4 +1,4 @@
-"""Several sources as one."""
+"""Several weighted sources as one sequence."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class Mixture(LazySequence[Item]):
         for place in places:
             part = int(np.searchsorted(self._ends, place, side="right"))
             chosen = self._chosen[part]
-            found.append(self._parts[part][int(chosen[place - self._ends[part]])])  # counted from the part's end
+            found.append(self._parts[part][int(chosen[place - self._ends[part]])])  # a negative index, from the part's end
         return found

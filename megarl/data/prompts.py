@@ -188,7 +188,7 @@ def _chat_texts(
         return render_chats(tokenizer, chats, tools)
     except Exception as error:  # a template may raise anything
         late = isinstance(error, TimeoutError)
-        if len(rows) > 1 and not late:  # find the row
+        if len(rows) > 1 and not late:  # render the rows one by one to find the refused one
             return [text for row in rows for text in _chat_texts(tokenizer, [row], system, tools)]
         prompts = f"one of {len(rows)} prompts from here on" if late else "the prompt"
         raise ConfigError(f"{rows[0].place}: the model's chat template refuses {prompts}: {first_line(error)}") from None

@@ -51,7 +51,7 @@ def _load(path: Path) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises plain ones
+    except Exception as error:  # the tokenizers library raises plain Exceptions
         raise ConfigError(f"model.path: no usable tokenizer in {path}: {first_line(error)}") from None
 
 
