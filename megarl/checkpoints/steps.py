@@ -50,7 +50,7 @@ class Manifest:
     """The contents of a step directory, and how it was made."""
 
     step: int
-    world: int  # ranks
+    world: int  # number of ranks
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     models: Annotated[Mapping[str, Mapping[str, Any]], AfterValidator(_have_optimizers)]  # by name: what the ranks need to know about each

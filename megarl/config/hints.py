@@ -9,8 +9,8 @@ from typing import Any
 
 PASSES = "counted in steps, not in passes over the data"
 OFFLOAD = "optimizer.megatron: {optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"
-# Keys of other systems (with the enclosing section where it matters), and their counterparts here, of which those that the verb has are
-# named: a key, then after a colon anything else worth knowing, such as a different unit.
+# Keys of other systems (with the enclosing section where it matters), and their counterparts here: a key, then after a colon anything else
+# worth knowing, such as a different unit. A hint names only the keys that the verb has.
 ALIASES: dict[str, tuple[str, ...]] = {
     "learning_rate": ("optimizer.lr",),
     "lr": ("optimizer.lr", "critic.optimizer.lr"),

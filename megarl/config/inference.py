@@ -15,7 +15,7 @@ from megarl.config.section import EnvironmentVariable, Section
 
 
 class EvalConfig(RunSettings):
-    """`megarl eval`: held-out pass rates of a Hugging Face directory through the engines."""
+    """`megarl eval`: held-out pass rates of a model in a Hugging Face directory, sampled by the engines."""
 
     data: EvalData = EvalData()
     """How prompts are rendered, and the prompts of the set `heldout`."""

@@ -86,7 +86,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         if (size := path.stat().st_size) > yaml_text.MOST_BYTES:
             raise ConfigError(f"{key} has {size:,} bytes, more than {yaml_text.MOST_BYTES:,}")
         text = path.read_text(encoding="utf-8")
-    except OSError as error:  # a name of 300 characters, for one
+    except OSError as error:  # for example, a name of 300 characters
         raise ConfigError(f"{key}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{key} is not UTF-8: byte {error.start}") from None

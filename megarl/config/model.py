@@ -26,7 +26,7 @@ class ModelSettings(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation."""
     megatron: dict[str, Any] = {}
-    """Any fields of megatron.core's TransformerConfig that megarl does not set itself; their names are checked."""
+    """Any fields of megatron.core's TransformerConfig that megarl does not set itself; names and types are checked."""
     drop_mtp: bool = False
     """Drop a checkpoint's multi-token prediction layers, which are not trained; without this, such a checkpoint is refused."""
 
@@ -51,11 +51,11 @@ class Layout(Section):
 
     @property
     def dp(self) -> int:
-        """Data parallel size of the dense layers."""
+        """The data parallel size of the dense layers."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def dp_rank(self, rank: int) -> int:
-        """Which of a batch's `dp` parts a rank works on."""
+        """Return the index of the part of a batch, of `dp` parts, that a rank works on."""
         return rank // (self.tp * self.cp) % self.dp
 
     @model_validator(mode="after")
@@ -94,10 +94,10 @@ class OptimizerSettings(Section):
     anneal: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: the shape of the decay."""
     megatron: dict[str, Any] = {}
-    """Any fields of megatron.core's OptimizerConfig; their names are checked. `{optimizer_cpu_offload: true, optimizer_offload_fraction:
-    1.0}` keeps the moments in host memory."""
+    """Any fields of megatron.core's OptimizerConfig; names and types are checked. `{optimizer_cpu_offload: true,
+    optimizer_offload_fraction: 1.0}` keeps the moments in host memory."""
     ddp: dict[str, Any] = {}
-    """Any fields of megatron.core's DistributedDataParallelConfig, such as `{overlap_grad_reduce: true}`; their names are checked."""
+    """Any fields of megatron.core's DistributedDataParallelConfig, such as `{overlap_grad_reduce: true}`; names and types are checked."""
 
     @property
     def offloaded(self) -> float:
@@ -136,7 +136,7 @@ class CriticSettings(Section):
     policy's micro-batches into one.
     """
     pretrain_steps: StepsOrNone = 0
-    """Value pretraining (VC-PPO, VAPO): at most this many steps of the critic alone, on Monte Carlo returns."""
+    """Value pretraining (VC-PPO, VAPO): maximum number of steps in which only the critic is trained, on Monte Carlo returns."""
     pretrain_tolerance: Annotated[float, Field(ge=0)] = 0.01
     """Value pretraining ends early once 10 steps have lowered the value loss by less than this share."""
 

@@ -17,7 +17,7 @@ class ReasoningGymReward(Section):
     threshold: Fraction = 1.0
     """A score of at least this counts as 1, a lower one as 0."""
     extract: str | None = None
-    """Regular expression whose last match (its first group) is the answer; null: the whole response, stripped."""
+    """Regular expression; the first group of its last match is the answer. null: the whole response, stripped."""
 
 
 class MathReward(Section):
@@ -134,7 +134,7 @@ RewardSource = Annotated[
 
 
 class OverlongSettings(Section):
-    """DAPO's soft penalty for answers that run into the length limit (see megarl.rewards.shaping)."""
+    """DAPO's soft penalty for responses that come close to the length limit (see megarl.rewards.shaping)."""
 
     buffer_tokens: PositiveInt
     """The penalty grows from 0 to `scale` over this many tokens before rollout.max_response_tokens."""

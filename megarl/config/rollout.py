@@ -15,7 +15,7 @@ class VllmSettings(Section):
 
     type: Literal["vllm"] = "vllm"
     args: dict[str, Any] = {}
-    """Any fields of vLLM's AsyncEngineArgs that megarl does not set itself; their names are checked."""
+    """Any fields of vLLM's AsyncEngineArgs that megarl does not set itself; names and types are checked."""
 
 
 class RolloutSettings(Section):

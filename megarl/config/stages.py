@@ -29,7 +29,7 @@ class StepSettings(Section):
     mini_batches: PositiveInt = 1
     """Number of mini-batches into which a rollout is divided, with one optimizer step on each."""
     epochs: Passes = 1
-    """Passes of the policy over a rollout's mini-batches (PPO's epochs), not over the data (training ends after `steps`)."""
+    """Passes of the policy over a rollout's mini-batches (PPO's epochs), not over the data; `steps` sets how long training lasts."""
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
     """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates. auto: the same, but after the
     first step the pass is skipped if only one update follows, whose own log-probs then serve, and nothing else needs it (a reference, a
@@ -53,7 +53,7 @@ class StepSettings(Section):
 
 
 class TrainConfig(TrainingSettings):
-    """`megarl train`: the RL loop."""
+    """`megarl train`: reinforcement learning."""
 
     optimizer: OptimizerSettings = OptimizerSettings()
     """Optimizer of the policy."""
@@ -298,7 +298,7 @@ class ValueConfig(TrainConfig):
 class LearnConfig(TrainingSettings):
     """The settings that the supervised stages have in common."""
 
-    section: ClassVar[str]  # key of the stage's LearnSettings
+    section: ClassVar[str]  # the key of the stage's LearnSettings
 
     @property
     def learn(self) -> LearnSettings:

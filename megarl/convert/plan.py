@@ -20,7 +20,7 @@ from megarl.parallel.checkpoint.dcp import Shard, check_cover
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name -> torch's dtype
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name -> safetensors' name
-_UNITS, _LEAST, _MOST = 64, 64 << 20, 2 << 30  # approximate number of units, and the minimum and maximum size of a unit in bytes
+_UNITS, _LEAST, _MOST = 64, 64 << 20, 2 << 30  # approximate number of units, and the bounds on a unit's size limit in bytes
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,9 @@ def largest_layer(items: Sequence[PlannedParameter]) -> Layer:
 
 
 def cut_units(items: Sequence[PlannedParameter], shards: Sequence[int] = ()) -> list[Unit]:
-    """Divide the items, in order, into units of 64 MiB to 2 GiB that do not cross the borders of files.
+    """Divide the items, in order, into units that do not cross the borders of files.
 
+    A unit has at most 1/64 of all bytes, but this limit is at least 64 MiB and at most 2 GiB; a single larger item makes a larger unit.
     `shards`: the indices of the items with which a file begins.
     """
     limit = min(max(sum(item.size for item in items) // _UNITS, _LEAST), _MOST)

@@ -1,4 +1,4 @@
-"""Bounds on what a file can make a check do: a model's chat template, the parameters of a data set, a compressed table."""
+"""Time and memory limits for checks of untrusted files: a model's chat template, a data set's parameters, a compressed table."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-AGAIN_S = 1.0  # code that catches everything is interrupted as often as it takes
+AGAIN_S = 1.0  # interval at which code is interrupted again, since it may catch everything
 
 
 class _Late(BaseException):
-    """Not an Exception, since code that draws until something fits catches those."""
+    """The time limit has been exceeded. Not an Exception, since code that draws until something fits may catch those."""
 
 
 @contextmanager
 def within_cpu_time(seconds: float) -> Iterator[Callable[[], None]]:
-    """TimeoutError where the block takes more CPU time; calling what it gives starts the time anew.
+    """Raise TimeoutError if the block takes more CPU time than this; calling the yielded function restarts the time.
 
-    Python sees to it between two of its own steps: one long step in C is waited for.
+    The block can be interrupted only between Python instructions, so a long call in C runs to its end.
     """
     clock: _Signal | _Watch = _Signal(seconds) if threading.current_thread() is threading.main_thread() else _Watch(seconds)
     try:
@@ -32,12 +32,12 @@ def within_cpu_time(seconds: float) -> Iterator[Callable[[], None]]:
         finally:
             clock.end()
     except _Late:
-        clock.end()  # which may have been cut short itself
+        clock.end()  # again, since the first call may itself have been interrupted
         raise TimeoutError(f"not done within {seconds:g} s of CPU time") from None
 
 
 class _Signal:
-    """A timer of the process, for its main thread, which alone handles signals."""
+    """A timer of the process, for the main thread, which is the only one that handles signals."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -58,7 +58,7 @@ class _Signal:
 
 
 class _Watch:
-    """A thread beside another one than the main thread, whose CPU time it reads."""
+    """A timer for any other thread: a helper thread that watches its CPU time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._watched, self._ended = seconds, threading.get_ident(), threading.Event()
@@ -72,7 +72,7 @@ class _Watch:
     def end(self) -> None:
         with self._raising:
             self._ended.set()
-            self._raise(None)  # takes back what has not been raised yet
+            self._raise(None)  # cancels an exception that has not been raised yet
 
     def _run(self) -> None:
         wait = self._seconds
@@ -84,14 +84,17 @@ class _Watch:
                     wait = AGAIN_S
 
     def _raise(self, error: type[BaseException] | None) -> None:
-        """In the watched thread, before its next step."""
+        """Raise the error in the watched thread, before its next Python instruction; None cancels a pending one."""
         given = ctypes.py_object(error) if error is not None else None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), given)
 
 
 @contextmanager
 def in_memory(megabytes: float) -> Iterator[None]:
-    """MemoryError where the process would grow by more inside. In the main thread alone: beside others, they may be what needs more."""
+    """Raise MemoryError if the process would grow by more than this within the block.
+
+    Only in the main thread: if this is another thread, the growth may well be due to the others.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

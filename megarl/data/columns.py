@@ -1,6 +1,6 @@
-"""Columns of rows: found by their names, and the rows that are chosen by them (`where`).
+"""Look up columns of rows by name, and select rows by their columns (`where`).
 
-A dot in a name looks inside dictionaries, unless a column has that name as it stands.
+A dot in a name looks inside dictionaries, unless a column has exactly that name.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megarl.text import one_line
 if TYPE_CHECKING:
     import pyarrow
 
-SHOWN = 4  # values of a column, in a message
+SHOWN = 4  # values of a column that a message shows
 
 
 def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
-    """row["a"]["b"] for "a.b", or row["a.b"] where that is the column's name.
+    """Return row["a"]["b"] for "a.b", or row["a.b"] if a column has that name.
 
     Args:
-        row: the columns.
+        row: the row's columns.
         dotted: the column's name.
-        place: begins the message of an error.
+        place: the start of an error's message.
         key: the setting that gave `dotted`.
 
     Raises:
-        ConfigError: there is nothing, or null.
+        ConfigError: there is no such value, or it is null.
     """
     value = find(row, dotted)
     if value is None:
@@ -40,7 +40,7 @@ def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
 
 
 def find(row: dict[str, Any], dotted: str) -> Any:
-    """Like `at`; None where there is nothing."""
+    """Like `at`, but return None if there is no such value."""
     if dotted in row:
         return row[dotted]
     value: Any = row
@@ -50,7 +50,7 @@ def find(row: dict[str, Any], dotted: str) -> Any:
 
 
 def find_in_table(table: pyarrow.Table, dotted: str) -> pyarrow.ChunkedArray | None:
-    """The column that `find` reads of each row; None where there is none, or more than one of a name."""
+    """Return the column whose values `find` would return; None if there is none, or several of that name."""
     import pyarrow
     from pyarrow import compute
 
@@ -66,16 +66,16 @@ def find_in_table(table: pyarrow.Table, dotted: str) -> pyarrow.ChunkedArray | N
 
 
 def chosen_rows(rows: Iterator[tuple[str, dict[str, Any]]], where: Where, path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows, with their places, whose columns every condition takes.
+    """Yield the rows, with their places, whose columns meet all conditions.
 
     Args:
-        rows: of a file.
-        where: conditions by column; without any all rows are chosen.
-        path: of the file, for a message.
-        key: of the source, say "data.train".
+        rows: (place, columns) of each row of a file.
+        where: conditions by column; if empty, all rows are chosen.
+        path: the file's path, for messages.
+        key: the source's dotted key, such as "data.train".
 
     Raises:
-        ConfigError: after the last row, where there are rows and none is chosen.
+        ConfigError: after the last row: there are rows, but none is chosen.
     """
     if not where:
         yield from rows
@@ -97,19 +97,19 @@ def chosen_rows(rows: Iterator[tuple[str, dict[str, Any]]], where: Where, path: 
 
 
 def chosen_places(table: pyarrow.Table, where: Where, path: Path, key: str) -> np.ndarray:
-    """Which rows of a table `chosen_rows` yields. Looks at each distinct value of a column once.
+    """Return which rows of a table `chosen_rows` would yield. Evaluates a condition only once per distinct value of its column.
 
     Args:
         table: all rows of a file.
         where: conditions by column.
-        path: of the file, for a message.
-        key: of the source, say "data.train".
+        path: the file's path, for messages.
+        key: the source's dotted key, such as "data.train".
 
     Returns:
-        Their places from 0, int64, in order.
+        The row indices, counted from 0, int64, in order.
 
     Raises:
-        ConfigError: there are rows and none is chosen.
+        ConfigError: there are rows, but none is chosen.
     """
     import pyarrow
     from pyarrow import compute, types
@@ -134,14 +134,14 @@ def chosen_places(table: pyarrow.Table, where: Where, path: Path, key: str) -> n
 
 
 def _none(held: Mapping[str, Sequence[Any]], read: int, first: dict[str, Any], path: Path, key: str) -> ConfigError:
-    """What is wrong with conditions that take no row.
+    """Return the error for conditions that select no row.
 
     Args:
-        held: the first values of each column, more than SHOWN where there are.
-        read: rows.
-        first: of them.
-        path: of the file.
-        key: of the source.
+        held: the first values of each column; more than SHOWN if the column has more.
+        read: number of rows.
+        first: the first row.
+        path: the file's path.
+        key: the source's dotted key.
     """
     for name, values in held.items():
         if not values:

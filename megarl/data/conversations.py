@@ -1,4 +1,4 @@
-"""Conversations to learn from: which tokens the model reads, and which of them are the assistant's."""
+"""Conversations to train on: their tokens, and which of these are the assistant's."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Conversation:
     """A prompt and what follows it.
 
     Attributes:
-        tokens: int32 [prompt + response]; every message of the assistant's ends with the end token.
-        prompt_length: tokens before the assistant's first one.
-        loss_mask: bool [response], true at the assistant's tokens; None: at all of them.
+        tokens: int32 [prompt + response]; each of the assistant's messages ends with the end token.
+        prompt_length: number of tokens before the assistant's first one.
+        loss_mask: bool [response], true for the assistant's tokens; None: all tokens are the assistant's.
     """
 
     tokens: np.ndarray
@@ -38,15 +38,15 @@ class Conversation:
 
 
 def ended(prompt: Prompt, response: Sequence[int], end: int, max_tokens: int, called: str, limit_key: str) -> Conversation:
-    """A prompt and the response to it with its end token, as a rollout would have made them.
+    """Return a prompt and its response, with the end token, as a rollout would have produced them.
 
     Args:
-        prompt: with its tokens.
-        response: tokens, without the end token.
+        prompt: the tokenised prompt.
+        response: the response's tokens, without the end token.
         end: the end token.
-        max_tokens: most of both together; TooLong where they are more.
-        called: what the message calls them.
-        limit_key: what it calls the limit.
+        max_tokens: maximum length of both together; raises TooLong if it is exceeded.
+        called: what the message calls prompt and response.
+        limit_key: the setting that gives the limit, for the message.
     """
     tokens = np.array([*prompt.ids, *response, end], dtype=np.int32)
     if len(tokens) > max_tokens:
@@ -57,17 +57,17 @@ def ended(prompt: Prompt, response: Sequence[int], end: int, max_tokens: int, ca
 def answered(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, key: str, drop: bool = False
 ) -> list[Conversation]:
-    """Each prompt with its reference answer, in their order.
+    """Return each prompt with its reference answer as the response, in order.
 
     Args:
-        prompts: with their tokens and answers.
-        tokenizer: the model's.
-        max_tokens: most of a prompt and its answer, end token included.
+        prompts: tokenised prompts with answers.
+        tokenizer: the model's tokenizer.
+        max_tokens: maximum length of a prompt and its answer, including the end token.
         key: the dotted key of the prompts' source, for messages.
-        drop: longer ones are left out.
+        drop: leave out longer ones.
 
     Raises:
-        ConfigError: starting with `key`, for one that is longer.
+        ConfigError: one is longer, and `drop` is false; the message starts with `key`.
     """
 
     def sized(prompt: Prompt) -> Prompt:
@@ -94,22 +94,22 @@ def load_conversations(
     system: str | None = None,
     drop: bool = False,
 ) -> list[Conversation]:
-    """Every conversation of a file, through the tokenizer's chat template.
+    """Return every conversation of a file, rendered with the tokenizer's chat template.
 
-    The assistant's messages are tokenised as a rollout would have made them: after the rendered conversation before them, and with the end
-    token.
+    Each message of the assistant is tokenised as a rollout would have produced it: after the rendered conversation before it, and with the
+    end token.
 
     Args:
         source: the file, and the column of the messages.
-        tokenizer: the model's.
-        max_tokens: of one conversation.
-        key: the source's dotted key, say "data.train".
-        system: a system message before each that begins with none.
-        drop: longer ones are left out.
+        tokenizer: the model's tokenizer.
+        max_tokens: maximum length of one conversation.
+        key: the source's dotted key, such as "data.train".
+        system: a system message for each conversation that does not begin with one.
+        drop: leave out longer ones.
 
     Raises:
-        ConfigError: in one line: the first row that is malformed, has no message of the assistant's, is longer than `max_tokens`, or whose
-            earlier messages the template renders anew when later ones follow; a file without conversations; a tokenizer without a chat
+        ConfigError: one line: the first row that is malformed, has no message of the assistant, is longer than `max_tokens`, or whose
+            earlier messages are rendered differently once later ones follow; a file without conversations; a tokenizer without a chat
             template.
     """
     if not tokenizer.chat_template:
@@ -129,7 +129,7 @@ def load_conversations(
 
 
 def _messages(value: Any, place: str) -> list[Message]:
-    """The messages as they stand, up to the last one of the assistant's."""
+    """Return the unchanged messages up to the assistant's last one. Raise ConfigError if they are malformed."""
     messages = checked(value, place)
     if isinstance(messages, str):
         raise ConfigError(f"{place}: a conversation is a list of chat messages, not a text")
@@ -168,7 +168,7 @@ def _tokenised(
 
 
 def _turns(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, place: str) -> Iterator[tuple[str, str]]:
-    """(what the model reads since its last end token, what the assistant says then) for each of the assistant's messages."""
+    """Yield (the text that the model reads since the last end token, the message's text) for each of the assistant's messages."""
     read = ""  # all text up to the last end token
     for number, message in enumerate(messages):
         if message["role"] != "assistant":

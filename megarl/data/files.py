@@ -1,8 +1,8 @@
-"""Rows of .jsonl and .parquet files, and of `datasets` on disk, in the column layout of DAPO and verl.
+"""Read rows of .jsonl and .parquet files, and of directories written by `datasets`, in the column layout of DAPO and verl.
 
     {"prompt": [{"role": "user", "content": "17 + 17?"}], "reward_model": {"ground_truth": "34"}, "data_source": ..., "extra_info": ...}
 
-`prompt` may also be a text, `ground_truth` a number.
+`prompt` may also be a string, and `ground_truth` a number.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 BATCH = 4096  # Parquet rows in memory at a time
-MOST_ROWS = 1_000_000  # Parquet rows of less than a byte each
-ROOM_MB, SWELLING = 384, 32  # for a batch of Parquet's or Arrow's: memory, beside so many times the file's size
+MOST_ROWS = 1_000_000  # maximum number of Parquet rows if they take less than a byte each
+ROOM_MB, SWELLING = 384, 32  # memory for a batch of Parquet or Arrow: a fixed part, plus this many times the file's size
 
 
 def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
-    """(place for messages, prompt as it stands, answer, other columns) of every row, streamed.
+    """Yield (place for messages, unchanged prompt, answer, other columns) of every row, streaming the file.
 
     Raises ConfigError with the dotted key, the file and the line (Parquet: the row), both counted from 1.
     """
@@ -40,25 +40,25 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dic
 
 
 def taken_rows(source: FileSource | ConversationSource | PreferenceSource, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages, columns) of the rows that `skip`, `rows` and `where` take of a file. Raises ConfigError as `read_file` does."""
+    """Yield (place for messages, columns) of the rows that `skip`, `rows` and `where` select. Raise ConfigError as `read_file` does."""
     last = None if source.rows is None else source.skip + source.rows
     return chosen_rows(islice(read_rows(source.path, key), source.skip, last), source.where, source.path, key)
 
 
 def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tuple[Any, str, dict[str, Any]]:
-    """A row's columns.
+    """Split a row into its prompt, its answer and its other columns.
 
     Args:
-        row: by column.
-        source: says which hold prompt and answer.
-        place: names the row.
-        key: of the source, say "data.train".
+        row: the row's columns.
+        source: names the columns of prompt and answer.
+        place: the row's name in messages.
+        key: the source's dotted key, such as "data.train".
 
     Returns:
-        The prompt as it stands, the answer's text, and the other columns.
+        The unchanged prompt, the answer's text, and the other columns.
 
     Raises:
-        ConfigError: beginning with `place`.
+        ConfigError: prompt or answer is missing or malformed; the message starts with `place`.
     """
     prompt = at(row, source.prompt_key, place, f"{key}.prompt_key")
     answer = at(row, source.answer_key, place, f"{key}.answer_key")
@@ -68,7 +68,7 @@ def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tupl
 
 
 def _answer(value: Any, place: str, name: str) -> str:
-    """The text of an answer; a number's is that of JSON."""
+    """Return an answer as text; a number is written as in JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -77,7 +77,10 @@ def _answer(value: Any, place: str, name: str) -> str:
 
 
 def read_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages, columns) of every row of a file, streamed. `key`: that of the source. Raises ConfigError as `read_file` does."""
+    """Yield (place for messages, columns) of every row of a file, streaming it. Raise ConfigError as `read_file` does.
+
+    `key`: the source's dotted key.
+    """
     try:
         for number, row in _reader(path, key)(path, f"{key}.path"):
             yield f"{key}.path: {path}:{number}", row
@@ -127,7 +130,7 @@ def _saved(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _stream(path: Path, key: str, number: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of an Arrow stream, which count on from `number`."""
+    """Yield the rows of an Arrow stream with their numbers, which continue from `number`."""
     import pyarrow
     from pyarrow import ipc
 
@@ -142,7 +145,7 @@ def _stream(path: Path, key: str, number: int) -> Iterator[tuple[int, dict[str, 
 
 
 def arrow_files(path: Path, key: str) -> list[Path]:
-    """The Arrow streams of what Hugging Face's `Dataset.save_to_disk` wrote, in the order that state.json names. Raises ConfigError."""
+    """Return the Arrow files written by Hugging Face's `Dataset.save_to_disk`, in the order of state.json. Raise ConfigError if damaged."""
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(split.name for split in path.iterdir() if (split / "state.json").is_file()))
         raise ConfigError(f"{key}: {path} holds several splits ({splits}): name one, such as {path}/train")
@@ -164,15 +167,15 @@ def arrow_files(path: Path, key: str) -> list[Path]:
 
 @contextmanager
 def open_parquet(path: Path, key: str, read: Callable[[], int]) -> Iterator[ParquetFile]:
-    """A Parquet file.
+    """Open a Parquet file within the block.
 
     Args:
-        path: of the file.
+        path: the file's path.
         key: the path's dotted key.
-        read: how many of its rows the block has read.
+        read: returns how many of its rows the block has read so far.
 
     Raises:
-        ConfigError: the block cannot read it, or it says that it has far more rows than its bytes could hold.
+        ConfigError: the block cannot read the file, or the file claims far more rows than its bytes could hold.
     """
     from pyarrow import parquet
 
@@ -185,17 +188,17 @@ def open_parquet(path: Path, key: str, read: Callable[[], int]) -> Iterator[Parq
 
 
 def parquet_batches(file: ParquetFile, rows: int, size: int) -> Iterator[RecordBatch]:
-    """Reads a file batch by batch.
+    """Read a file batch by batch.
 
     Args:
-        file: that is open.
-        rows: of a batch, at most.
-        size: of the file in bytes.
+        file: the open file.
+        rows: maximum number of rows in a batch.
+        size: the file's size in bytes.
 
     Raises:
-        MemoryError: a batch swells far beyond the file's size.
+        MemoryError: a batch expands far beyond the file's size.
     """
-    # In this thread alone: the stacks and heaps of others, one a core, would count as memory.
+    # Only in this thread: the stacks and heaps of other threads, one per core, would count towards the memory limit.
     return _bounded_each(file.iter_batches(batch_size=rows, use_threads=False), size)
 
 
@@ -206,7 +209,7 @@ def _bounded_each(batches: Iterator[RecordBatch], size: int) -> Iterator[RecordB
 
 @contextmanager
 def readable(trouble: Callable[[], str]) -> Iterator[None]:
-    """ConfigError, beginning with `trouble`, where the block cannot read a file of Parquet's or Arrow's."""
+    """Raise ConfigError, starting with `trouble`, if the block fails to read a Parquet or Arrow file."""
     import pyarrow
 
     try:
@@ -216,6 +219,6 @@ def readable(trouble: Callable[[], str]) -> Iterator[None]:
 
 
 def bounded(size: int, read: Callable[[], Any]) -> Any:
-    """What `read` makes of a batch. MemoryError where it swells far beyond the `size` of its file."""
+    """Return the result of `read` for a batch. Raise MemoryError if it expands far beyond the `size` of its file."""
     with in_memory(ROOM_MB + SWELLING * size / (1 << 20)):
         return read()

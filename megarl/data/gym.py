@@ -14,13 +14,13 @@ from megarl.data.tokenizer import first_line
 from megarl.errors import hint
 from megarl.imports import gym_factory
 
-ITEM_S = 8.0  # of CPU time; the slowest data set takes 3 s
-ROOM_MB, ITEMS_PER_MB = 384, 32
+ITEM_S = 8.0  # limit of CPU time per item; the slowest data set takes 3 s
+ROOM_MB, ITEMS_PER_MB = 384, 32  # memory limit: a fixed part, plus 1 MB for this many items
 
 
 @dataclass
 class Look:
-    """At most so many items of each source are drawn; `cut`: some source has more."""
+    """A limit on the items drawn from each source. `most`: the limit; `cut`: whether some source has more."""
 
     most: int
     cut: bool = False
@@ -31,7 +31,7 @@ _look: ContextVar[Look | None] = ContextVar("look", default=None)
 
 @contextmanager
 def first_items(most: int) -> Iterator[Look]:
-    """Inside, only the first items of a source are drawn: for a check, which need not see 60,000 puzzles of one kind."""
+    """Draw only the first items of each source within the block; for checks, which need not see 60,000 puzzles of one kind."""
     look = Look(most)
     token = _look.set(look)
     try:
@@ -41,7 +41,7 @@ def first_items(most: int) -> Iterator[Look]:
 
 
 def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]], int]:
-    """The entries (question, answer, metadata) of a source, and how many were dropped because `exclude` asks the same question.
+    """Return the entries (question, answer, metadata) of a source, and how many were dropped since `exclude` has the same question.
 
     reasoning-gym draws item i from Random(seed + i), so sources with nearby seeds share almost all items: `exclude` compares questions.
     Raises ConfigError with the dotted key for an unknown dataset or parameter.
@@ -58,16 +58,16 @@ def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]]
                 entries.append(dataset[index])
     except ConfigError:
         raise
-    except Exception as error:  # reasoning-gym looks at few of its parameters before it draws
+    except Exception as error:  # reasoning-gym checks few of its parameters before it draws
         raise ConfigError(f"{key}.params: {source.dataset} cannot draw with {source.params}: {type(error).__name__}: {error}") from None
     kept = [entry for entry in entries if entry["question"] not in excluded]
-    if not kept and not all_drawn():  # of those that were not drawn some may be left
+    if not kept and not all_drawn():  # some of the items that were not drawn may remain
         kept = entries
     return kept, len(entries) - len(kept)
 
 
 def all_drawn() -> bool:
-    """Whether every item was drawn, so that how many there are is known."""
+    """Return whether every item has been drawn, so that the number of items is known."""
     look = _look.get()
     return look is None or not look.cut
 
@@ -81,7 +81,7 @@ def _drawn(source: ReasoningGymSource) -> int:
 
 
 def _maker(source: ReasoningGymSource, key: str) -> Callable[[], Any]:
-    """Makes the data set of a source, whose name and parameters are known ones."""
+    """Return a function that creates a source's data set. Raise ConfigError for an unknown data set or parameter."""
     gym = gym_factory(source.dataset)
     if source.dataset not in gym.DATASETS:
         raise ConfigError(f"{key}.dataset: reasoning-gym has no dataset {source.dataset!r}{hint(source.dataset, gym.DATASETS)}")

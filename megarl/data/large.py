@@ -1,9 +1,9 @@
-"""The prompts of a large Parquet or Arrow file, which are made of its rows when they are asked for.
+"""The prompts of a large Parquet or Arrow file, which are made from its rows on demand.
 
-A million rows as prompts are some gigabytes and minutes of tokenising, at every start and resume. Here the rows stay a table, and what
-would be refused is looked for before the start without tokenising all of them: columns as a whole say which rows are empty, malformed, a
-chat of several messages, or have so many bytes that they could be too long. Those are read, and so are rows from all over the file. What a
-row can still be refused for when it is drawn is a chat template that objects to a text, or a tokenizer that makes it longer.
+A million rows as prompts would take several gigabytes, and minutes of tokenising at every start and resume. Here the rows stay in a table,
+and most rows that would be refused are found before the start without tokenising all of them: operations on whole columns show which rows
+are empty, malformed, chats of several messages, or have enough bytes to be too long. These are checked fully, and so is a sample from all
+over the file. A row can then be refused when it is drawn only if the chat template objects to its text, or the tokenizer makes it longer.
 
 Axes: P prompts, N of them.
 """
@@ -27,13 +27,13 @@ from megarl.data.prompts import CHUNK, Prompt, Renderer, Row, checked
 if TYPE_CHECKING:
     import pyarrow
 
-LARGE = 100_000  # rows, from which on a file is read so
-SAMPLED = 4096  # rows from all over the file that are read before the start
-TOGETHER = 1 << 16  # Parquet rows
+LARGE = 100_000  # files with at least this many rows are read in this way
+SAMPLED = 4096  # rows from all over the file that are checked before the start
+TOGETHER = 1 << 16  # Parquet rows per batch
 
 
 def large_table(source: FileSource, key: str) -> pyarrow.Table | None:
-    """The rows of a file of `LARGE` rows or more; None for a smaller one and for JSONL. Raises ConfigError where it is unreadable."""
+    """Return the rows of a file of at least `LARGE` rows; None for a smaller one and for JSONL. Raise ConfigError if it is unreadable."""
     if source.path.is_dir():
         table = _saved(source.path, f"{key}.path")
     elif source.path.suffix == ".parquet" and source.path.is_file():
@@ -45,16 +45,16 @@ def large_table(source: FileSource, key: str) -> pyarrow.Table | None:
 
 
 class LargeFile(LazySequence[Prompt]):
-    """The prompts of the rows that `source.where` takes of a table; one that was not read before the start is checked when it is asked for.
+    """The prompts of the rows of a table that `source.where` selects; a row not read before the start is checked when it is requested.
 
     Args:
-        table: its rows, those that `source.skip` leaves out not among them.
-        source: of the table.
-        key: the source's dotted key, say "data.train".
-        renderer: makes prompts of rows.
+        table: the rows, without those that `source.skip` leaves out.
+        source: the source of the table.
+        key: the source's dotted key, such as "data.train".
+        renderer: makes prompts from rows.
 
     Raises:
-        ConfigError: in one line, of a row that is malformed, empty or too long; in `__getitem__` as well.
+        ConfigError: one line: a row is malformed, empty or too long; also raised from `__getitem__`.
     """
 
     def __init__(self, table: pyarrow.Table, source: FileSource, key: str, renderer: Renderer) -> None:
@@ -64,7 +64,7 @@ class LargeFile(LazySequence[Prompt]):
         sample = np.unique(np.linspace(0, len(self) - 1, SAMPLED, dtype=np.int64))
         added = self._added(sample)
         with self._readable():
-            table.validate(full=True)  # texts that are none, among others
+            table.validate(full=True)  # finds invalid UTF-8, among others
             suspects = np.flatnonzero(_suspicious(table, source, renderer.most - 2 * added)[self._row_P])
         made = list[int]()
         for first in range(0, len(checks := np.union1d(sample, suspects)), CHUNK):
@@ -88,7 +88,7 @@ class LargeFile(LazySequence[Prompt]):
     def _rows(self, places: np.ndarray) -> list[Row]:
         rows, read, row_N = [], list[dict[str, Any]](), self._row_P[places]
         with self._readable():
-            for run in np.split(row_N, np.flatnonzero(np.diff(row_N) != 1) + 1):  # `take` would join the chunks of a column first
+            for run in np.split(row_N, np.flatnonzero(np.diff(row_N) != 1) + 1):  # `take` would first concatenate a column's chunks
                 read += self._table.slice(int(run[0]), len(run)).to_pylist()
         for number, columns in zip(row_N.tolist(), read, strict=True):
             called = f"{self._key}.path: {self._source.path}:{self._source.skip + number + 1}"
@@ -100,13 +100,13 @@ class LargeFile(LazySequence[Prompt]):
         return readable(lambda: f"{self._key}.path: {self._source.path} is not readable")
 
     def _added(self, places: np.ndarray) -> int:
-        """The most bytes that the template puts around the prompt of one of these rows."""
+        """Return the maximum number of bytes that the template adds to the prompt of one of these rows."""
         rows = self._rows(places)
         return max(len(text.encode()) - _size(row) for row, text in zip(rows, self._renderer.texts(rows), strict=True))
 
 
 def _parquet(source: FileSource, key: str) -> pyarrow.Table | None:
-    """In batches: as a whole no column of more than 2 GB can be read that is inside of another."""
+    """Return a Parquet file's rows; None if they are few. Reads in batches, since a nested column above 2 GB cannot be read at once."""
     import pyarrow
 
     path, batches = source.path, list[pyarrow.RecordBatch]()
@@ -119,7 +119,7 @@ def _parquet(source: FileSource, key: str) -> pyarrow.Table | None:
 
 
 def _saved(path: Path, key: str) -> pyarrow.Table | None:
-    """Of `datasets` on disk; the rows stay there. None where its files are of different columns, or there are none."""
+    """Return the rows of a directory written by `datasets`, which stay on disk; None if it has no files or their columns differ."""
     import pyarrow
     from pyarrow import ipc
 
@@ -132,9 +132,9 @@ def _saved(path: Path, key: str) -> pyarrow.Table | None:
 
 
 def _suspicious(table: pyarrow.Table, source: FileSource, room: int) -> np.ndarray:
-    """Which rows could be refused [rows], bool: that lack something, are no single message of the user's, or have more bytes than `room`.
+    """Return which rows might be refused, bool [rows]: something is missing, not a single user message, or more bytes than `room`.
 
-    No token is less than a byte of its text, but where a tokenizer makes it longer first. Of columns whose type tells nothing all rows are.
+    A text cannot have more tokens than bytes, unless the tokenizer lengthens it first. All rows count if the columns' types say too little.
     """
     prompt, answer = find_in_table(table, source.prompt_key), find_in_table(table, source.answer_key)
     bad_prompts = None if prompt is None else _bad_prompts(prompt, room)
@@ -178,14 +178,14 @@ def _bad_chats(chats: pyarrow.ListArray, room: int) -> np.ndarray:
 
 
 def _sizes(texts: pyarrow.Array) -> np.ndarray:
-    """Bytes of each text; 0 of null."""
+    """Return the number of bytes of each text; 0 for null."""
     from pyarrow import compute
 
     return _numpy(compute.binary_length(texts).fill_null(0))
 
 
 def _blank(texts: pyarrow.Array) -> np.ndarray:
-    """Which are null, or nothing but white space."""
+    """Return which texts are null, or nothing but white space."""
     from pyarrow import compute
 
     return _sizes(compute.utf8_trim_whitespace(texts)) == 0
@@ -203,6 +203,6 @@ def _numpy(array: pyarrow.Array) -> np.ndarray:
 
 
 def _size(row: Row) -> int:
-    """Bytes of a row's prompt."""
+    """Return the number of bytes of a row's prompt."""
     texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
     return sum(len(text.encode()) for text in texts)

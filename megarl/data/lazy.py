@@ -1,4 +1,4 @@
-"""A sequence whose items are made when they are asked for."""
+"""A sequence whose items are made on demand."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Item = TypeVar("Item")
 
 
 class LazySequence(Sequence[Item]):
-    """A subclass makes items of their places."""
+    """A sequence whose subclasses make items from their indices."""
 
     @abstractmethod
     def _at(self, places: Sequence[int]) -> list[Item]:
-        """The items at these places, each from 0 to the length less one."""
+        """Return the items at these indices, each from 0 to the length minus one."""
 
     @overload
     def __getitem__(self, index: int) -> Item: ...

@@ -1,4 +1,4 @@
-"""Several sources as one."""
+"""Several weighted sources as one sequence."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megarl.data.lazy import Item, LazySequence
 
 
 class Mixture(LazySequence[Item]):
-    """The items of all sources in their order, those of a source of weight w so often that they come w times in an epoch.
+    """The items of all sources in order, where the items of a source of weight w come up w times per epoch.
 
     Args:
-        parts: items and weight of each source. The whole part of a weight repeats all of them, the rest takes a random share once.
-        seed: of that draw.
+        parts: items and weight of each source. The integer part of a weight repeats all items; the fraction adds a random share once.
+        seed: seed of the random draw.
     """
 
     def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int) -> None:
         self._parts = [items for items, _ in parts]
-        self._chosen: list[np.ndarray] = []  # of each source, the places of the items that come
+        self._chosen: list[np.ndarray] = []  # for each source, the indices of the items that come up
         for number, (items, weight) in enumerate(parts):
             whole, rest = divmod(weight, 1)
             share = sorted(random.Random(f"{seed}/{number}").sample(range(len(items)), round(rest * len(items))))
@@ -35,5 +35,5 @@ class Mixture(LazySequence[Item]):
         for place in places:
             part = int(np.searchsorted(self._ends, place, side="right"))
             chosen = self._chosen[part]
-            found.append(self._parts[part][int(chosen[place - self._ends[part]])])  # counted from the part's end
+            found.append(self._parts[part][int(chosen[place - self._ends[part]])])  # a negative index, from the part's end
         return found

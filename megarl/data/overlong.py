@@ -1,4 +1,4 @@
-"""Items of a source that have more tokens than they may have: refused, or left out and counted."""
+"""Items of a source that exceed the token limit: refused, or left out and counted."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Made = TypeVar("Made")
 
 
 class TooLong(ConfigError):
-    """One of them, in one line."""
+    """An item exceeds the token limit; one line."""
 
 
 class Overlong:
-    """What becomes of them (`data.overlong`).
+    """What to do with items that exceed the token limit (`data.overlong`).
 
     Args:
-        drop: leave them out; else the first is refused.
+        drop: leave them out; otherwise the first is refused.
 
     Attributes:
-        dropped: how many were left out so far.
+        dropped: how many have been left out so far.
     """
 
     def __init__(self, drop: bool = False) -> None:
         self._drop, self.dropped = drop, 0
 
     def made(self, items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made]:
-        """What `make` makes of each item, without those that it calls TooLong. Raises that where they are refused."""
+        """Apply `make` to each item; leave out those for which it raises TooLong, or re-raise if such items are refused."""
         found = list[Made]()
         for item in items:
             try:
@@ -42,12 +42,12 @@ class Overlong:
         return found
 
     def tell(self, kept: int, key: str, limit: str) -> None:
-        """Says on stderr how many were left out. ConfigError where that is all of them.
+        """Report on stderr how many items were left out. Raise ConfigError if all of them were.
 
         Args:
-            kept: how many were not.
-            key: of the source.
-            limit: what they exceed.
+            kept: how many were not left out.
+            key: the source's dotted key.
+            limit: the limit that they exceed, as text.
         """
         if not self.dropped:
             return

@@ -24,18 +24,18 @@ CHUNK = 4096  # pairs tokenised together
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two responses to one prompt, each as a rollout would have made it: with the end token."""
+    """Two responses to one prompt, each as a rollout would have produced it, with the end token."""
 
     chosen: Conversation
     rejected: Conversation
-    margin: float  # by how much the chosen one is better; 0 where nothing is known
+    margin: float  # by how much the chosen one is better; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
     """A pair before its responses are tokenised."""
 
-    place: str  # what a refusal calls it
+    place: str  # its name in error messages
     prompt: Prompt
     chosen: str
     rejected: str
@@ -45,19 +45,19 @@ class _Texts:
 def load_preferences(
     source: PairSource, tokenizer: PreTrainedTokenizerBase, data: PreferenceData, max_tokens: int, key: str, limit_key: str
 ) -> list[Preference]:
-    """Every pair of a source, tokenised as a rollout would have made it.
+    """Return every pair of a source, tokenised as a rollout would have produced it.
 
     Args:
-        source: where they come from.
-        tokenizer: the model's.
-        data: says with `chat` and `template` how a prompt becomes tokens.
-        max_tokens: most of a prompt and a response to it, end token included.
-        key: the source's dotted key, say "data.train".
-        limit_key: what a message calls the limit.
+        source: the source of the pairs.
+        tokenizer: the model's tokenizer.
+        data: determines how prompts are rendered (`chat`, `template`, `system`), and what happens to overlong pairs.
+        max_tokens: maximum length of a prompt and a response to it, including the end token.
+        key: the source's dotted key, such as "data.train".
+        limit_key: the setting that gives the limit, for messages.
 
     Raises:
-        ConfigError: in one line: what `load_prompts` refuses of the prompts, the first row that lacks a side, has two equal or an empty one
-            or is too long, a source without pairs.
+        ConfigError: one line: whatever `load_prompts` refuses about the prompts; the first row that lacks a response, has an empty one or
+            two equal ones, or is too long; a source without pairs.
     """
     if isinstance(source, PreferenceMixture):
         parts = [
@@ -94,12 +94,12 @@ def load_preferences(
 
 
 def _read(prompt: Prompt) -> _Texts:
-    """The pair that a prompt from `_rows` carries."""
+    """Return the pair that a prompt from `_rows` carries."""
     return _Texts(prompt.meta["place"], prompt, prompt.answer, prompt.meta["rejected"], prompt.meta["margin"])
 
 
 def _rows(source: PreferenceSource, key: str) -> Iterator[Row]:
-    """The prompts of a file, the chosen response as the answer and the rest of the pair beside it."""
+    """Yield the rows of a file as prompts, with the chosen response as the answer and the rest of the pair in `meta`."""
     for place, row in taken_rows(source, key):
         before, chosen = _side(at(row, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place)
         other, rejected = _side(at(row, source.rejected_key, place, f"{key}.rejected_key"), "rejected", place)
@@ -111,7 +111,7 @@ def _rows(source: PreferenceSource, key: str) -> Iterator[Row]:
 
 
 def _side(value: Any, name: str, place: str) -> tuple[list[Message], str]:
-    """(the conversation before the response, the response) of a text or of chat messages, of which the last is the assistant's."""
+    """Split a string, or chat messages that end with the assistant's, into (the conversation before the response, the response)."""
     before, response = [], value
     if isinstance(value, list):
         if not value or not isinstance(value[-1], dict) or value[-1].get("role") != "assistant":

@@ -1,4 +1,4 @@
-"""A prompt, and how it is made of a row of a source: checked, rendered and tokenised."""
+"""Prompts, which are made from the rows of a source: checked, rendered and tokenised."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK = 4096  # rows tokenised together
-SECTION = "data"  # says it for every source
+SECTION = "data"  # the configuration section that determines the format for all sources
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question, and what its verifier needs."""
+    """One question, and the data that its verifier needs."""
 
-    id: int  # place in its source
-    text: str  # the question: the last message of a chat
+    id: int  # index in its source
+    text: str  # the question; of a chat, the last message
     ids: Sequence[int] = field(repr=False)  # tokens of the whole prompt, 4 bytes each
     answer: str
     meta: dict[str, Any]  # reasoning-gym's metadata, or the other columns of the row
-    given: str | list[Message] = ""  # the question as the source has it, with the messages before it
-    episode: int | None = None  # the seed of an episode, which its environment begins: there are no tokens then
+    given: str | list[Message] = ""  # the question as in the source, with any messages before it
+    episode: int | None = None  # the seed of an episode, which the environment opens; there are then no tokens
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt's tokens, chat template included."""
+        """The prompt's tokens, including those of the chat template."""
         return list(self.ids)
 
     @property
     def seed(self) -> int:
-        """Of an environment."""
+        """The seed for an environment."""
         return self.id if self.episode is None else self.episode
 
     @property
     def task(self) -> dict[str, Any] | None:
-        """What an environment is told of the prompt."""
+        """The parts of the prompt that are passed to an environment; None for an episode."""
         return None if self.episode is not None else {"prompt": self.given, "answer": self.answer, "meta": self.meta}
 
 
@@ -51,27 +51,27 @@ class Prompt:
 class Row:
     """One row of a source before tokenisation."""
 
-    place: str  # what a refusal calls it: "data.train.path: train.jsonl:3"
+    place: str  # its name in error messages, such as "data.train.path: train.jsonl:3"
     prompt: str | list[Message]
     answer: str
     meta: dict[str, Any]
 
 
 class Renderer:
-    """Makes prompts of rows: the text that the model reads, its tokens, and what is refused of them.
+    """Make prompts from rows: render and tokenise them, and refuse invalid ones.
 
     Args:
-        tokenizer: the model's.
-        chat: each prompt goes through the tokenizer's chat template; else `template` is filled in.
-        template: a text with "{prompt}" in it; read without `chat`.
-        most: tokens that a prompt may have.
-        limit_key: what a message calls that limit.
-        system: a system message before each chat that begins with none.
-        tools: schemas of the tools that the chat template tells of.
-        overlong: what becomes of longer prompts.
+        tokenizer: the model's tokenizer.
+        chat: render each prompt with the tokenizer's chat template; otherwise fill in `template`.
+        template: a text that contains "{prompt}"; used only if `chat` is false.
+        most: maximum number of tokens of a prompt.
+        limit_key: the setting that gives this limit, for messages.
+        system: a system message for each chat that does not begin with one.
+        tools: schemas of the tools, for the chat template.
+        overlong: what to do with longer prompts.
 
     Raises:
-        ConfigError: in one line: chat without a chat template, a template without "{prompt}".
+        ConfigError: one line: `chat` without a chat template, or a template without "{prompt}".
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Renderer:
         self.overlong = overlong or Overlong()
 
     def prompts(self, rows: Sequence[Row], ids: Sequence[int]) -> list[Prompt]:
-        """The rows as prompts of these ids, less what `overlong` leaves out. ConfigError in one line: the first that is refused."""
+        """Return the rows as prompts with these ids, without those that `overlong` drops. Raise ConfigError for the first refused one."""
 
         def sized(item: tuple[Row, int, str]) -> tuple[Row, int, str]:
             row, _, text = item
@@ -117,7 +117,7 @@ class Renderer:
         return self.overlong.made(zip(items, tokens, strict=True), prompt)
 
     def texts(self, rows: Sequence[Row]) -> list[str]:
-        """What the model reads of each row. ConfigError for one that is malformed, or that the chat template refuses."""
+        """Return the rendered text of each row. Raise ConfigError for one that is malformed or that the chat template refuses."""
         for row in rows:
             _check_turn(row)
         if self._chat:
@@ -125,7 +125,7 @@ class Renderer:
         return [self._template.replace("{prompt}", _question(row, SECTION)) for row in rows]
 
     def all(self, rows: Iterator[Row]) -> list[Prompt]:
-        """The rows of a source as prompts that count from 0; no row at all is no fault."""
+        """Return the rows of a source as prompts with ids from 0; having no rows at all is not an error."""
         found: list[Prompt] = []
         while chunk := list(islice(rows, CHUNK)):
             found += self.prompts(chunk, range(len(found), len(found) + len(chunk)))
@@ -133,7 +133,7 @@ class Renderer:
 
 
 def checked(prompt: Any, place: str) -> str | list[Message]:
-    """The prompt, if it is a text or a list of chat messages with something in it; ConfigError, starting with `place`, if not."""
+    """Return the prompt if it is a non-empty string or list of chat messages; otherwise raise ConfigError, starting with `place`."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ConfigError(f"{place}: the prompt is empty")
@@ -153,20 +153,20 @@ def _text(row: Row) -> str:
 
 
 def _given(row: Row) -> str | list[Message]:
-    """The prompt as it stands; a lone message of the user is its text."""
+    """Return the unchanged prompt, or only the text if it is a single user message."""
     alone = isinstance(row.prompt, list) and len(row.prompt) == 1 and row.prompt[0]["role"] == "user"
     return _text(row) if alone else row.prompt
 
 
 def _question(row: Row, section: str) -> str:
-    """The text that goes into a template."""
+    """Return the text to fill into a template. Raise ConfigError for a chat of several messages."""
     if isinstance(row.prompt, list) and len(row.prompt) > 1:
         raise ConfigError(f"{row.place}: a chat of {len(row.prompt)} messages needs {section}.chat=true")
     return _text(row)
 
 
 def _check_turn(row: Row) -> None:
-    """ConfigError where the assistant has spoken last: what it said would be read, and not learned."""
+    """Raise ConfigError if the last message is the assistant's, which would be context only and not be learned."""
     if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
         raise ConfigError(
             f"{row.place}: the prompt ends with the assistant's message; leave it out (megarl sft learns whole conversations: "
@@ -175,7 +175,7 @@ def _check_turn(row: Row) -> None:
 
 
 def instructed(chat: list[Message], system: str | None) -> list[Message]:
-    """The chat with the system message before it, unless it has one of its own."""
+    """Return the chat with the system message before it, unless it begins with one of its own."""
     return chat if system is None or chat[0]["role"] == "system" else [{"role": "system", "content": system}, *chat]
 
 
@@ -188,7 +188,7 @@ def _chat_texts(
         return render_chats(tokenizer, chats, tools)
     except Exception as error:  # a template may raise anything
         late = isinstance(error, TimeoutError)
-        if len(rows) > 1 and not late:  # find the row
+        if len(rows) > 1 and not late:  # render the rows one by one to find the refused one
             return [text for row in rows for text in _chat_texts(tokenizer, [row], system, tools)]
         prompts = f"one of {len(rows)} prompts from here on" if late else "the prompt"
         raise ConfigError(f"{rows[0].place}: the model's chat template refuses {prompts}: {first_line(error)}") from None

@@ -1,4 +1,4 @@
-"""Which prompts come next: shuffled epochs that stop and go on exactly anywhere."""
+"""The order in which prompts are drawn: shuffled epochs that can be stopped and resumed exactly at any point."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 
 class Sampler:
-    """Draws indices 0..count-1, epoch after epoch; each epoch is a permutation that depends on (seed, epoch) alone."""
+    """Draw indices 0..count-1, epoch after epoch; each epoch is a permutation that depends only on (seed, epoch)."""
 
     def __init__(self, count: int, seed: int, shuffle: bool) -> None:
-        """ValueError where there is nothing to draw from."""
+        """Start at the first epoch. Raise ValueError if there is nothing to draw from."""
         if count < 1:
             raise ValueError("a sampler needs at least one prompt")
         self.count, self.seed, self.shuffle = count, seed, shuffle
         self._start(0, 0)
 
     def take(self, k: int) -> list[int]:
-        """The next `k` indices. A call that reaches the end of an epoch goes on with the next one."""
+        """Return the next `k` indices, continuing with the next epoch if this one ends."""
         taken: list[int] = []
         while len(taken) < k:
             if self._position == self.count:
@@ -29,11 +29,11 @@ class Sampler:
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Where the sampler stands, as plain values for JSON."""
+        """Return the sampler's position as plain JSON values."""
         return {"count": self.count, "seed": self.seed, "shuffle": self.shuffle, "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`. ValueError where it was saved over other data or another order."""
+        """Continue from `state`. Raise ValueError if it was saved with a different count, seed or shuffling."""
         for name, value in (("count", self.count), ("seed", self.seed), ("shuffle", self.shuffle)):
             if state[name] != value:
                 raise ValueError(f"the sampler was saved with {name}={state[name]}, and this run has {name}={value}")

@@ -1,4 +1,4 @@
-"""Prompts from reasoning-gym and from JSONL and Parquet files, checked before any process starts."""
+"""Load prompts from reasoning-gym, from files and from environments' episodes; they are checked before any process starts."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def load_prompts(
     tools: Sequence[dict[str, Any]] | None = None,
     drop: bool = False,
 ) -> Sequence[Prompt]:
-    """Every prompt of a source, tokenised; episodes as they are. These, and those of a large file, are made when they are asked for.
+    """Return every prompt of a source, tokenised except for episodes. Episodes and the prompts of a large file are made on demand.
 
     Args:
-        source: where they come from.
-        tokenizer: the model's.
-        chat: each prompt goes through the tokenizer's chat template; else `template` is filled in.
-        template: a text with "{prompt}" in it; read without `chat`.
-        max_prompt_tokens: a longer prompt is refused, or left out.
-        key: the source's dotted key, say "data.train".
-        limit_key: what a message calls the limit.
-        system: a system message before each chat that begins with none.
-        tools: schemas of the tools that the chat template tells of.
-        drop: longer prompts are left out.
+        source: the source of the prompts.
+        tokenizer: the model's tokenizer.
+        chat: render each prompt with the tokenizer's chat template; otherwise fill in `template`.
+        template: a text that contains "{prompt}"; used only if `chat` is false.
+        max_prompt_tokens: maximum length of a prompt; a longer one is refused, or left out.
+        key: the source's dotted key, such as "data.train".
+        limit_key: the setting that gives the limit, for messages.
+        system: a system message for each chat that does not begin with one.
+        tools: schemas of the tools, for the chat template.
+        drop: leave out longer prompts.
 
     Returns:
-        The prompts in the order of the source, whose `id` counts them.
+        The prompts in the order of the source; `id` counts them.
 
     Raises:
-        ConfigError: in one line: the first row that is malformed, empty or too long, a source without prompts, chat without a chat
-            template, a template without "{prompt}".
+        ConfigError: one line: the first row that is malformed, empty or too long; a source without prompts; `chat` without a chat template;
+            a template without "{prompt}".
     """
     if isinstance(source, EpisodeSource):
         return _Episodes(source)
@@ -77,7 +77,7 @@ def load_prompts(
 
 
 class _Episodes(LazySequence[Prompt]):
-    """Those of a source: there may be a billion."""
+    """The episodes of a source, made on demand since there may be a billion."""
 
     def __init__(self, source: EpisodeSource) -> None:
         self._seeds = range(source.seed, source.seed + source.items)
@@ -91,14 +91,14 @@ class _Episodes(LazySequence[Prompt]):
 
 
 class _PromptMixture(Mixture[Prompt]):
-    """Prompts whose `id` counts those of all sources."""
+    """A mixture of prompts whose `id` counts those of all sources."""
 
     def _at(self, places: Sequence[int]) -> list[Prompt]:
         return [replace(prompt, id=place) for place, prompt in zip(places, super()._at(places), strict=True)]
 
 
 def _rows(source: ReasoningGymSource | FileSource, key: str) -> Iterator[Row]:
-    """The rows of a source. ConfigError where there is none."""
+    """Yield the rows of a source. Raise ConfigError if there are none."""
     empty = True
     if isinstance(source, ReasoningGymSource):
         entries, dropped = read_gym(source, key)
@@ -106,7 +106,7 @@ def _rows(source: ReasoningGymSource | FileSource, key: str) -> Iterator[Row]:
             log.info("%s: %d of %d items left out, their questions are in %s.exclude", key, dropped, source.items, key)
         if not entries:
             raise ConfigError(f"{key}.items: all {source.items} items are in {key}.exclude")
-        # Scoring makes the dataset again, with the same parameters.
+        # The parameters are kept, since scoring creates the data set again with them.
         for number, entry in enumerate(entries):
             meta = {**entry["metadata"], "source_params": source.params}
             answer = "" if entry["answer"] is None else str(entry["answer"])

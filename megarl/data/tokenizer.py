@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory: offline, and never with code from that directory."""
+"""The tokenizer of a Hugging Face directory, loaded offline and without running code from that directory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from megarl.light_transformers import light_transformers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, str]  # of a chat: role and content
-TEMPLATE_S, CHAT_S, TEMPLATE_MB = 2.0, 0.005, 384  # for rendering: CPU time of a call, and of each chat; memory
-_PROBE = "f7Zq0-prompt"  # no template has it
+Message = dict[str, str]  # one message of a chat: role and content
+TEMPLATE_S, CHAT_S, TEMPLATE_MB = 2.0, 0.005, 384  # limits of rendering: CPU time per call, plus per chat; memory
+_PROBE = "f7Zq0-prompt"  # a text that no template contains
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `path`. Raises ConfigError where there is none that loads without running code of the directory, or none that
-    has an end token."""
+    """Return the tokenizer of `path`.
+
+    Raises ConfigError if there is none that loads without running the directory's code, or if it has no end token.
+    """
     tokenizer = _load(path)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.path: the tokenizer in {path} has no eos_token, which ends each response")
@@ -37,11 +39,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 def _load(path: Path) -> PreTrainedTokenizerBase:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without a single token
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would create one without a single token
         raise ConfigError(f"model.path: no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
     try:
         if (path / "tokenizer.json").is_file():
-            # The class that every fast tokenizer is made of. AutoTokenizer finds the same one, and takes 7 s more to import.
+            # The class of all fast tokenizers. AutoTokenizer would find the same one, but takes 7 s longer to import.
             with uncollected(), light_transformers():
                 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
@@ -49,23 +51,23 @@ def _load(path: Path) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises plain ones
+    except Exception as error:  # the tokenizers library raises plain Exceptions
         raise ConfigError(f"model.path: no usable tokenizer in {path}: {first_line(error)}") from None
 
 
 def check_same_tokenizer(path_a: Path, key_a: str, path_b: Path, key_b: str) -> None:
-    """Checks that the tokens of one directory mean the same in the other.
+    """Check that two directories' tokenizers assign the same meaning to tokens.
 
-    Compared by content: the id of every token, and the special tokens.
+    The ids of all tokens and the special tokens are compared, not the files.
 
     Args:
         path_a: a Hugging Face directory.
-        key_a: the setting that gave it.
+        key_a: the setting that gave `path_a`.
         path_b: the other directory.
-        key_b: the setting that gave that one.
+        key_b: the setting that gave `path_b`.
 
     Raises:
-        ConfigError: with the first difference, or where a directory has no usable tokenizer.
+        ConfigError: the tokenizers differ (the message has the first difference), or a directory has no usable tokenizer.
     """
     a, b = _tokenizer_of(path_a, key_a), _tokenizer_of(path_b, key_b)
     ids = {**b.get_vocab(), **a.get_vocab()}
@@ -92,15 +94,15 @@ def _tokenizer_of(path: Path, key: str) -> PreTrainedTokenizerBase:
 def render_chats(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]], tools: Sequence[dict[str, Any]] | None = None
 ) -> list[str]:
-    """Each chat as the text after which the assistant speaks.
+    """Render each chat as the text up to where the assistant's next message begins.
 
     Args:
-        tokenizer: has the template.
-        chats: messages.
-        tools: the schemas of those that the assistant may call; None: none.
+        tokenizer: the tokenizer with the chat template.
+        chats: the messages of each chat.
+        tools: the schemas of the tools that the assistant may call; None: none.
 
     Raises:
-        TimeoutError, MemoryError: the template loops or swells (in the main thread).
+        TimeoutError, MemoryError: the template takes too much CPU time, or (checked only in the main thread) memory.
         Exception: whatever the template raises.
     """
     with in_memory(TEMPLATE_MB), within_cpu_time(TEMPLATE_S + len(chats) * CHAT_S):
@@ -109,20 +111,20 @@ def render_chats(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-    """Tokens of each text.
+    """Return the tokens of each text.
 
     Args:
-        tokenizer: of the model.
-        texts: raw, or rendered chats.
-        special: add what the tokenizer puts around a raw text; a rendered chat already has it.
+        tokenizer: the model's tokenizer.
+        texts: raw texts, or rendered chats.
+        special: add the special tokens that the tokenizer puts around a raw text; a rendered chat already has them.
     """
     return tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """ConfigError, starting with `key`, where the chat template leaves out what the user says, or could take for ever.
+    """Raise ConfigError, starting with `key`, if the chat template leaves out the user's message or could run forever.
 
-    One that raises is left to the prompts.
+    A template that raises is not refused here, but when the prompts are rendered.
     """
     from jinja2 import Environment, TemplateSyntaxError
 
@@ -134,24 +136,24 @@ def check_template(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
         [said] = render_chats(tokenizer, [[{"role": "user", "content": _PROBE}]])
     except (TimeoutError, MemoryError) as error:
         raise ConfigError(f"{key}: the model's chat template: {first_line(error)}") from None
-    except Exception:  # a template may raise anything, and may want more than one message
+    except Exception:  # a template may raise anything, and may require more than one message
         return
     if _PROBE not in said:
         raise ConfigError(f"{key}: the model's chat template leaves the prompt out: it renders {_PROBE!r} as {said!r:.200}")
 
 
 def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int, place: str, limit_key: str) -> None:
-    """Refuses a text with more characters than its tokens could have: tokenising it could take for ever.
+    """Refuse a text with more characters than the allowed number of tokens could have, since tokenising it could take forever.
 
     Args:
-        tokenizer: of the model.
-        text: to be tokenised.
-        most: tokens that it may have.
-        place: names it.
-        limit_key: the setting that has the limit.
+        tokenizer: the model's tokenizer.
+        text: the text to be tokenised.
+        most: maximum number of tokens.
+        place: the text's name in messages.
+        limit_key: the setting that gives the limit.
 
     Raises:
-        TooLong: starting with `place`.
+        TooLong: the text is too long; the message starts with `place`.
     """
     longest = _longest_token(tokenizer)
     if len(text) > most * longest:
@@ -164,18 +166,18 @@ def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, finished: bool) -> str:
-    """The text of a response. Special tokens inside it stay visible, so that no verifier takes `12<|pad|>3` for 123.
+    """Return the text of a response. Special tokens inside it stay visible, so that no verifier takes `12<|pad|>3` for 123.
 
     Args:
-        tokenizer: of the model.
-        tokens: of the response.
-        finished: it ended by itself: its last token, which ended it, is left out.
+        tokenizer: the model's tokenizer.
+        tokens: the response's tokens.
+        finished: the response ended by itself; its last token, which ended it, is left out.
     """
     kept = tokens[:-1] if finished else tokens
     return tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def first_line(error: Any) -> str:
-    """What an error says, as one line of at most 300 characters."""
+    """Return the first line of an error's message, at most 300 characters."""
     text = str(error).strip()
     return (text.splitlines()[0] if text else type(error).__name__)[:300]

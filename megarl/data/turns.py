@@ -1,8 +1,8 @@
-"""New messages of a conversation as tokens, without tokenising again what is there.
+"""Tokenise new messages of a conversation without tokenising the earlier ones again.
 
-The context of a conversation is the tokens that were sampled and read, for ever: nothing in it is rendered or tokenised a second time, so
-that every log-prob is that of what the policy has seen. What comes after a turn of the policy's is the suffix that the chat template writes
-after a fixed stand-in conversation. `check_turns` makes sure, once, that the template allows that.
+The context of a conversation always consists of the very tokens that were sampled and read: nothing in it is rendered or tokenised a second
+time, so that every log-prob refers to what the policy has seen. The text after a turn of the policy is the suffix that the chat template
+writes after a fixed stand-in conversation. `check_turns` verifies once that the template allows this.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 _ASKED: Message = {"role": "user", "content": "Q"}
 _SAID: Message = {"role": "assistant", "content": "A"}
-_PROBE = "f7Zq0-answer"  # no template has it
+_PROBE = "f7Zq0-answer"  # a text that no template contains
 
 
 class TurnTokens:
-    """Turns chat messages into tokens, at the start of a conversation and after a turn of the policy's."""
+    """Convert chat messages into tokens, at the start of a conversation and after a turn of the policy."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
         """
         Args:
-            tokenizer: with the chat template.
-            system: a message before each conversation that begins with none.
+            tokenizer: the tokenizer with the chat template.
+            system: a system message for each conversation that does not begin with one.
         """
         self._system = system
         self._tokenizer, self._end, self._end_id = tokenizer, str(tokenizer.eos_token), tokenizer.eos_token_id
@@ -37,28 +37,28 @@ class TurnTokens:
         self._before = asked + _SAID["content"]
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt of a conversation that begins with these messages."""
+        """Return the prompt's tokens for a conversation that begins with these messages."""
         [text] = render_chats(self._tokenizer, [instructed(list(messages), self._system)])
         return encode(self._tokenizer, [text], special=False)[0]
 
     def after(self, messages: Sequence[Message], turn: Sequence[int]) -> list[int]:
-        """What follows the tokens of a turn, so that the policy speaks next; the end token, too, after a turn without one.
+        """Return the tokens that follow a turn, up to where the policy speaks next, preceded by the end token if the turn lacks one.
 
-        Raises ValueError where the template renders what came before otherwise than it was said.
+        Raises ValueError if the template renders earlier messages differently once others follow.
         """
         text = self.suffix([_ASKED, _SAID], self._before, messages)
         return encode(self._tokenizer, [text if list(turn[-1:]) == [self._end_id] else self._end + text], special=False)[0]
 
     def suffix(self, said: Sequence[Message], before: str, messages: Sequence[Message]) -> str:
-        """What the template writes after the end token of `said`'s last message, which it has rendered as `before` up to that token.
+        """Return the text that the template writes after the end token of `said`'s last message when `messages` follow.
 
         Args:
             said: the conversation so far.
-            before: its text, without the last end token.
-            messages: that follow.
+            before: its rendered text, without the last end token.
+            messages: the messages that follow.
 
         Raises:
-            ValueError: with them the template renders the conversation otherwise.
+            ValueError: the template renders `said` differently once `messages` follow.
         """
         [whole] = render_chats(self._tokenizer, [[*said, *messages]])
         if not whole.startswith(before + self._end):
@@ -69,22 +69,22 @@ class TurnTokens:
 
 
 def check_turns(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], key: str) -> None:
-    """Checks the suffix rule: a conversation rendered as a whole is what was rendered turn by turn.
+    """Check that rendering a conversation as a whole gives the same text as rendering it turn by turn.
 
     Args:
-        tokenizer: with the chat template.
-        roles: who may speak after the policy, say "user" or "tool".
-        key: what a message begins with.
+        tokenizer: the tokenizer with the chat template.
+        roles: the roles that may speak after the policy, such as "user" or "tool".
+        key: the start of an error's message.
 
     Raises:
-        ConfigError: the template leaves a message out, changes what came before, or writes other text after other conversations.
+        ConfigError: the template leaves out a message, changes earlier ones, or writes different text after different conversations.
     """
     for role in roles:
         answer: Message = {"role": role, "content": _PROBE}
         try:
             turns = TurnTokens(tokenizer)
             expected = turns.suffix([_ASKED, _SAID], turns._before, [answer])
-            # Two turns of another conversation: the suffix must be the stand-in's each time, and the whole the turns put together.
+            # Two turns of another conversation: each suffix must equal the stand-in's, and the whole text the concatenation of the turns.
             said: list[Message] = [{"role": "user", "content": "Q 2"}]
             [text] = render_chats(tokenizer, [said])
             for turn in ("B", "C 3"):

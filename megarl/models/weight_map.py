@@ -110,7 +110,7 @@ class Op(ABC):
 
 @dataclass(frozen=True)
 class Plain(Op):
-    """One tensor as it is, cut along `axis` (0 column parallel and vocabulary, 1 row parallel, None replicated)."""
+    """One unchanged tensor, split along `axis` (0: column parallel and vocabulary, 1: row parallel, None: replicated)."""
 
     shape: Shape
     axis: int | None = None  # a field here, a property in the base
@@ -257,7 +257,7 @@ class Sizes:
     hidden: int
     heads: int
     groups: int  # key-value heads
-    head_dim: int  # of queries and keys
+    head_dim: int  # per-head dimension of queries and keys
     vocab: int
     ffn: int | None = None  # hidden units of dense MLPs; None: no dense MLPs
     experts: int = 0  # 0: no mixture of experts
