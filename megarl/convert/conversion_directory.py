@@ -136,4 +136,6 @@ class ConversionDirectory:
 def _difference(one: dict[str, Any], two: dict[str, Any]) -> str:
     keys = [key for key in sorted(one.keys() | two.keys()) if one.get(key) != two.get(key)]
     key = keys[0]
+    if isinstance(one.get(key), dict) and isinstance(two.get(key), dict):
+        return f"{key}.{_difference(one[key], two[key])}"
     return f"{key}: {json.dumps(one.get(key))[:120]} then, {json.dumps(two.get(key))[:120]} now"

@@ -81,9 +81,9 @@ class ToHF(Conversion):
         self._head: HeadKind = "value" if HEAD in self._weights else "lm"
         self.items = make_items(self._config, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
         self._audit()
-        shards = cut_shards(self.items, shard_bytes)
-        self.units = cut_units(self.items, shards)
-        self._slots, self._headers = self._lay_out(shards)
+        self._shards = cut_shards(self.items, shard_bytes)
+        self.units = cut_units(self.items, self._shards)
+        self._slots, self._headers = self._lay_out(self._shards)
         self._expected = self._converted_before()
 
     def _read_config(self, like: Path | None) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class ToHF(Conversion):
     def plan(self) -> dict[str, Any]:
         stats = {name: (self._step.path / name).stat() for name in self._step.manifest.files}
         files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-        options = {"model": self._model, "dtype": self._cast, "like": str(self._hf), "shards": len(self._headers)}
+        options = {"model": self._model, "dtype": self._cast, "like": str(self._hf), "shards": self._shards}
         return {"to": "hf", "source": str(self._step.path.resolve()), "files": files, "options": options}
 
     def check_source(self) -> None:

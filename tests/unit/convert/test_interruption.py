@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from megarl.cli import main
 from megarl.convert import engine, plan
 from megarl.convert.conversion_directory import ConversionDirectory
+from megarl.convert.to_hf import ToHF
 from megarl.errors import ConfigError
 from tests.unit.convert.converting import WEIGHTS, convert, refused, stored
 
@@ -64,6 +66,19 @@ def slow(meeting: Path) -> None:
     engine.Control.parameter = parameter  # type: ignore[method-assign]
 
 
+def test_as_many_files_of_other_sizes_are_another_conversion(models: dict[str, Path], tmp_path: Path) -> None:
+    convert("hf-to-megatron", models["qwen3_moe"], tmp_path / "steps")
+    found: dict[int, list[tuple[dict[str, bytes], dict[str, Any]]]] = {}
+    for kilobytes in range(64, 1024, 32):
+        step = tmp_path / "steps" / "step_000000"
+        one = ToHF(step, tmp_path / "out", model=None, like=None, dtype=None, shard_bytes=kilobytes << 10)
+        found.setdefault(len(one._headers), []).append((one._headers, one.plan()))
+    pairs = [pair for same in found.values() for pair in combinations(same, 2)]
+    assert any(one != two for (one, _), (two, _) in pairs), "some sizes give as many files, with other borders"
+    for (headers, mine), (others, other) in pairs:
+        assert (headers == others) == (mine == other)
+
+
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_killed_conversion_goes_on_where_it_was(
     models: dict[str, Path], direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -80,7 +95,9 @@ def test_a_killed_conversion_goes_on_where_it_was(
     assert done and not (out / "step_000000").exists()
     monkeypatch.setattr(plan, "_LEAST", 1 << 19)
     monkeypatch.setattr(plan, "_MOST", 1 << 19)
-    assert "started with other settings (options" in refused(capsys, direction, source, out, "--dtype", "bfloat16")
+    assert 'started with other settings (options.dtype: null then, "bfloat16" now)' in refused(
+        capsys, direction, source, out, "--dtype", "bfloat16"
+    )
     damaged = (
         tmp_path / ".out.partial" / WEIGHTS if direction == "megatron-to-hf" else out / "step_000000.partial" / "policy" / "__0_0.distcp"
     )
