@@ -75,7 +75,7 @@ class RollingCopy:
         memory, self._steps[slot] = self._slots.get(slot), step
         if memory is None or len(memory.bytes_B) < size:
             if memory is not None:
-                memory.close()
+                self._slots.pop(slot).close()  # first: if there is no room for another, none is left
             memory = self._slots[slot] = SharedMemory(size + SLACK, "save.rolling")
         memory.reserve(size)
         return memory
