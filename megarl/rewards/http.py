@@ -1,16 +1,16 @@
-"""Scores responses through a server of the user's: any program that speaks this protocol.
+"""Score responses through a user's server: any program that speaks this protocol.
 
     POST <url>    Content-Type: application/json    Authorization: Bearer <token>, where token_env names one
     {"samples": [{"prompt": "2+2=", "response": "4", "answer": "4", "meta": {...}, "finished": true}, ...]}
 
     200    {"scores": [1.0, {"score": 0.5, "format": 1.0}, ...]}
 
-One score a sample, in their order: a finite number, or an object with one under `score` and parts of it beside (entries that are no
-numbers are left out). `meta` is what the prompt source says of the prompt. An empty list of samples is a health check, and is
-answered with an empty list of scores. A request may be sent again with the same samples, so scoring must have no effects.
+One score per sample, in order: a finite number, or an object with a finite number under `score` and parts of the score under other keys
+(entries that are not finite numbers are left out). `meta` is the prompt source's metadata of the prompt. An empty list of samples is a
+health check, answered with an empty list of scores. A request may be repeated with the same samples, so scoring must have no side effects.
 
-Connections that fail, late answers and the statuses 408, 429 and 5xx are tried again, after pauses that double; any other status, and an
-answer that is not as above, is a fault that no second attempt mends. Either way the end is RewardUnavailable, and never a score of 0.
+Failed connections, late answers and the statuses 408, 429 and 5xx are retried, after pauses that double; any other status, and any answer
+not as above, is a permanent fault. Either way the outcome is RewardUnavailable, and never a score of 0.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from megarl.rewards.verifiers import BadReturn, read_return
 from megarl.text import one_line
 
 LONGEST_PAUSE_S = 30.0
-LARGEST_SCORE = 1 << 16  # bytes of the answer for each sample
+LARGEST_SCORE = 1 << 16  # bytes of the answer per sample
 LONGEST_URL = 4096  # characters
-SHOWN = 200  # bytes of what a server says beside a status
+SHOWN = 200  # bytes shown of an error status' body
 LONGEST_FAULT, LONGEST_PART = 400, 60  # characters of a message, and of the name of a part of a score
-PASSING = (408, 429)  # statuses that may be another in a while, as may those from 500 on
+PASSING = (408, 429)  # statuses that may be transient, as may all from 500 on
 
 
 class _Fault(Exception):
-    """Why an attempt failed, made fit for a console: servers say what they like."""
+    """The reason an attempt failed, made safe for a console, since a server may send any text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(one_line(text, LONGEST_FAULT))
 
 
 class _TransientFault(_Fault):
-    """An attempt failed in a way that the next one may not."""
+    """A fault that another attempt may not meet."""
 
 
 class _PermanentFault(_Fault):
-    """An attempt failed in a way that the next one would too."""
+    """A fault that every further attempt would meet."""
 
 
 def check(source: HttpReward, key: str = "reward.source") -> None:
-    """ConfigError where the token is not there or the server does not answer a request for no scores, asked once.
+    """Raise ConfigError if the token is missing or the server does not answer a request without samples, which is sent once.
 
     Args:
-        source: where it is, and how it is asked.
-        key: of the source in the configuration.
+        source: the settings of the server.
+        key: the dotted key of these settings in the configuration.
     """
     token = token_of(source.token_env, f"{key}.token_env")
     try:
@@ -76,7 +76,7 @@ def check(source: HttpReward, key: str = "reward.source") -> None:
 
 
 def address(source: HttpReward, key: str) -> tuple[str, str]:
-    """The address of a server, and what messages call it. ConfigError where `url_file` holds none."""
+    """Return a server's address, and its description for messages. Raises ConfigError if `url_file` holds no address."""
     if source.url is not None:
         return source.url, f"{key}.url: {source.url}"
     assert source.url_file is not None, "as the configuration has checked"
@@ -95,10 +95,10 @@ class HttpScorer:
     """The client of a reward server.
 
     Args:
-        source: where it is, and how it is asked.
-        connections: batches of `source.batch_size` responses that are on their way at a time.
-        require_finished: responses cut by the length limit score 0, unasked.
-        key: of the source in the configuration.
+        source: the settings of the server.
+        connections: the number of batches, of `source.batch_size` responses each, that may be in flight at a time.
+        require_finished: score responses cut by the length limit 0, without sending them.
+        key: the dotted key of these settings in the configuration.
     """
 
     guarantee = None
@@ -109,9 +109,9 @@ class HttpScorer:
         self._token = token_of(source.token_env, f"{key}.token_env")
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One score a request, in their order. Responses cut by the length limit score 0, unasked, where `require_finished` says so.
+        """Return one score per request, in order. With `require_finished`, responses cut by the length limit score 0 without being sent.
 
-        Raises RewardUnavailable after `source.attempts` attempts of one batch or `source.deadline_s` seconds.
+        Raises RewardUnavailable after a permanent fault, `source.attempts` attempts of one batch, or `source.deadline_s` seconds.
         """
         asked = [n for n, request in enumerate(requests) if request.finished or not self._require_finished]
         size = self._source.batch_size
@@ -130,7 +130,7 @@ class HttpScorer:
         return scores
 
     def _batch(self, requests: list[ScoreRequest], call: _ScoreCall) -> list[Score]:
-        """The scores of one batch, after as many attempts as it takes and the settings allow."""
+        """Return the scores of one batch, after as many attempts as it needs and the settings allow."""
         source, pause = self._source, self._source.backoff_s
         end = call.begun + source.deadline_s
         fault: _Fault = _PermanentFault(f"not all scores within deadline_s={source.deadline_s:g}")
@@ -160,11 +160,11 @@ class HttpScorer:
 
 @dataclass
 class _ScoreCall:
-    """One call of `score`: once a batch has failed for good, or the caller is gone, the others need not go on."""
+    """The shared state of one call of `score`: once a batch has failed for good, or the caller is gone, the other batches stop."""
 
     begun: float
     ended: threading.Event = field(default_factory=threading.Event)
-    sockets: set[socket.socket] = field(default_factory=set)  # that a thread may be waiting at
+    sockets: set[socket.socket] = field(default_factory=set)  # open sockets, on which threads may be waiting
 
     def end(self) -> None:
         self.ended.set()
@@ -173,7 +173,7 @@ class _ScoreCall:
 
 
 def _exchange(url: str, token: str | None, requests: Sequence[ScoreRequest], within_s: float, call: _ScoreCall) -> list[Score]:
-    """One request and its answer, done or failed after `within_s` seconds, however slowly the bytes come."""
+    """Send one request and return the scores in its answer, within `within_s` seconds, however slowly the bytes arrive."""
     samples = [
         {"prompt": ask.prompt, "response": ask.response, "answer": ask.answer, "meta": ask.meta, "finished": ask.finished}
         for ask in requests
@@ -197,13 +197,13 @@ def _exchange(url: str, token: str | None, requests: Sequence[ScoreRequest], wit
         raise kind(f"status {answer.status} {answer.reason}" + (f": {said}" if said else ""))
     if more:
         raise _PermanentFault(f"the answer is longer than {limit} bytes for {len(samples)} samples")
-    if answer.length:  # so many bytes of what its header has promised did not come
+    if answer.length:  # bytes announced by the header that did not arrive
         raise _TransientFault(f"the answer broke off, {answer.length} bytes before its end")
     return _read(text, len(samples))
 
 
 def _read(text: bytes, samples: int) -> list[Score]:
-    """The scores of an answer. _PermanentFault where it is not what the protocol says."""
+    """Return the scores in an answer. Raises _PermanentFault if it does not follow the protocol."""
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What is known of a response before it is scored: what an environment gave, what the reward model on the ranks has said."""
+"""Scorers of rewards that are already known: those of an environment, or of the reward model on the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.rewards.score import Score, ScoreRequest
 
 
 class _Held:
-    """Holds nothing."""
+    """A context manager that starts nothing."""
 
     guarantee = None
 
@@ -17,22 +17,22 @@ class _Held:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Nothing has been started."""
+        """Do nothing."""
 
 
 class EarnedScorer(_Held):
-    """Takes over the rewards of environments; an episode whose environment failed scores 0."""
+    """Returns the rewards of environments; an episode whose environment failed scores 0."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One score a request, in their order."""
+        """Return one score per request, in order."""
         return [Score(request.earned if request.failed is None else 0.0, {}, request.failed) for request in requests]
 
 
 class JudgedScorer(_Held):
-    """Takes over the scores of the reward model."""
+    """Returns the scores of the reward model."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One score a request, in their order."""
+        """Return one score per request, in order."""
         found = [request.judged for request in requests if request.judged is not None]
         assert len(found) == len(requests), "the ranks have read all responses"
         return found

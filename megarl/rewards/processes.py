@@ -1,7 +1,7 @@
-"""Scores responses in processes in the sandbox, so that no reward function can hang, crash or slow down the run, and no response reach it.
+"""Score responses in sandboxed processes, so that no reward function can hang, crash or slow down the run, and no response can harm it.
 
-A function that raises, returns no number, kills its process, writes on its channel or exceeds its time scores that one sample 0, with
-the reason in `Score.error`; every other sample keeps its score.
+If a function raises, returns no number, kills its process, writes to its channel or exceeds its time, that one sample scores 0, with the
+reason in `Score.error`; every other sample keeps its score.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megarl.sandbox.process import SandboxedProcess
 from megarl.text import printable
 
 CHUNK = 32  # most samples in one message
-START_S = 120.0  # a process that has not imported its verifier by then never will
-GRACE_S = 1.0  # after the time of a sample, for the process to say itself that it is late
+START_S = 120.0  # longest time for a process to import its verifier
+GRACE_S = 1.0  # after a sample's time limit, for the process to report the timeout itself
 
 
 def check(settings: RewardSettings) -> None:
-    """Imports the verifier in a scoring process. ConfigError where that fails: `reward.source.path: cannot import module 'x': ...`."""
+    """Import the verifier in a scoring process. Raises ConfigError: `reward.source.path: cannot import module 'x': ...`."""
     process = _ScoringProcess(settings)
     try:
         process.wait_ready()
@@ -39,25 +39,29 @@ def check(settings: RewardSettings) -> None:
 
 
 class ProcessScorer:
-    """`settings.workers` scoring processes. They start at once and import their verifier while the caller goes on.
+    """A pool of `settings.workers` scoring processes, which start at once and import their verifier while the caller continues.
 
-    Use it as a context manager, or call `close`. The processes die with this one, whatever way it ends.
+    Use it as a context manager, or call `close`. The processes die with this one, however it ends.
     """
 
     def __init__(self, settings: RewardSettings, log: Path | None = None) -> None:
-        """`log`: the file to which what they print is added; None: stderr."""
+        """
+        Args:
+            settings: the section `reward`.
+            log: the file to which the processes' output is appended; None: stderr.
+        """
         self.settings, self.log = settings, log
         self._processes = [_ScoringProcess(settings, log) for _ in range(settings.workers)]
 
     @property
     def guarantee(self) -> str:
-        """For the console: what a scoring process is kept from, and what not."""
+        """Describe for the console what the sandbox keeps a scoring process from, and what not."""
         return self._processes[0].sandboxed.guarantee
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One score a request, in their order. Responses cut by the length limit score 0 where `require_finished` says so.
+        """Return one score per request, in order. With `require_finished`, responses cut by the length limit score 0.
 
-        Raises ConfigError where the verifier cannot be loaded, RuntimeError where a scoring process does not start.
+        Raises ConfigError if the verifier cannot be loaded, RuntimeError if a scoring process does not start.
         """
         scores: dict[int, Score] = {}
         waiting: deque[int] = deque()
@@ -78,12 +82,12 @@ class ProcessScorer:
                         process.give([(n, requests[n]) for n in (waiting.popleft() for _ in range(min(chunk, len(waiting))))])
                 self._collect(scores, waiting)
         except BaseException:
-            self.close()  # half-done processes would answer into the next call
+            self.close()  # busy processes would send their answers into the next call
             raise
         return [scores[number] for number in range(len(requests))]
 
     def _collect(self, scores: dict[int, Score], waiting: deque[int]) -> None:
-        """Waits for answers until the next deadline; replaces processes that are late or dead."""
+        """Wait for answers until the next deadline; replace processes that are late or dead."""
         deadline = min(process.deadline for process in self._processes)
         answered = wait([process.channel.fileno() for process in self._processes], max(0.0, deadline - time.monotonic()))
         for place, process in enumerate(self._processes):
@@ -112,7 +116,7 @@ class ProcessScorer:
 
 
 class _ScoringProcess:
-    """One scoring process and what it is busy with."""
+    """One scoring process and its pending samples."""
 
     def __init__(self, settings: RewardSettings, log: Path | None = None) -> None:
         self.timeout_s = settings.timeout_s
@@ -135,7 +139,7 @@ class _ScoringProcess:
 
     @property
     def lost_idle(self) -> bool:
-        """It has ended, or was stopped, while it had nothing to do: no sample is to pay for that."""
+        """Return whether it has ended or was stopped while idle; no sample may be charged for that."""
         return self.idle and (self.sandboxed.ended() is not None or self.sandboxed.stopped())
 
     def give(self, work: list[tuple[int, ScoreRequest]]) -> None:
@@ -144,14 +148,14 @@ class _ScoringProcess:
         self._send([(number, (ask.prompt, ask.response, ask.answer, ask.meta)) for number, ask in work])
 
     def _send(self, message: Any) -> None:
-        with contextlib.suppress(ConnectionError, TimeoutError):  # if it is dead or stopped, `read` or `late` will say so
+        with contextlib.suppress(ConnectionError, TimeoutError):  # if it is dead or stopped, `read` or `late` reports it
             self.channel.send(pickle.dumps(message), self.timeout_s + GRACE_S)
 
     def late(self) -> str | None:
         return "timeout" if time.monotonic() > self.deadline else None
 
     def read(self, scores: dict[int, Score]) -> str | None:
-        """Takes in what has arrived. Returns what killed the process, if it is dead; ConfigError where it refused its verifier."""
+        """Process the messages that have arrived; return what killed the process, if it is dead. ConfigError if it refused its verifier."""
         try:
             for message in self.channel.arrived():
                 self._take(message, scores)
@@ -163,7 +167,7 @@ class _ScoringProcess:
         return None
 
     def _take(self, message: bytes, scores: dict[int, Score]) -> None:
-        """One message, which may say anything. BadMessage where it is not what is awaited."""
+        """Process one message, which may hold anything. Raises BadMessage if it is not an expected one."""
         try:
             said = json.loads(message)
         except (ValueError, RecursionError):
@@ -182,7 +186,7 @@ class _ScoringProcess:
                 raise BadMessage("not what was expected")
 
     def wait_ready(self) -> None:
-        """Until the verifier is imported. ConfigError where it cannot be."""
+        """Wait until the verifier is imported. Raises ConfigError if it cannot be."""
         while not self.ready:
             if not wait([self.channel.fileno()], max(0.0, self.deadline - time.monotonic())):
                 raise ConfigError(f"reward.source: not imported after {START_S:.0f} s")

@@ -1,4 +1,4 @@
-"""What the numbers of a reward mean: the range of a reward model's scores, and rewards in units of the starting policy's.
+"""Scales of rewards: the range of a reward model's scores, and rewards normalised by those of the starting policy.
 
 Axes: N responses.
 """
@@ -24,7 +24,7 @@ ROUNDING = 1e-9  # rewards that differ by less than this share of their size are
 
 @dataclass(frozen=True)
 class ScoreRange:
-    """The lowest and the highest score of the responses that a reward model was measured on."""
+    """The lowest and the highest score that a reward model gave when it was measured."""
 
     lowest: float
     highest: float
@@ -34,14 +34,14 @@ class ScoreRange:
 
 
 def write_range(model: Path, found: ScoreRange) -> None:
-    """Writes the range into the directory of a reward model."""
+    """Write the range into the directory of a reward model."""
     partial = model / f".{RANGE_FILE}"
     partial.write_text(json.dumps(asdict(found)) + "\n")
     partial.replace(model / RANGE_FILE)
 
 
 def read_range(model: Path, key: str) -> ScoreRange | None:
-    """The range in the directory of a reward model; None where nobody wrote one. ConfigError, starting with `key`, for a broken file."""
+    """Return the range in a reward model's directory; None if there is none. Raises ConfigError, starting with `key`, for a bad file."""
     path = model / RANGE_FILE
     if not path.is_file():
         return None
@@ -57,14 +57,14 @@ def read_range(model: Path, key: str) -> ScoreRange | None:
 
 @dataclass(frozen=True)
 class RewardScale:
-    """Rewards as distances from the mean of reference responses, in their standard deviations (arXiv:1909.08593, section 2.1)."""
+    """Normalises rewards by the mean and standard deviation of reference responses (arXiv:1909.08593, section 2.1)."""
 
     mean: float
     std: float
-    clip: float | None  # the largest distance that counts
+    clip: float | None  # the largest absolute value after normalisation; None: no clipping
 
     def __call__(self, score: Score) -> Score:
-        """The score on this scale; what it was is its part "unnormalised"."""
+        """Return the normalised score, with the original value as its part "unnormalised"."""
         value = (score.value - self.mean) / self.std
         if self.clip is not None:
             value = min(max(value, -self.clip), self.clip)
@@ -72,7 +72,7 @@ class RewardScale:
 
     @classmethod
     def of(cls, reward_N: Sequence[float], clip: float | None) -> RewardScale:
-        """The scale on which these rewards have mean 0 and standard deviation 1. ConfigError where they are too few, or all equal."""
+        """Return the scale on which these rewards have mean 0 and std 1. Raises ConfigError if they are too few, or all equal."""
         if len(reward_N) < 2:
             raise ConfigError(f"reward.normalise: {len(reward_N)} of the reference responses could be scored, and at least two are needed")
         mean, std = float(np.mean(reward_N, dtype=np.float64)), float(np.std(reward_N, dtype=np.float64))
@@ -81,5 +81,5 @@ class RewardScale:
         return cls(mean, std, clip)
 
     def plain(self) -> list[Any]:
-        """As JSON; `RewardScale(*plain)` is the scale again."""
+        """Return the scale as plain values for JSON; `RewardScale(*plain)` restores it."""
         return list(astuple(self))

@@ -1,4 +1,4 @@
-"""What is scored, what a score is, and what a scorer has to be. Which one a run has is decided in rewards/sources.py."""
+"""Requests for scores, scores, and the interface of scorers. rewards/sources.py chooses a run's scorer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ScoreRequest:
     answer: str
     meta: dict[str, Any]
     finished: bool  # ended by itself, not by the length limit
-    earned: float = 0.0  # of an environment, in all turns
-    failed: str | None = None  # how the environment did
-    judged: Score | None = None  # by the reward model on the ranks, where there is one
+    earned: float = 0.0  # the environment's rewards, summed over all turns
+    failed: str | None = None  # how the environment failed
+    judged: Score | None = None  # by the reward model on the ranks, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +31,33 @@ class Score:
     """The reward of one response."""
 
     value: float
-    parts: dict[str, float] = field(default_factory=dict)  # what a verifier reports beside the value
-    error: str | None = None  # "timeout", "worker died: ...", "bad return: ..." or "<exception's type>: ..."; the value is 0 then
-    unshaped: float | None = None  # the value of the task alone, where `value` holds more (megarl.rewards.shaping)
+    parts: dict[str, float] = field(default_factory=dict)  # what a verifier reports besides the value
+    error: str | None = None  # "timeout", "worker died: ...", "bad return: ..." or "<exception's type>: ..."; the value is then 0
+    unshaped: float | None = None  # the task's own value, if `value` also includes a punishment (megarl.rewards.shaping)
     scored: bool = True  # False: cut by the length limit, and scored 0 without being read (reward.require_finished)
 
     @property
     def task(self) -> float:
-        """What the response is worth, however long it is."""
+        """Return the value of the response regardless of its length."""
         return self.value if self.unshaped is None else self.unshaped
 
 
 class RewardUnavailable(Stopped):
-    """No score can be had, of any response: one line with the key, the place, the attempts and the seconds that they took."""
+    """No response can be scored. The message is one line with the settings key, the server, the attempts and the seconds they took."""
 
 
 class Scorer(Protocol):
-    """Scores responses. A context manager: what it has started ends with it."""
+    """Scores responses. A context manager: on exit it ends all that it has started."""
 
     @property
     def guarantee(self) -> str | None:
-        """For the console: what its scoring processes are kept from, and what not; None where it has none."""
+        """Describe for the console what the sandbox keeps its scoring processes from, and what not; None if it has no processes."""
         ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One score a request, in their order; returns or raises in bounded time.
+        """Return one score per request, in order; return or raise in bounded time.
 
-        A response that cannot be judged scores 0 with `Score.error`; RewardUnavailable where none can be, and nothing is scored then.
+        A response that cannot be judged scores 0 with `Score.error`. Raises RewardUnavailable if none can be scored.
         """
         ...
 
@@ -67,9 +67,9 @@ class Scorer(Protocol):
 
 
 def errors_by_kind(scores: Iterable[Score]) -> dict[str, int]:
-    """How many scores failed, by the kind of failure: timeout, worker died, bad return, or the exception's type.
+    """Count the failed scores by kind of failure: timeout, worker died, bad return, or the exception's type.
 
-    The kinds beyond the `MOST_KINDS` most frequent count as `other`: a type's name may come from what a model wrote.
+    Kinds beyond the `MOST_KINDS` most frequent count as `other`, since a type's name may come from what a model wrote.
     """
     counts = Counter(score.error.partition(":")[0][:LONGEST_KIND] for score in scores if score.error is not None)
     kinds = dict(counts.most_common(MOST_KINDS))

@@ -1,6 +1,7 @@
-"""The server's side of `megarl.rewards.http`: a model that scores behind a bounded HTTP server (aiohttp's).
+"""The server's side of `megarl.rewards.http`: a scoring model behind an HTTP server (aiohttp's) with bounded resources.
 
-A request is judged by its headers before its body is read. Requests that come while the model is busy wait, and are then scored together.
+A request is accepted or refused by its headers before its body is read. Requests that arrive while the model is busy are scored together
+afterwards.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ from aiohttp import web
 
 from megarl.text import one_line
 
-CONNECTIONS = 1024  # at a time, or half as many as there may be descriptors
-BACKLOG = 4096  # connections that wait in the kernel to be taken (it may have a bound of its own)
+CONNECTIONS = 1024  # most at a time; fewer if that is more than half of the process's file descriptors
+BACKLOG = 4096  # connections that wait in the kernel to be accepted (the kernel may have a lower limit)
 HEADERS_S, BODY_S = 30.0, 60.0  # longest time from a connection to the end of the headers, and for the body
-UNREAD_S = 60.0  # longest time that a client takes nothing of its answer
-LARGEST, LARGEST_ALL = 64 << 20, 256 << 20  # bytes of a body, and of all that are being read or wait for their scores
-HEADER_BYTES, HEADERS = 4096, 64  # of each, and how many
-READ_AHEAD = 1 << 16  # bytes of a body that are taken before they are asked for
-TOGETHER = 1024  # samples, from which on no further request joins those that are scored next
+UNREAD_S = 60.0  # longest time that a client may leave its answer unread
+LARGEST, LARGEST_ALL = 64 << 20, 256 << 20  # bytes of a body, and of all bodies being received or waiting for their scores
+HEADER_BYTES, HEADERS = 4096, 64  # most bytes of a header, and most headers
+READ_AHEAD = 1 << 16  # bytes of a body that are buffered before they are read
+TOGETHER = 1024  # samples in a batch from which on no further request joins it
 SHOWN = 500  # characters of an error
-LINGER_S = 2.0  # for the rest of a body that is not wanted: its client reads the answer only when all is sent
-WAKE_S = 1.0  # between looks for a signal: one that comes just before a wait, or to another thread, does not end it
-ACCEPT_S, END_S = 0.1, 2.0  # pause where there is no descriptor left; longest time for the last answers
+LINGER_S = 2.0  # to receive the rest of a refused body: a client may read the answer only once it has sent everything
+WAKE_S = 1.0  # between checks for a signal: one that arrives just before a wait, or in another thread, does not end the wait
+ACCEPT_S, END_S = 0.1, 2.0  # pause after an accept that failed, such as for lack of descriptors; longest time for the last answers
 
 
 class ServedModel(Protocol):
-    """What scores. Each method is called in one thread, one call at a time; the two may run at the same time."""
+    """A model that scores samples. Each method has its own thread and is called once at a time; the two may run concurrently."""
 
     def read(self, samples: Sequence[Any]) -> list[Any]:
-        """What `scores` takes, one for each sample as it has come. Raises where a sample cannot be scored: its client is told."""
+        """Convert each sample from JSON to what `scores` takes. If it raises, the client is told that its samples cannot be scored."""
         ...
 
     def scores(self, read: Sequence[Any]) -> list[float]:
-        """One score each, of the samples of any number of requests. What it raises ends the server."""
+        """Return one score per sample; the samples may be those of several requests. An error ends the server."""
         ...
 
 
 class Refused(Exception):
-    """A request that gets no scores: the status, and one line that says why."""
+    """A refused request: the HTTP status, and the reason in one line."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -58,21 +59,21 @@ class Refused(Exception):
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """The samples of a request, read, and where their scores are awaited."""
+    """The samples of a request, converted by `ServedModel.read`, and the future of their scores."""
 
     read: list[Any]
     scores: asyncio.Future[list[float]]
 
 
 class RewardServer:
-    """Listens from the beginning, and answers inside a `with`, in threads of its own: signals stay with the caller's.
+    """Serves a model. Listens once constructed, and answers inside a `with`, in its own threads: signals stay with the caller's thread.
 
     Args:
-        model: what scores.
+        model: the model that scores.
         host: an address of this machine.
-        port: 0 lets the system choose; `port` says which it is.
-        path: of the URL.
-        token: that clients must show; None: they need none.
+        port: the port to listen on; 0 lets the system choose. The attribute `port` has the actual one.
+        path: the path of the URL.
+        token: the bearer token that clients must send; None: no token is needed.
 
     Raises:
         OSError: it cannot listen.
@@ -88,7 +89,7 @@ class RewardServer:
         self._waiting: list[_Asked] = []
         self._scoring: list[_Asked] = []
         self._came = asyncio.Event()
-        self._end: Refused | None = None  # what is said to all from then on
+        self._end: Refused | None = None  # once the server ends, the answer to all requests
         self._held = 0  # bytes of all bodies
         self._loop = asyncio.new_event_loop()
 
@@ -99,7 +100,7 @@ class RewardServer:
         return self
 
     def wait(self) -> None:
-        """Until the model fails, whose error is raised, or the caller is interrupted."""
+        """Block until the model fails, and raise its error, or until the caller is interrupted."""
         while not self._serving.done():
             wait([self._serving], WAKE_S)
         self._serving.result()
@@ -137,12 +138,12 @@ class RewardServer:
                 connection, _ = await self._loop.sock_accept(self._socket)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
                 await self._loop.connect_accepted_socket(http.connection, connection)
-            except OSError:  # no descriptor is left, or the client has gone again
+            except OSError:  # no descriptor is left, or the client has already disconnected
                 http.free.release()
                 await asyncio.sleep(ACCEPT_S)
 
     async def _score(self) -> NoReturn:
-        """Scores what waits, in the order in which it came."""
+        """Score the waiting requests in order of arrival, for ever."""
         while True:
             while not self._waiting:
                 self._came.clear()
@@ -155,7 +156,7 @@ class RewardServer:
             scores = await self._scorer.call(partial(self._model.scores, samples))
             for asked in self._scoring:
                 mine, scores = scores[: len(asked.read)], scores[len(asked.read) :]
-                if not asked.scores.done():  # else its client has gone
+                if not asked.scores.done():  # otherwise its client has disconnected
                     asked.scores.set_result(mine)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
@@ -171,7 +172,7 @@ class RewardServer:
             await self._receive(request, body)
             try:
                 read = await self._reader.call(partial(self._read, body))
-            except Exception as error:  # of the client's making: nothing has reached the model
+            except Exception as error:  # the client's fault: nothing has been scored
                 raise Refused(400, str(error)) from None
             if not read:
                 return []
@@ -187,7 +188,7 @@ class RewardServer:
         try:
             return await asked.scores
         finally:
-            if asked in self._waiting:  # its client has gone
+            if asked in self._waiting:  # its client has disconnected
                 self._waiting.remove(asked)
 
     def _admit(self, request: web.BaseRequest) -> None:
@@ -200,12 +201,12 @@ class RewardServer:
             raise Refused(405, "scores are asked for with POST")
 
     async def _receive(self, request: web.BaseRequest, body: bytearray) -> None:
-        """The body, as far as the bounds go."""
+        """Receive the body within the limits of size and time. Raises Refused."""
         if (request.content_length or 0) > LARGEST:
             raise Refused(413, f"a request has at most {LARGEST} bytes")
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # of the answer, as aiohttp's router does (web_urldispatcher.py, _default_expect_handler)
+            request.writer.output_size = 0  # of the answer alone, as aiohttp's router does (web_urldispatcher.py, _default_expect_handler)
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.content.iter_any():
@@ -229,7 +230,7 @@ class RewardServer:
 
 
 class _Http(web.Server):
-    """aiohttp's server, without a listener of its own: it counts its connections."""
+    """aiohttp's server without its own listener, and with a limit on connections."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -237,14 +238,14 @@ class _Http(web.Server):
         self.free = asyncio.Semaphore(min(CONNECTIONS, max(1, descriptors // 2)) if descriptors > 0 else CONNECTIONS)
 
     def connection(self) -> web.RequestHandler:
-        """The protocol of one more."""
+        """Return the protocol of a new connection."""
         return _Connection(
             self,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=HEADERS_S,
             lingering_time=LINGER_S,
             access_log=None,  # type: ignore[arg-type]  # as aiohttp documents it
-            auto_decompress=False,  # a short body stays a short one
+            auto_decompress=False,  # a small body must not become a large one
             read_bufsize=READ_AHEAD,
             max_field_size=HEADER_BYTES,
             max_headers=HEADERS,
@@ -256,7 +257,7 @@ class _Http(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """Whose client is told in JSON, and whose console is not, what no HTTP is."""
+    """A connection that answers invalid HTTP with an error in JSON, and logs nothing."""
 
     __slots__ = ()
 
@@ -269,14 +270,14 @@ class _Connection(web.RequestHandler):
 
 
 class _Lane:
-    """Calls, one after another, in a thread that keeps no process from ending."""
+    """Makes calls one after another in a daemon thread, which does not keep the process from ending."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], list[Callable[[], Any]]]] = SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     async def call(self, call: Callable[[], Any]) -> Any:
-        """What call() returns or raises. Where the task is cancelled before its turn, it is never made, and nothing of it is kept."""
+        """Return or raise what call() does. If the task is cancelled before its turn, the call is never made, and not kept in memory."""
         future, calls = Future[Any](), [call]
         self._calls.put((future, calls))
         try:
@@ -286,7 +287,7 @@ class _Lane:
 
     def _run(self) -> NoReturn:
         while True:
-            self._next(*self._calls.get())  # holds nothing while it waits
+            self._next(*self._calls.get())  # keeps no reference to a call while it waits
 
     @staticmethod
     def _next(future: Future[Any], calls: list[Callable[[], Any]]) -> None:
@@ -298,7 +299,7 @@ class _Lane:
 
 
 def _json(status: int, answer: dict[str, Any]) -> web.Response:
-    """The one answer of a connection: nobody sends requests whose answers he does not take."""
+    """Return a response that closes the connection, so that no client can send requests without reading their answers."""
     response = web.json_response(answer, status=status)
     response.force_close()
     return response
@@ -309,6 +310,6 @@ def _error(status: int, reason: str) -> web.Response:
 
 
 async def _ended() -> None:
-    """Until every task of the loop but this one has ended."""
+    """Wait until every other task of the loop has ended, at most 3 * END_S seconds."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others, timeout=3 * END_S)

@@ -1,13 +1,13 @@
-"""What a reward becomes after the verifier: punishment of answers that run into the length limit."""
+"""Reward shaping after the verifier: punishment of answers that run into the length limit."""
 
 from __future__ import annotations
 
 
 def overlong_punishment(length: int, limit: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), to be added to the reward.
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), to be added to the reward.
 
     Args:
-        length: tokens of the response.
+        length: the number of tokens in the response.
         limit: the longest response.
         buffer: how many tokens before the limit the punishment begins.
 

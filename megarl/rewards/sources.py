@@ -1,4 +1,4 @@
-"""The reward sources of `reward.source`: which scorer each has, and what can be refused of it before work starts."""
+"""The reward sources of `reward.source`: the scorer of each, and the checks that can be made before work starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megarl.sandbox import process
 
 
 def open_scorer(settings: RewardSettings, log: Path | None = None) -> Scorer:
-    """The scorer of a source, to be used in a `with`; what its processes print is added to `log`, or written to stderr."""
+    """Return the scorer of `settings.source`, a context manager; its processes' output is appended to `log`, or goes to stderr."""
     source = settings.source
     if not isinstance(source, SumReward):
         return _without_processes(source, settings) or processes.ProcessScorer(settings, log)
@@ -38,7 +38,7 @@ def open_scorer(settings: RewardSettings, log: Path | None = None) -> Scorer:
 
 
 def _without_processes(source: Section, settings: RewardSettings, key: str = "reward.source") -> Scorer | None:
-    """The scorer of a source that needs no scoring processes; None for a verifier."""
+    """Return the scorer of a source that needs no scoring processes; None for a verifier."""
     match source:
         case HttpReward():
             return http.HttpScorer(source, settings.workers, settings.require_finished, key)
@@ -50,9 +50,9 @@ def _without_processes(source: Section, settings: RewardSettings, key: str = "re
 
 
 def check(settings: RewardSettings) -> None:
-    """Refuses a reward that cannot work, before anything else starts: a user's function is imported, a server is asked for no scores.
+    """Check that a reward can work, before anything else starts: import a user's function, send a server a request without samples.
 
-    Raises ConfigError: `reward.source.path: cannot import module 'x': ...`; of the source of evaluations, `reward.eval.path: ...`.
+    Raises ConfigError: `reward.source.path: cannot import module 'x': ...`; for the source of evaluations, `reward.eval.path: ...`.
     """
     _check_source(settings, "reward.source")
     if settings.eval is not None and settings.eval != settings.source:

@@ -1,6 +1,6 @@
-"""The reward sources as functions (prompt, response, answer, meta) -> (value, parts). They run in the scoring processes only.
+"""The reward sources as functions (prompt, response, answer, meta) -> (value, parts). They run only in the scoring processes.
 
-This module imports neither torch nor the config: a scoring process starts in the time of its verifier's own imports.
+This module imports neither torch nor the config, so that a scoring process takes no longer to start than its verifier's own imports.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ EVALUATING = frozenset(
         *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
-VERIFIERS = ("reasoning_gym", "math_verify", "function")  # the types of sources that run in scoring processes
+VERIFIERS = ("reasoning_gym", "math_verify", "function")  # the source types that run in scoring processes
 LARGEST = 1e9  # a score whose square, summed over a step, is still a float32
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # of verl's compute_score
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # the keywords of verl's compute_score
 
 
 class BadReturn(ValueError):
-    """A reward function returned something that is no score."""
+    """A reward function returned something that is not a score."""
 
 
 def load(source: dict[str, Any]) -> Verifier:
-    """The verifier of a `reward.source` section. ValueError, starting with the key below it, where it cannot be made."""
+    """Return the verifier of a `reward.source` section. Raises ValueError, starting with the key within that section."""
     if source["type"] == "reasoning_gym":
         return _reasoning_gym(source["threshold"], source["extract"])
     if source["type"] == "math_verify":
@@ -71,7 +71,7 @@ def _sum(parts: list[dict[str, Any]]) -> Verifier:
 
 
 def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
-    with uncollected():  # the whole package, before the first sample's time begins: whose data set it will be is not known here
+    with uncollected():  # the whole package, since the data sets are not known yet, and an import must not count towards a sample's time
         import reasoning_gym
     pattern = None if extract is None else re.compile(extract)
 
@@ -100,12 +100,12 @@ def _math_verify() -> Verifier:
 
     from math_verify import parse, verify
 
-    # Their time limits are signal.alarm, one to a process, and ours is there already; without theirs they warn at each call.
+    # math-verify's time limits use signal.alarm, of which a process has only one, and ours uses it; without them it warns at each call.
     for module in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(module).setLevel(logging.ERROR)
 
     def check(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        known = answer.rpartition("####")[2].strip()  # of GSM8K's worked answers, the last line
+        known = answer.rpartition("####")[2].strip()  # the last line of GSM8K's worked answers
         # A bare `x^2+1` would be read as the number 1.
         gold = parse(known if "$" in known or "\\boxed" in known else f"\\boxed{{{known}}}", parsing_timeout=None)
         if not gold:
@@ -144,7 +144,7 @@ def _function(path: str) -> Verifier:
 
 
 def _keywords(function: Callable[..., Any], path: str) -> tuple[tuple[str, ...], list[str]]:
-    """Our keywords or verl's, and those of them that the function takes. ValueError where it asks for something else."""
+    """Return our keywords or verl's, and those of them that the function takes. Raises ValueError if it requires any other."""
     parameters = inspect.signature(function).parameters.values()
     style = VERL if any(parameter.name == "solution_str" for parameter in parameters) else OURS
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -159,9 +159,10 @@ def _keywords(function: Callable[..., Any], path: str) -> tuple[tuple[str, ...],
 
 
 def read_return(returned: Any, what: str = "the reward function returned") -> tuple[float, dict[str, float]]:
-    """(value, parts) of what a reward function returned: a number, or a dict with one under `score` and parts beside it.
+    """Read a reward function's return value as (value, parts): a number, or a dict with a number under `score` and parts in other keys.
 
-    Entries of the dict that are no finite numbers (say verl's `pred`) are left out. Raises BadReturn, which begins with `what`.
+    Entries of the dict that are not finite numbers (such as verl's `pred`) are left out. Raises BadReturn, with a message that begins with
+    `what`.
     """
     if not isinstance(returned, dict):
         return _finite(returned, what), {}
@@ -182,8 +183,8 @@ def _finite(value: Any, what: str) -> float:
 
 
 def _number(value: Any) -> float:
-    """As a float; NaN for what is no number."""
+    """Return `value` as a float; NaN if it is not a number."""
     try:
         return float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer too large for a float
         return math.inf

@@ -1,4 +1,4 @@
-"""The weighted sum of rewards of several kinds."""
+"""The weighted sum of several rewards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.rewards.verifiers import LARGEST
 
 
 class SumScorer:
-    """Adds up what its parts say, each of which scores as it does alone.
+    """Adds up the weighted scores of its parts, each of which scores as it would alone.
 
     Args:
-        verifiers: scores the parts that run in scoring processes, and has added them up; None where there are none.
+        verifiers: returns the weighted sum of the parts that run in scoring processes; None if there are none.
         others: all other parts, each with its scorer.
     """
 
@@ -26,11 +26,11 @@ class SumScorer:
 
     @property
     def guarantee(self) -> str | None:
-        """That of the scoring processes."""
+        """Return the guarantee of the scoring processes; None without any."""
         return None if self._verifiers is None else self._verifiers.guarantee
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One score a request, in their order. Raises what a part raises."""
+        """Return one score per request, in order. Raises whatever a part raises."""
         columns = [] if self._verifiers is None else [self._verifiers.score(requests)]
         columns += [[_named(part, score) for score in scorer.score(requests)] for part, scorer in self._others]
         return [_added(scores) for scores in zip(*columns, strict=True)]
@@ -46,7 +46,7 @@ class SumScorer:
 
 
 def _named(part: RewardPart, score: Score) -> Score:
-    """What a part adds to the sum, its own value and parts by its name."""
+    """Weight a part's score, and name its value and parts after the part."""
     if score.error is not None or not score.scored:
         return score
     parts = {part.name: score.value} | {f"{part.name}/{key}": number for key, number in score.parts.items()}
@@ -54,7 +54,7 @@ def _named(part: RewardPart, score: Score) -> Score:
 
 
 def _added(scores: Sequence[Score]) -> Score:
-    """Their sum. Where one of them failed, the response scores 0; parts that nobody looked at (`scored`) add 0."""
+    """Add up one response's scores. If one of them failed, the response scores 0; parts with `scored` False add 0."""
     error = next((score.error for score in scores if score.error is not None), None)
     total = sum(score.value for score in scores)
     if error is None and abs(total) > LARGEST:

@@ -1,6 +1,6 @@
-"""A scoring process, in the sandbox: `python -m megarl.rewards.worker CHANNEL`, started by rewards/processes.py and by nothing else.
+"""A scoring process in the sandbox: `python -m megarl.rewards.worker CHANNEL`, started only by rewards/processes.py.
 
-It takes pickled chunks of samples and answers in JSON after each sample, so that the run knows which one is late. Messages out:
+It receives pickled chunks of samples and answers in JSON after each sample, so that the run knows which one is late. Messages sent:
 ["ready"], ["refused", text], [number, value, parts, error].
 """
 
@@ -18,7 +18,7 @@ Outcome = tuple[float, dict[str, float], str | None]
 
 
 def work(channel: Channel, answer: Answer) -> None:
-    """Loads the verifier, and scores what comes."""
+    """Load the verifier, then score samples as they arrive."""
     source, timeout_s = pickle.loads(channel.receive())
     verifier = imported(lambda: load(source), answer)
     if verifier is None:
@@ -29,7 +29,7 @@ def work(channel: Channel, answer: Answer) -> None:
 
 
 def _score(verifier: Verifier, sample: tuple[str, str, str, dict[str, Any]], timeout_s: float) -> Outcome:
-    """One sample."""
+    """Score one sample; return its value, parts and error."""
     try:
         with in_time(timeout_s):
             value, parts = verifier(*sample)

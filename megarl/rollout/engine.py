@@ -1,7 +1,7 @@
-"""The seam between megarl and a rollout engine: what every engine takes, gives and raises.
+"""The interface between megarl and a rollout engine: what every engine accepts, returns and raises.
 
-An engine holds one replica of the policy and answers requests with sampled responses. `megarl.rollout.registry` names the engines that
-there are; `megarl.rollout.generate` answers a whole list of prompts with any of them. This file imports neither an engine nor Ray.
+An engine holds one replica of the policy and answers requests with sampled responses. `megarl.rollout.registry` lists the available
+engines; `megarl.rollout.generate` answers a whole list of prompts with any of them. This file imports neither an engine nor Ray.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ if TYPE_CHECKING:
     from megarl.sync.fingerprint import Print
 
 RequestId = Hashable
-Part = Literal["weights", "kv_cache"]  # of what an engine holds on its device
+Part = Literal["weights", "kv_cache"]  # the parts of an engine's device memory
 
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is wanted. Its log-probs are those of the distribution that was sampled: temperature and cuts included."""
+    """A request for one response.
 
-    id: RequestId  # the caller's name for it, unique among the engine's unfinished requests
+    The response's log-probs are those of the distribution it is sampled from: after temperature, top-p, top-k and min-p.
+    """
+
+    id: RequestId  # chosen by the caller, unique among the engine's unfinished requests
     tokens: list[int]  # the prompt
     max_tokens: int  # longest response
     temperature: float  # 0: greedy
-    seed: int  # of the response's own random draws; 63 bits
+    seed: int  # of this response's random draws; 63 bits
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     min_p: float = 0.0
-    stop_token_ids: Sequence[int] = ()  # end the response, beside the model's end token
-    stop: Sequence[str] = ()  # texts that do; the response ends with the token that completes one
-    by_position: bool = False  # each token is drawn by the seed and its own position: with what was drawn as the prompt, the rest follows
-    experts_from: int = 0  # `Sample.routed_experts` begins with those of this token of the prompt
+    stop_token_ids: Sequence[int] = ()  # tokens that end the response, besides the model's end token
+    stop: Sequence[str] = ()  # texts that end the response; it ends with the token that completes one
+    by_position: bool = False  # draw each token by the seed and its position, so that a request continued from a prefix draws the same
+    experts_from: int = 0  # the prompt token with which `Sample.routed_experts` begins
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The response to a request, as far as it got: `sample.finish_reason` says why it ended, "abort" where the caller ended it."""
+    """The response to a request, perhaps partial: `sample.finish_reason` is the reason it ended, "abort" if the caller aborted it."""
 
     id: RequestId
     sample: Sample
@@ -64,44 +67,44 @@ class WeightSyncError(RolloutError):
 
 
 class Engine(Protocol):
-    """One replica. `start` comes first. Every later call may raise EngineDead, and RolloutTimeout where it takes longer than `timeout_s`.
+    """One replica. Call `start` first. Every later call may raise EngineDead, and RolloutTimeout if it takes longer than `timeout_s`.
 
-    Every request that `submit` has taken comes out of `receive` exactly once, whatever ended it. New weights come between requests:
-    `start_update`, `load_bucket` as often as there are buckets, `finish_update`. With `rollout.mode=free` they come while requests are
-    unfinished: these wait, go on from the new weights alone, and their samples say which token was the first of which version.
+    `receive` returns every request that `submit` has accepted exactly once, however it ended. New weights are loaded between requests:
+    `start_update`, `load_bucket` for each bucket, `finish_update`. With `rollout.mode=free` they are loaded while requests are
+    unfinished: these pause and continue with the new weights alone; their samples record the first token of each weight version.
     """
 
-    label: str  # begins the messages of its errors
-    reports_experts: ClassVar[bool] = False  # it can fill `Sample.routed_experts`; without it runs of a mixture need routing.sample=0
+    label: str  # the prefix of its error messages
+    reports_experts: ClassVar[bool] = False  # whether it can fill `Sample.routed_experts`; if not, MoE runs need routing.sample=0
 
     def __init__(self, label: str) -> None: ...
 
     @staticmethod
     def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-        """Refuses, without starting anything, what an engine could not run.
+        """Check that an engine could run the model with these settings, without starting anything.
 
         Args:
-            hf: config.json of the model.
-            dtype: of its weights and activations, "float32" or "bfloat16".
-            settings: of the engine.
-            gpu: whether it has GPUs.
+            hf: the model's config.json.
+            dtype: the dtype of its weights and activations, "float32" or "bfloat16".
+            settings: the engine's settings.
+            gpu: whether the engine has GPUs.
 
         Raises:
-            ConfigError: in one line.
+            ConfigError: it could not; the message is one line.
         """
 
     @staticmethod
     def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
-        """Sizes the cache of a CPU engine, where the user has not.
+        """Choose the KV cache size of a CPU engine for which the user has set none.
 
         Args:
-            hf: config.json of the model.
-            dtype: of its weights and activations.
-            settings: of the engine.
-            most_mb: for all sequences that run at once; a single one gets more where it needs it.
+            hf: the model's config.json.
+            dtype: the dtype of its weights and activations.
+            settings: the engine's settings.
+            most_mb: most megabytes for all concurrent sequences; exceeded if a single longest sequence needs more.
 
         Returns:
-            The settings with that cache; of an engine that needs none, as they are.
+            The settings with that size, or unchanged if this engine needs none.
         """
         return settings
 
@@ -117,75 +120,74 @@ class Engine(Protocol):
         sleeps: bool = False,
         blank: bool = False,
     ) -> list[int]:
-        """Loads a model and returns when the engine can answer.
+        """Load a model, and return when the engine can accept requests.
 
         Args:
             model: a Hugging Face directory.
-            dtype: of weights and activations, "float32" or "bfloat16".
-            settings: of the engine.
-            seed: of what no request's own seed decides.
+            dtype: the dtype of weights and activations, "float32" or "bfloat16".
+            settings: the engine's settings.
+            seed: the seed of all randomness that the requests' own seeds do not fix.
             gpu: whether the engine has GPUs.
-            report_experts: its samples are to have `routed_experts` where the model has experts. Only where `reports_experts` says that
-                they can.
-            sleeps: `sleep` will be called.
-            blank: the directory's weights are not read; an update must bring some before the first request.
+            report_experts: fill `routed_experts` of its samples if the model has experts. Requires the class's `reports_experts`.
+            sleeps: whether `sleep` will be called.
+            blank: do not read the directory's weights; an update must bring some before the first request.
 
         Returns:
-            The ids of its processes.
+            The pids of the engine's processes.
 
         Raises:
-            ConfigError: as `check` does.
+            ConfigError: as in `check`.
             RolloutError: the engine does not start.
         """
         ...
 
     def check_health(self) -> None:
-        """Raises EngineDead where a process of the engine has ended or `close` was called, RolloutError where it failed in another way."""
+        """Raise EngineDead if a process of the engine has ended or `close` was called, RolloutError if it has failed in another way."""
 
     async def ping(self, timeout_s: float) -> None:
-        """Returns when every process of the engine has answered."""
+        """Wait until every process of the engine has answered."""
 
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
-        """Takes requests, all or none.
+        """Accept all of the requests or none.
 
-        An idle engine works on none before all are taken, so that the same requests get the same responses, bit for bit. Raises
-        ValueError for a request that does not fit or whose id is in use, WeightSyncError between the start and the end of an update.
+        An idle engine starts none before all are accepted, so that the same requests get the same responses, bit for bit. Raises
+        ValueError for a request that is too long or whose id is in use, WeightSyncError between the start and the end of an update.
         """
 
     async def receive(self, timeout_s: float) -> list[Finished]:
-        """What has finished since the last call, in the order in which it did; waits for the first. Empty when the time is over."""
+        """Wait for at least one finished request; return all since the last call in the order they finished, none after the timeout."""
         ...
 
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
-        """Ends requests where they are: `receive` gives what they have, with the finish reason "abort". Other ids are passed over."""
+        """Abort requests: `receive` returns their partial responses with the finish reason "abort". Unknown ids are ignored."""
 
     async def sleep(self, timeout_s: float, *, keep_weights: bool) -> None:
-        """Leaves the device to others: the cache is dropped, the weights are kept elsewhere or dropped, too.
+        """Free the device's memory for others: drop the KV cache, and either keep the weights elsewhere or drop them too.
 
-        Raises RolloutError where requests are unfinished. Until both parts are awake again no request is taken.
+        Raises RolloutError if requests are unfinished. No requests are accepted until both parts are awake again.
         """
 
     async def wake(self, part: Part, timeout_s: float) -> None:
-        """Takes its place on the device again. Weights that were dropped come back with any values: an update must follow."""
+        """Bring a part back onto the device. Weights that were dropped come back with arbitrary values: an update must follow."""
 
     async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
-        """Each worker joins the trainer's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.
+        """Let each worker join the trainer's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.
 
-        Over gloo it returns when all members of the group, the trainer too, are there; NCCL's meet in their first broadcast.
+        With gloo it returns when all members of the group, the trainer included, have joined; with NCCL they meet in their first broadcast.
         """
 
     async def start_update(self, timeout_s: float) -> None:
-        """Gets ready for buckets, which bring every tensor once. RolloutError where requests are unfinished and may not be."""
+        """Prepare for buckets, which bring every tensor once. Raises RolloutError if requests are unfinished and the mode forbids it."""
 
     async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
-        """Takes one bucket (wire.Header.plain()), sent at the same time. Raises WeightSyncError naming a tensor that does not fit."""
+        """Receive one bucket (wire.Header.plain()), sent at the same time. Raises WeightSyncError naming a tensor that does not fit."""
 
     async def finish_update(self, version: int, timeout_s: float) -> None:
-        """Puts the new weights to work under `version`. Raises WeightSyncError naming a tensor that has not come."""
+        """Put the new weights into use as `version`. Raises WeightSyncError naming a tensor that has not arrived."""
 
     async def fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
-        """What the engine holds, for `megarl.sync.fingerprint.compare`: per Hugging Face name one entry for each place that holds it."""
+        """Fingerprint the weights, for `megarl.sync.fingerprint.compare`: by Hugging Face name, one entry for each place that holds it."""
         ...
 
     async def close(self) -> None:
-        """Ends every process of the engine and removes its files. May be called twice."""
+        """End every process of the engine and remove its files. May be called twice."""

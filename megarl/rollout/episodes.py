@@ -1,6 +1,6 @@
-"""Episodes of several turns, with any engine and any environment: what the policy says is answered until one of them, or a limit, ends it.
+"""Episodes of several turns, with any engine and any environment: policy and environment alternate until the latter or a limit ends it.
 
-One request to the engine a turn, whose prompt is all tokens so far. Nothing is tokenised twice.
+Each turn is one request to the engine, whose prompt is all tokens so far. Nothing is tokenised twice.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from megarl.rollout.responder import Responder
 
 @dataclass(frozen=True)
 class Start:
-    """What episodes begin with; `sampling.n` of them begin alike."""
+    """The start of an episode, shared by `sampling.n` episodes."""
 
     id: int | str
-    tokens: list[int]  # the prompt of the data; empty where the environment has to begin
+    tokens: list[int]  # the prompt from the data; empty if the environment has to write the opening
     seed: int  # of the environment
-    task: Mapping[str, Any] | None = None  # what the data knows of the prompt, for the environment
+    task: Mapping[str, Any] | None = None  # prompt, answer and meta from the data, for the environment
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of an episode."""
+    """The limits of an episode."""
 
     prompt_tokens: int  # longest opening
-    response_tokens: int  # all that follows it: turns of the policy, and answers to them
+    response_tokens: int  # most tokens after the opening: the policy's turns and the environment's answers
     turns: int
     turn_tokens: int | None = None  # longest turn of the policy
 
 
 @dataclass(frozen=True)
 class Played:
-    """One episode. A sample of an episode that failed before the policy spoke holds no token to learn from."""
+    """One finished episode. If it failed before the policy's first turn, its sample has no token to learn from."""
 
-    sample: Sample  # finish reason "stop": the environment ended it after a whole turn; "length": a limit did; "abort": it failed
+    sample: Sample  # finish reason "stop": the environment ended it after a complete turn; "length": a limit did; "abort": it failed
     text: str  # the policy's last turn
-    reward: float  # of all turns, added up; 0 where it failed
+    reward: float  # the sum over all turns; 0 if the episode failed
     turns: int
     error: str | None = None  # how the environment failed
-    info: Mapping[str, float] = field(default_factory=dict)  # of its last answer
+    info: Mapping[str, float] = field(default_factory=dict)  # from the environment's last answer
 
 
 async def play(
@@ -65,27 +65,27 @@ async def play(
     limits: Limits,
     timeout_s: float,
 ) -> list[list[Played]]:
-    """`sampling.n` episodes of each start, at once. Several calls may be under way.
+    """Play `sampling.n` episodes of each start, all concurrently. Several calls may run at once.
 
-    The same call plays the same episodes, where the environment repeats itself and the engine's bits do not depend on what is computed
-    together.
+    The same call plays the same episodes if the environment is deterministic and the engine's results are bitwise independent of
+    what it batches together.
 
     Args:
-        responder: of the engine.
-        host: holds the environments.
-        tokens: of the messages that they write.
-        text_of: the text of a turn.
-        starts: each with an id of its own.
-        sampling: how the policy speaks; `max_tokens` is not read.
-        limits: of an episode.
-        timeout_s: for all of them together.
+        responder: the engine's responder.
+        host: the host of the environments.
+        tokens: tokenises the environments' messages.
+        text_of: returns the text of a turn.
+        starts: the starts, each with a unique id.
+        sampling: how the policy is sampled; `max_tokens` is ignored.
+        limits: the limits of an episode.
+        timeout_s: the time limit for all episodes together.
 
     Returns:
         The episodes of each start.
 
     Raises:
-        RolloutTimeout: with the number of episodes that are late, and whom they wait for.
-        RolloutError: what else the engine raises.
+        RolloutTimeout: the message has the number of late episodes, and how many of them wait for the engine or for environments.
+        RolloutError: any other failure of the engine.
     """
 
     asking = 0
@@ -104,7 +104,7 @@ async def play(
         try:
             return await player.play(episode)
         finally:
-            with suppress(EnvironmentFailed):  # what it has earned, it has
+            with suppress(EnvironmentFailed):  # a failure to close does not change the episode's result
                 await episode.close()
 
     tasks = [asyncio.create_task(one(start, number)) for start in starts for number in range(sampling.n)]
@@ -142,7 +142,7 @@ class _Player:
         self._text, self._info = "", dict[str, float]()
 
     async def play(self, episode: Episode) -> Played:
-        """The whole episode."""
+        """Play the whole episode."""
         try:
             context = await self._begin(episode)
             whole = await self._go_on(episode, context)
@@ -160,7 +160,7 @@ class _Player:
         return context
 
     async def _go_on(self, episode: Episode, context: list[int]) -> bool:
-        """Plays turn by turn. Returns whether the environment ended it after a turn that was whole."""
+        """Play turn by turn. Return whether the environment ended the episode after a complete turn."""
         longest = len(context) + self._limits.response_tokens
         while True:
             number, most = len(self._turns), min(self._limits.turn_tokens or longest, longest - len(context))
@@ -178,7 +178,7 @@ class _Player:
             assert answer.messages is not None
             read = in_tokens(self._tokens.after, answer.messages, spoken)
             context = [*context, *spoken, *read]
-            if len(context) >= longest:  # the policy could say nothing more
+            if len(context) >= longest:  # no room for another turn of the policy
                 return False
 
     def _take(self, answer: Turn, context: list[int], spoken: list[int]) -> None:
@@ -196,14 +196,14 @@ _NOTHING = Sample(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), "abort", lo
 
 
 def joined(turns: Sequence[Sample], finish_reason: str) -> Sample:
-    """The turns of one conversation as one sample, whose loss tokens are those that the policy wrote.
+    """Join the turns of one conversation into one sample, whose loss tokens are those that the policy wrote.
 
-    The prompt of each turn is all tokens before it. Of a token's experts those count that were chosen when it was first fed. What a
-    conversation of one turn gives is that turn as it is, but for the finish reason.
+    The prompt of each turn is all tokens before it. A token keeps the experts that were chosen when it was first fed. A conversation
+    of one turn yields that turn unchanged, but for the finish reason.
 
     Args:
-        turns: in order, at least one.
-        finish_reason: of the whole.
+        turns: the turns in order, at least one.
+        finish_reason: the finish reason of the whole conversation.
     """
     first, last = turns[0], turns[-1]
     start = first.prompt_length

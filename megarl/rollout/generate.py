@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """What an engine needs of a prompt: a name that is unique in the call, and the tokens."""
+    """A tokenised prompt, with an id that is unique within the call."""
 
     id: int | str
     tokens: list[int]
@@ -27,12 +27,12 @@ class TokenPrompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to respond."""
+    """How responses are sampled."""
 
-    n: int  # responses a prompt
+    n: int  # responses per prompt
     temperature: float  # 0: greedy
     max_tokens: int  # longest response
-    seed: int  # with the prompt's id and the sample's number it fixes the random draws, on whatever replica and in whatever order
+    seed: int  # with the prompt's id and the sample's number it fixes the random draws, on any replica and in any order
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -45,54 +45,54 @@ class Sampling:
             raise ValueError(f"sampling: {given}: must be at least 1, 1 and 0")
 
     def within(self, settings: RolloutSettings) -> Sampling:
-        """The same with what the settings say of which tokens may be drawn and what ends a response."""
+        """Return a copy with the settings' top-p, top-k, min-p, stop tokens and stop texts."""
         names = ("top_p", "top_k", "min_p", "stop_token_ids", "stop")
         return replace(self, **{name: getattr(settings, name) for name in names})
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The responses to one prompt, sample 0 .. n-1."""
+    """The responses to one prompt, samples 0 .. n-1."""
 
     prompt_id: int | str
     samples: list[Sample]
 
 
 def request_seed(seed: int, prompt_id: int | str, sample: int, turn: int = 0) -> int:
-    """The seed of one response, which depends on nothing else.
+    """Return the seed of one response, which depends on these arguments alone.
 
     Args:
-        seed: of the call.
-        prompt_id: the caller's name for the prompt.
-        sample: which of the responses to it.
-        turn: which of an episode's turns.
+        seed: the seed of the call.
+        prompt_id: the caller's id of the prompt.
+        sample: the response's number among those to this prompt.
+        turn: the turn's number in its episode.
 
     Returns:
-        63 bits.
+        A seed of 63 bits.
     """
     text = (f"{seed}/{prompt_id!r}/{sample}" + (f"/{turn}" if turn else "")).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 async def generate(responder: Responder, prompts: Sequence[TokenPrompt], sampling: Sampling, timeout_s: float) -> list[Generated]:
-    """Responses to each prompt. Several calls may be under way at once.
+    """Generate responses to each prompt. Several calls may run at once.
 
-    The same call gives the same tokens and log-probs where what an engine computes does not depend on what it computes beside it. The
-    end-of-sequence token is part of a response that ends by itself. Whatever makes the call fail, its requests are withdrawn.
+    The same call returns the same tokens and log-probs if the engine's results do not depend on what it batches together. A response
+    that ends by itself includes the end-of-sequence token. If the call fails, for whatever reason, its requests are withdrawn.
 
     Args:
-        responder: of the engine.
-        prompts: each with an id of its own.
-        sampling: `n` responses to each, and how.
-        timeout_s: for all of them together.
+        responder: the engine's responder.
+        prompts: the prompts, each with a unique id.
+        sampling: how many responses to each prompt, and how they are sampled.
+        timeout_s: the time limit for all responses together.
 
     Returns:
         The responses in the order of the prompts.
 
     Raises:
-        ValueError: prompts that do not fit, or two of one id.
-        RolloutTimeout: with the number of responses that are late.
-        RolloutError: what else the engine raises.
+        ValueError: a prompt is too long, or two have the same id.
+        RolloutTimeout: the message has the number of late responses.
+        RolloutError: any other failure of the engine.
     """
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise ValueError("two prompts of one call have the same id, and would draw the same responses")
@@ -106,14 +106,14 @@ async def generate(responder: Responder, prompts: Sequence[TokenPrompt], samplin
 
 
 def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sampling, seed: int) -> Request:
-    """What an engine is asked for one response.
+    """Return the request to an engine for one response.
 
     Args:
-        id_: the caller's name for it.
+        id_: the caller's id of the request.
         tokens: the prompt.
-        max_tokens: most that may follow.
-        sampling: how they are drawn.
-        seed: of the draws.
+        max_tokens: the longest response.
+        sampling: how it is sampled; `n`, `max_tokens` and `seed` are ignored.
+        seed: the seed of this response.
     """
     return Request(
         id_,
@@ -130,13 +130,13 @@ def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sa
 
 
 def text_of(said: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> str:
-    """The text of a response, or a turn, without the token that ended it; a token that completed a stop text stays.
+    """Return the text of a response or turn, without its end token; a token that completed a stop text stays.
 
     Args:
         said: the response.
-        sampling: how it was asked for; has the texts and tokens that end responses.
-        tokenizer: of the model.
-        ends: the model's tokens that end a response beside the tokenizer's (`models.hf.end_tokens`).
+        sampling: how it was sampled; has the texts and tokens that end responses.
+        tokenizer: the model's tokenizer.
+        ends: the model's end tokens besides the tokenizer's (`models.hf.end_tokens`).
     """
     tokens = said.tokens[said.prompt_length :].tolist()
     by_token = not sampling.stop or tokens[-1] in (tokenizer.eos_token_id, *ends, *sampling.stop_token_ids)

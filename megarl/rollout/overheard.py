@@ -1,4 +1,4 @@
-"""What the children of a process have written: where an engine dies it says why there, and its parent does not know."""
+"""Read what child processes have written to stdout and stderr: a dying engine reports its error only there, not to its parent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MOST_BYTES = 1 << 20
-# "(EngineCore pid=12) ERROR 11-22 20:39:50 [core.py:1100] ", as vLLM begins its lines.
+# The prefix of vLLM's lines: "(EngineCore pid=12) ERROR 11-22 20:39:50 [core.py:1100] ".
 _PREFIX = re.compile(r"^(?:\([\w ]+pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(r'\s+File "([^"]+)", line (\d+), in (\S+)')
@@ -18,9 +18,9 @@ _ERROR = re.compile(r"[A-Za-z_][\w.]*(?:: .*)?")
 
 @contextmanager
 def overheard() -> Iterator[Callable[[], str | None]]:
-    """Gives a function that says which fault was written inside, as the first traceback has it; None where there is none.
+    """Yield a function that returns the error of the first traceback written since the block was entered, or None if there is none.
 
-    Only what goes into files is heard, as of Ray's workers.
+    Sees only output that goes into files, as that of Ray's workers does.
     """
     begun = {number: os.fstat(number).st_size for number in (1, 2) if stat.S_ISREG(os.fstat(number).st_mode)}
 
@@ -37,7 +37,7 @@ def overheard() -> Iterator[Callable[[], str | None]]:
 
 
 def first_fault(text: str) -> str | None:
-    """The error of the first traceback of a log, with the place that raised it: "ValueError: no kernel (attention.py:12, in select)"."""
+    """Return the error of a log's first traceback, and where it was raised: "ValueError: no kernel (attention.py:12, in select)"."""
     place, inside = "", False
     for line in map(_plain, text.splitlines()):
         frame = _FRAME.match(line)

@@ -1,4 +1,4 @@
-"""A response that is sampled part by part, each in a request of its own."""
+"""Responses sampled in several parts, each by a separate request."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megarl.batch import Sample, VersionSpan
 
 
 def added(said: Sample) -> Sample:
-    """What a request that goes on with a response has added to it: no prompt, and the first token's version begins at 0."""
+    """Return what a continuing request has added to a response: without the prompt, the version spans starting at 0."""
     return replace(said, tokens=said.tokens[said.prompt_length :], prompt_length=0)
 
 
 def whole(parts: Sequence[Sample]) -> Sample:
-    """The response as far as it has got, without the experts of its tokens.
+    """Join the parts sampled so far into one response, without the experts of its tokens.
 
     Args:
-        parts: in order; the first has the prompt, each other is what was `added`.
+        parts: the parts in order; the first includes the prompt, each later one comes from `added`.
     """
     ends = np.cumsum([part.response_length for part in parts]).tolist()
     return Sample(
@@ -32,9 +32,10 @@ def whole(parts: Sequence[Sample]) -> Sample:
 
 
 def versions(begun: Iterable[tuple[int, Sample]]) -> tuple[VersionSpan, ...]:
-    """The weight versions of a response.
+    """Return the weight versions of a response that was sampled in parts.
 
-    begun: in order, what it was sampled as, and at which of its tokens that begins.
+    Args:
+        begun: the parts in order, each with the index of the response token at which it begins.
     """
     spans: list[VersionSpan] = []
     for begin, sample in begun:

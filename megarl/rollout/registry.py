@@ -1,4 +1,4 @@
-"""The rollout engines that there are. An engine's module is imported when it is asked for."""
+"""The available rollout engines. An engine's module is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ENGINES = {"vllm": "megarl.rollout.vllm.engine:VllmEngine"}
 
 
 def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-    """`Engine.check` of the chosen engine, before any process starts."""
+    """Call `Engine.check` of the chosen engine, before any process starts."""
     engine_type(settings).check(hf, dtype, settings, gpu=gpu)
 
 
 def engine_type(settings: RolloutSettings) -> type[Engine]:
-    """The class of the chosen engine."""
+    """Return the class of the chosen engine."""
     return cast("type[Engine]", find(ENGINES[settings.engine.type]))

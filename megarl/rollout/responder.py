@@ -1,4 +1,4 @@
-"""One engine, asked by many at once, each for the responses that it wants."""
+"""Share one engine among many concurrent callers, each of whom gets its own responses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from megarl.batch import Sample
 from megarl.rollout.engine import Engine, Request, RequestId, RolloutError, RolloutTimeout
 
-_WITHDRAW_S = 10.0  # longest wait for an engine to end requests that nobody wants any more
+_WITHDRAW_S = 10.0  # longest wait for an engine to abort requests whose callers have gone
 _POLL_S = 0.01
 
 
 class Responder:
-    """`await responder(request)` is the response. What is asked at the same moment goes to the engine together.
+    """Answers requests: `await responder(request)` returns the response. Simultaneous requests are submitted to the engine together.
 
-    What the engine raises, everybody gets who waits for it. Requests of several callers may have the same id.
+    An error of the engine is raised in every waiting caller. Requests of different callers may have the same id.
 
     Args:
-        engine: that nobody else asks for responses.
-        timeout_s: longest time in which it finishes none of them.
+        engine: the engine; nobody else may request responses from it.
+        timeout_s: the longest time that may pass without any request finishing.
     """
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
@@ -31,7 +31,7 @@ class Responder:
         self._engine, self._timeout_s = engine, timeout_s
         self._numbers = count()
         self._new: list[Request] = []
-        self._taken: dict[RequestId, asyncio.Future[Sample]] = {}  # by numbers of our own
+        self._taken: dict[RequestId, asyncio.Future[Sample]] = {}  # of submitted requests, by our own numbers
         self._futures: dict[RequestId, asyncio.Future[Sample]] = {}  # of the new ones
         self._tasks = set[asyncio.Task[None]]()
         self._receiving = False
@@ -45,7 +45,7 @@ class Responder:
         return await future
 
     async def all(self, requests: Sequence[Request], timeout_s: float) -> list[Sample]:
-        """The responses to all of them, at least one. Where that fails nothing is left behind; RolloutTimeout says how many are late."""
+        """Return the responses to all requests, at least one. On failure all are withdrawn; RolloutTimeout says how many are late."""
         tasks = [asyncio.create_task(self(request)) for request in requests]
         try:
             await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -58,19 +58,19 @@ class Responder:
         return said
 
     async def withdraw(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
-        """Cancels what is not done of these tasks; returns when the engine has let go of what they waited for."""
+        """Cancel these tasks unless they are done; return when the engine has dropped the requests they waited for."""
         tasks = list(tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        with suppress(RolloutError, TimeoutError):  # of an engine that has failed: the first error counts
+        with suppress(RolloutError, TimeoutError):  # an engine that has failed already: the first error counts
             async with asyncio.timeout(_WITHDRAW_S):
                 while unwanted := [number for number, future in self._taken.items() if future.done()]:
                     await self._engine.abort(unwanted, _WITHDRAW_S)
                     await asyncio.sleep(_POLL_S)
 
     async def _submit(self) -> None:
-        await asyncio.sleep(0)  # others of this moment join
+        await asyncio.sleep(0)  # let simultaneous callers join
         new = [request for request in self._new if not self._futures[request.id].done()]
         self._taken |= {request.id: self._futures[request.id] for request in new}
         self._new.clear()
@@ -87,7 +87,7 @@ class Responder:
             self._start(self._receive())
 
     async def _receive(self) -> None:
-        """Gives each response to who waits for it, until nobody does."""
+        """Hand each response to its caller, until no caller waits."""
         try:
             while self._taken:
                 finished = await self._engine.receive(self._timeout_s)
@@ -103,7 +103,7 @@ class Responder:
             self._receiving = False
 
     async def _give_up(self) -> None:
-        """Ends what the engine does not finish."""
+        """Fail all waiting callers with RolloutTimeout and abort their requests."""
         late = RolloutTimeout(f"{self.label}: {len(self._taken)} responses not done after {self._timeout_s:g} s")
         for future in self._taken.values():
             if not future.done():
@@ -117,7 +117,7 @@ class Responder:
 
     def _resolve(self, number: RequestId, result: Sample | Exception) -> None:
         future = self._taken.pop(number)
-        if future.done():  # who asked has been cancelled
+        if future.done():  # the caller was cancelled
             return
         if isinstance(result, Exception):
             future.set_exception(result)

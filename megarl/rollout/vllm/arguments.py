@@ -1,4 +1,4 @@
-"""Which of vLLM's engine arguments `rollout.engine.args` may set."""
+"""The engine arguments of vLLM that `rollout.engine.args` may set."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ ON_CPU = dict.fromkeys(
 
 
 def argument_fields() -> dict[str, Any]:
-    """The fields of AsyncEngineArgs."""
+    """Return the fields of vLLM's AsyncEngineArgs."""
     return fields_of("vllm", {"engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs")})
 
 
 def check_arguments(given: Mapping[str, Any], *, gpu: bool) -> None:
-    """ConfigError for an argument of `rollout.engine.args` that is none of vLLM's, or not the user's."""
+    """Raise ConfigError for an argument of `rollout.engine.args` that vLLM does not have, or that the user may not set."""
     if not given:
         return
     fields = argument_fields()

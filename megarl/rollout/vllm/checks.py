@@ -1,4 +1,4 @@
-"""What vLLM could not run, known before a process starts."""
+"""Check, before any process starts, whether vLLM could run a model with the given settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megarl.config import ConfigError, RolloutSettings
 from megarl.rollout.vllm.arguments import check_arguments
 from megarl.rollout.vllm.launch import VLLM_VERSION
 
-HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
-_NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py:72; its transformers backend's are in other tables
-_BLOCK = 128  # tokens that vLLM gives out together on CPU (vllm/platforms/cpu.py)
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
+_NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py:72; models of its transformers backend are in other tables
+_BLOCK = 128  # tokens per KV cache block of vLLM on CPU (vllm/platforms/cpu.py)
 
 
 def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-    """`Engine.check`. A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention."""
+    """Implement `Engine.check`. A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention."""
     check_arguments(settings.engine.args, gpu=gpu)
     _check_architectures(hf["architectures"])
     heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
@@ -31,7 +31,7 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
     if gpu:
         return
     if hf.get("kv_lora_rank"):
-        # vLLM 0.30.0's CPU_MLA decodes latents of 512+64 alone (v1/attention/backends/mla/cpu_mla.py:26), its AMX_MLA takes no float32.
+        # vLLM 0.30.0's CPU_MLA decodes only latents of 512+64 (v1/attention/backends/mla/cpu_mla.py:26); its AMX_MLA takes no float32.
         raise ConfigError(
             f"model.path: config.json's kv_lora_rank={hf['kv_lora_rank']}: multi-latent attention needs GPU engines (cluster.gpus=true)"
         )
@@ -60,7 +60,7 @@ def _check_architectures(architectures: Sequence[str]) -> None:
 
 @cache
 def native_architectures() -> frozenset[str]:
-    """The language models that vLLM has its own code for, read from the source of its registry; empty where it is not installed."""
+    """Return the language models that vLLM implements natively, read from its registry's source; empty if vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return frozenset()
@@ -70,27 +70,27 @@ def native_architectures() -> frozenset[str]:
 
 
 def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
-    """`Engine.with_cache`."""
+    """Implement `Engine.with_cache`."""
     all_mb, one_mb = (cache_mb(hf, dtype, settings, sequences) for sequences in (settings.max_num_seqs, 1))
     return settings.model_copy(update={"kv_cache_mb": max(min(all_mb, most_mb), one_mb)})
 
 
 def head_dim(hf: Mapping[str, Any]) -> int:
-    """Of an attention head; vLLM's attention layers have no other where config.json does not say it."""
+    """Return the size of an attention head; if config.json does not give it, the default is that of vLLM's attention layers."""
     return int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
 
 
 def cache_mb(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, sequences: int) -> int:
-    """The cache that a CPU engine needs.
+    """Return the size of the KV cache that a CPU engine needs, in MiB, rounded up.
 
     Args:
-        hf: config.json of the model.
-        dtype: of its weights and activations.
-        settings: of the engine; has the lengths.
-        sequences: of the greatest length, that run at once.
+        hf: the model's config.json.
+        dtype: the dtype of its weights and activations.
+        settings: the engine's settings, which have the lengths.
+        sequences: the number of concurrent sequences, all of the greatest length.
     """
     kv_heads = int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
     token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim(hf) * (4 if dtype == "float32" else 2)
     longest = settings.max_prompt_tokens + settings.max_response_tokens
-    blocks = sequences * -(-longest // _BLOCK) + 1  # one stays empty
+    blocks = sequences * -(-longest // _BLOCK) + 1  # vLLM keeps one block empty
     return -(-token_bytes * _BLOCK * blocks >> 20)

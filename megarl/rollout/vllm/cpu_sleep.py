@@ -1,4 +1,4 @@
-"""Sleep of vLLM's workers without GPUs, where vLLM 0.30.0 has none: what leaves is what leaves a GPU's memory, and the calls are the same.
+"""Sleep mode for vLLM's CPU workers, which vLLM 0.30.0 lacks: it frees what leaves a GPU's memory there, by the same calls.
 
 Only vLLM's own processes import this file.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 from megarl.parking import Parking, file_buffer
 from megarl.patching import expect
 
-KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # vLLM's levels
+KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # vLLM's sleep levels
 
 
 def install() -> None:
-    """Gives CPU workers a sleep. RuntimeError where vLLM's own has changed (vllm/v1/worker/cpu_worker.py:193)."""
-    # Its import replaces torch's streams, events and figures of a GPU's memory by a CPU's: no engine on a GPU may come here.
+    """Give CPU workers a sleep mode. Raises RuntimeError if vLLM's own methods have changed (vllm/v1/worker/cpu_worker.py:193)."""
+    # Importing it replaces torch's GPU streams, events and memory statistics with CPU ones: a GPU engine must never do so.
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     for method in (CPUWorker.sleep, CPUWorker.wake_up):
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def _sleep(self: Any, level: int = KEEP_WEIGHTS) -> None:
-    """Frees the cache of keys and values, and the weights: as files (level 1), or for good but for the model's buffers (level 2)."""
+    """Free the KV cache and the weights: level 1 moves the weights to files, level 2 drops all but the model's buffers."""
     model = self.model_runner.model
     if not hasattr(self, "_megarl_parked"):
         self._megarl_parked = Parking(file_buffer), Parking(file_buffer)
@@ -35,11 +35,11 @@ def _sleep(self: Any, level: int = KEEP_WEIGHTS) -> None:
     cache.park(_cache(self), keep=False)
     weights.park(model.buffers())
     weights.park(model.parameters(), keep=level == KEEP_WEIGHTS)
-    ctypes.CDLL(None).malloc_trim(0)  # what is freed in between goes back to the system, too
+    ctypes.CDLL(None).malloc_trim(0)  # return other freed memory to the system, too
 
 
 def _wake_up(self: Any, tags: list[str] | None = None) -> None:
-    """Brings back the "weights", with any values where they were dropped, and the "kv_cache", empty."""
+    """Bring back the "weights", with arbitrary values if they were dropped, and the "kv_cache", empty."""
     cache, weights = self._megarl_parked
     if tags is None or "weights" in tags:
         weights.wake()

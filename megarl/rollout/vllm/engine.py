@@ -1,6 +1,6 @@
-"""The vLLM engine: vLLM's AsyncLLM behind deterministic sampling, checked weight updates and typed failures.
+"""The vLLM engine: vLLM's AsyncLLM with deterministic sampling, verified weight updates and typed failures.
 
-One engine a process: vLLM keeps its settings in environment variables.
+One engine per process: vLLM keeps its settings in environment variables.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from megarl.rollout.vllm.requests import check_request, sample_of, sampling_para
 from megarl.sync.fingerprint import Piece, Print, join
 from megarl.text import one_line
 
-_SHUTDOWN_S = 3.0  # then SIGKILL
-_ENDED_S = 10.0  # longest wait for a process that was killed
+_SHUTDOWN_S = 3.0  # the grace period before SIGKILL
+_ENDED_S = 10.0  # longest wait for a killed process to end
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class _Open:
-    """A request that is not yet received."""
+    """A submitted request whose response `receive` has not returned yet."""
 
-    queue: Any  # vLLM's
-    waiting: asyncio.Task[None]  # at it
+    queue: Any  # vLLM's output queue
+    waiting: asyncio.Task[None]  # waits for that queue
     prompt_length: int
     versions: list[VersionSpan]  # of the response
 
 
 class VllmEngine(Engine):
-    """One vLLM replica. The class is plain: a Ray actor holds it, and tests run it under asyncio."""
+    """One vLLM replica. The class is independent of Ray: an actor holds it, and tests run it under asyncio."""
 
     reports_experts = True
     extension = "megarl.rollout.vllm.worker_extension.WorkerExtension"  # what vLLM mixes into its workers
@@ -61,16 +61,16 @@ class VllmEngine(Engine):
         self.label = label
         self._llm: Any = None
         self._version = 0
-        self._asleep: set[Part] = set()  # what has left the device
+        self._asleep: set[Part] = set()  # the parts that are not on the device
         self._updating = False  # weights are partly loaded: nothing may be generated
         self._blank = False  # no weights are loaded
         self._up = False  # it has started
         self._count = 0  # requests so far
-        self._by_position = False  # the workers can draw so
+        self._by_position = False  # the workers are set up to draw by position
         self._open: dict[RequestId, _Open] = {}
         self._counts: dict[str, int] = {}  # tokens of vLLM's requests when the update began
-        self._finished: list[Finished] = []  # to be received
-        self._failure: Exception | None = None  # of the engine, as a request has met it
+        self._finished: list[Finished] = []  # not yet returned by `receive`
+        self._failure: Exception | None = None  # a failure of the engine seen by a request
         self._watched: list[Any] = []
         self._segments: set[Path] = set()
 
@@ -82,7 +82,7 @@ class VllmEngine(Engine):
     def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
         return checks.with_cache(hf, dtype, settings, most_mb)
 
-    # ---------------------------------------------------------------- life
+    # ---------------------------------------------------------------- lifecycle
 
     async def start(
         self,
@@ -96,7 +96,7 @@ class VllmEngine(Engine):
         sleeps: bool = False,
         blank: bool = False,
     ) -> list[int]:
-        """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that made it."""
+        """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that started it."""
         assert self._llm is None, "start comes once"
         hf = read_config(model)
         self.check(hf, dtype, settings, gpu=gpu)
@@ -114,7 +114,7 @@ class VllmEngine(Engine):
         arguments["worker_extension_cls"] = self.extension
         self._blank = blank
         if blank:
-            arguments["load_format"] = "dummy"  # some numbers
+            arguments["load_format"] = "dummy"  # arbitrary values
         try:
             self._llm = launch(self.label, arguments, hf, gpu=gpu)
             self._watch()
@@ -126,7 +126,7 @@ class VllmEngine(Engine):
             remove_files(directory)
         pids = sorted({process.pid for process in self._watched} | set(workers))
         self._segments = {segment for pid in pids for segment in message_queues(pid)}
-        for segment in self._segments:  # all who use them have mapped them: without a name nothing is left, however the engine ends
+        for segment in self._segments:  # already mapped by all users: once unlinked, none is left behind however the engine ends
             segment.unlink(missing_ok=True)
         self._up = True
         return pids
@@ -143,7 +143,7 @@ class VllmEngine(Engine):
             raise self._failure
         if self._dead.is_set() or self._llm.errored:
             for process in self._watched:
-                process.join(0.5)  # gone already, but perhaps not yet reaped
+                process.join(0.5)  # it has ended, but may not be reaped yet
             exits = ", ".join(f"pid {process.pid}: exit code {process.exitcode}" for process in self._watched)
             raise EngineDead(f"{self.label}: its process has ended ({exits})")
 
@@ -157,8 +157,8 @@ class VllmEngine(Engine):
         if llm is not None:
             for process in self._watched:
                 asyncio.get_running_loop().remove_reader(process.sentinel)
-            # SIGKILL: an engine has nothing to save, and its own way out takes three times as long as its start. One that has not come up
-            # may have named shared memory, which only itself removes.
+            # SIGKILL: an engine has nothing to save, and its own shutdown takes three times as long as its start. One that has not fully
+            # started gets a grace period: it may have named shared memory, which only it can remove.
             llm.shutdown(timeout=0 if self._up else _SHUTDOWN_S)
             for process in self._watched:
                 process.join(_ENDED_S)
@@ -168,13 +168,13 @@ class VllmEngine(Engine):
     # ---------------------------------------------------------------- requests
 
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
-        """To an idle engine all requests are queued before the first is scheduled, and the prefix cache starts empty; each response draws
-        from its own generator. So the same requests go through the same batches to the same bits."""
+        """In an idle engine all requests are queued before the first is scheduled, and the prefix cache starts empty; each response draws
+        from its own generator. So the same requests run in the same batches and give the same bits."""
         while True:
             if self._in_flight:
                 await self._bounded(self._updated.wait(), timeout_s, lambda: "a weight update")
             async with self._lock:
-                if not (self._in_flight and self._updating):  # another update may have been first
+                if not (self._in_flight and self._updating):  # another update may have started first
                     await self._take(requests, timeout_s)
                     return
 
@@ -222,7 +222,7 @@ class VllmEngine(Engine):
             self._open[request.id] = _Open(queue, waiting, len(request.tokens), [VersionSpan(0, self._version)])
 
     async def _wait_for(self, request: Request, queue: Any) -> None:
-        """Puts what becomes of a request where `receive` finds it."""
+        """Wait for a request's output, and store its response or failure for `receive`."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -252,7 +252,7 @@ class VllmEngine(Engine):
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         self.check_health()
         names = [self._open[id_].queue.request_id for id_ in ids if id_ in self._open]
-        aborting = self._llm.engine_core.call_utility_async("megarl_abort", names)  # the core has their tokens
+        aborting = self._llm.engine_core.call_utility_async("megarl_abort", names)  # their tokens are still in the core
         await self._bounded(aborting, timeout_s, lambda: f"aborting {len(names)} requests")
 
     # ---------------------------------------------------------------- the device
@@ -264,7 +264,7 @@ class VllmEngine(Engine):
                 raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: an engine sleeps between requests")
             if self._asleep == {
                 "kv_cache"
-            }:  # vLLM takes itself for asleep until all is awake (v1/executor/abstract.py:338), and would not sleep
+            }:  # vLLM counts as asleep until all parts are awake (v1/executor/abstract.py:338), and would not sleep again
                 await self._bounded(self._llm.wake_up(tags=["kv_cache"]), timeout_s, lambda: "waking its kv_cache")
             await self._bounded(self._llm.sleep(level=1 if keep_weights else 2, mode="keep"), timeout_s, lambda: "falling asleep")
             self._asleep, self._blank = {"weights", "kv_cache"}, self._blank or not keep_weights
@@ -303,7 +303,7 @@ class VllmEngine(Engine):
         async with self._lock:
             await self._weights("megarl_finish_update", timeout_s=timeout_s)
             for one in self._open.values():
-                if not one.waiting.done() and version != self._version:  # what has ended by now, ended before
+                if not one.waiting.done() and version != self._version:  # a response that has ended ended before the update
                     begun = max(0, self._counts.get(one.queue.request_id, 0) - one.prompt_length)
                     one.versions = [span for span in one.versions if span.start < begun] + [VersionSpan(begun, version)]
             await self._bounded(self._resume(version), timeout_s, lambda: "resuming")
@@ -311,7 +311,7 @@ class VllmEngine(Engine):
             self._updated.set()
 
     async def _resume(self, version: int) -> None:
-        # Keys and values of the old weights; those of requests that go on, too, which are computed anew (else nothing is reset at all).
+        # Drop the old weights' keys and values, also those of running requests, which are recomputed (otherwise vLLM would reset nothing).
         await self._llm.reset_prefix_cache(reset_running_requests=True)
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
@@ -331,17 +331,17 @@ class VllmEngine(Engine):
     # ---------------------------------------------------------------- bounded waits
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-        """`method` of the extension on every worker; one result each."""
+        """Call `method` of the extension on every worker; return one result per worker."""
         self.check_health()
         try:
             return await self._bounded(self._llm.collective_rpc(method, args=arguments), timeout_s, lambda: method)
         except RolloutError:
             raise
-        except Exception as error:  # what a worker raises arrives as a bare Exception with the text
+        except Exception as error:  # a worker's error arrives as a bare Exception with its text
             raise RolloutError(f"{self.label}: {method}: {error}") from error
 
     async def _bounded(self, work: Awaitable[Result], timeout_s: float, late: Callable[[], str]) -> Result:
-        """`work`, unless the engine dies or the time is over first: neither waits for the other. `late` says what is late then."""
+        """Await `work`, but no longer than until the engine dies or the time is over; `late` then describes the work for the error."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         task = asyncio.ensure_future(work)
@@ -360,5 +360,5 @@ class VllmEngine(Engine):
         raise RolloutTimeout(f"{self.label}: {late()} not done after {timeout_s:g} s")
 
     def _death(self, error: Exception) -> EngineDead:
-        """vLLM's word that its process has failed, as ours."""
+        """Convert vLLM's error that its process has failed."""
         return EngineDead(f"{self.label}: its process has failed: {one_line(str(error.__cause__ or error))}")

@@ -1,10 +1,10 @@
-"""New experts into the layers of a vLLM worker, many in one copy, straight to where the layer keeps them.
+"""Load new experts into the layers of a vLLM worker: many in one copy, directly into the layer's own memory.
 
-vLLM's own way is one call of `load_weights` for each expert's tensor, 240 to 300 us of bookkeeping whatever its size: the wrapped loader of
+vLLM itself calls `load_weights` for each expert's tensor, which costs 240 to 300 us of bookkeeping whatever its size: the wrapped loader of
 the layerwise reload (vllm/model_executor/model_loader/reload/layerwise.py:126, make_online_process_loader) keeps the arguments, runs the
-loader once to count elements, and once more when the layer is complete. Here the layer is given memory when its first expert comes, each
-stack is copied into it by the layer's own rule for tensor parallelism and padding, and counted for the reload, which packs the layer when
-all of it is there.
+loader once to count elements, and once more when the layer is complete. Here the layer's memory is allocated when its first expert arrives;
+each stack is copied into it by the layer's own rule for tensor parallelism and padding, and counted for the reload, which packs the layer
+once it is complete.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vllm.model_executor.model_loader.reload.meta import CopyCounter, materializ
 
 from megarl.sync.wire import TensorName, each
 
-_KINDS = ("w1", "w3", "w2")  # vLLM's names of the gate, up and down projections
+_KINDS = ("w1", "w3", "w2")  # vLLM's names for the gate, up and down projections
 
 
 def expert_names(path: str, layer: RoutedExperts) -> tuple[list[str], list[str], list[str]]:
-    """The Hugging Face names of the gate, up and down projections of every expert of the layer at `path`."""
+    """Return the Hugging Face names of the gate, up and down projections of every expert of the layer at `path`."""
     prefix = path.removesuffix(".routed_experts")
     kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
     gate, up, down = ([f"{prefix}.{expert}.{kind}.weight" for expert in range(layer.local_num_experts)] for kind in kinds)
@@ -41,11 +41,11 @@ class ExpertLoader:
         }
 
     def load(self, name: TensorName, tensor: Tensor) -> bool:
-        """Takes the tensor of an expert, or a stack of one kind of tensor of experts that follow one another; during a layerwise reload.
+        """Load one expert's tensor, or a stack of the same tensor of consecutive experts, during a layerwise reload.
 
         Args:
-            name: Hugging Face's, or those of the stack.
-            tensor: whole, not cut for tensor parallelism. It is read now, and not kept.
+            name: the Hugging Face name, or those of the stack.
+            tensor: the whole tensor, not sharded for tensor parallelism. It is read at once and not kept.
 
         Returns:
             Whether these are experts; if not, nothing has been loaded.

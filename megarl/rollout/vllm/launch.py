@@ -1,4 +1,4 @@
-"""How vLLM is started: the environment of its process, its settings, and the files that it leaves to be removed.
+"""Start vLLM: the environment of its process, its settings, and the removal of the files it leaves behind.
 
 vLLM itself is imported in `launch`, once the environment is set.
 """
@@ -21,30 +21,30 @@ from megarl.rollout.engine import RolloutError
 from megarl.rollout.overheard import overheard
 from megarl.text import one_line
 
-VLLM_VERSION = "0.30.0"  # what the mends in this folder were checked against
+VLLM_VERSION = "0.30.0"  # the version that the workarounds in this folder were checked against
 _CPU_STEP_TOKENS = 8192  # most prompt tokens computed in one step
 
 
 def environment(gpu: bool) -> dict[str, str]:
-    """Environment variables that an engine's process must start with (torch and Ray read some of them at import)."""
+    """Return the environment variables that an engine's process must start with (torch and Ray read some of them at import)."""
     safe = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
-        "VLLM_PLUGINS": "",  # no code of installed packages but vLLM's own
+        "VLLM_PLUGINS": "",  # run no plugins of other installed packages
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if gpu:
-        # The monitor of torch's NCCL groups would look every second into the file by which workers have met, which is removed.
+        # Otherwise the monitor of torch's NCCL groups polls the rendezvous file every second, and that file has been removed.
         return {**safe, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     return {
         **safe,
         "OMP_NUM_THREADS": "1",
-        "TORCH_COMPILE_DISABLE": "1",  # else two sampler functions are compiled at the first token: 7 to 14 s
+        "TORCH_COMPILE_DISABLE": "1",  # otherwise two sampler functions are compiled at the first token, which takes 7 to 14 s
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainers share cores
     }
@@ -53,30 +53,30 @@ def environment(gpu: bool) -> dict[str, str]:
 def engine_arguments(
     model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool, sleeps: bool
 ) -> dict[str, Any]:
-    """The settings that vLLM is started with.
+    """Return the settings that vLLM is started with.
 
     Args:
         model: a Hugging Face directory.
         hf: its config.json.
-        dtype: vLLM's name, "float32" or "bfloat16".
-        settings: of the engine.
-        seed: vLLM's own; a request that is sampled brings one, too.
+        dtype: vLLM's name of the dtype, "float32" or "bfloat16".
+        settings: the engine's settings.
+        seed: vLLM's own seed; each sampled request has one of its own as well.
         gpu: whether the engine has GPUs.
-        sleeps: it will leave the GPUs to others in between; on a CPU every engine can.
-        report_experts: its outputs say which experts each token was sent to, where the model has experts.
+        sleeps: whether it will free its GPUs for others at times; on a CPU every engine can.
+        report_experts: whether its outputs report the experts each token was routed to, if the model has experts.
 
     Returns:
-        Arguments of vLLM's AsyncEngineArgs.
+        The arguments of vLLM's AsyncEngineArgs.
     """
     common: dict[str, Any] = {
         "model": str(model),
         "dtype": dtype,
         "seed": seed,
         "tensor_parallel_size": settings.tp,
-        "distributed_executor_backend": "uni" if settings.tp == 1 else "mp",  # inside of an actor vLLM would guess Ray
+        "distributed_executor_backend": "uni" if settings.tp == 1 else "mp",  # inside an actor vLLM would choose Ray
         "max_model_len": settings.max_prompt_tokens + settings.max_response_tokens,
         "max_num_seqs": settings.max_num_seqs,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled: temperature included
+        "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from, after temperature
         "enable_return_routed_experts": report_experts and _has_experts(hf),
         "hf_overrides": {"head_dtype": "float32"} if settings.fp32_head else {},
         "trust_remote_code": False,
@@ -89,7 +89,7 @@ def engine_arguments(
         **common,
         "kv_cache_memory_bytes": (settings.kv_cache_mb or 0) << 20,
         "enforce_eager": True,
-        # A prompt computed in parts throws samples away and rewinds the request's generator, which a CPU generator cannot do
+        # Chunked prefill discards samples and rewinds the request's generator, which a CPU generator cannot do
         # (vllm/v1/worker/gpu_model_runner.py:3723: the engine dies). So prompts are computed whole.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(_CPU_STEP_TOKENS, common["max_model_len"]),
@@ -98,24 +98,24 @@ def engine_arguments(
 
 
 def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu: bool) -> Any:
-    """Starts vLLM.
+    """Start vLLM.
 
     Args:
         label: names the engine in errors.
-        arguments: of `engine_arguments`.
-        hf: config.json of the model.
+        arguments: the arguments from `engine_arguments`.
+        hf: the model's config.json.
         gpu: whether the engine has GPUs.
 
     Returns:
         vLLM's AsyncLLM.
 
     Raises:
-        RolloutError: vLLM is another version, or does not start.
+        RolloutError: the wrong version or platform of vLLM is installed, or it does not start.
     """
     with uncollected():
         from megarl.rollout.vllm.light_import import light_import  # it imports torch
     if not gpu:
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # which warns that a CPU has no Triton
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no Triton
     with uncollected(), nullcontext() if gpu else light_import():
         import vllm
 
@@ -135,7 +135,7 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         from megarl.rollout.vllm.worker_extension import SingleExecutor, TensorParallelExecutor
 
         if not gpu:
-            # The start would import these itself, later, and torch's compilers and openai's package with them.
+            # Otherwise these would be imported outside light_import, and torch's compilers and the openai package with them.
             import vllm.model_executor.layers.quantization.online.base
             import vllm.renderers.hf
             import vllm.v1.worker.cpu_worker
@@ -143,11 +143,11 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
             _register_model(hf)
     settings = AsyncEngineArgs(**arguments)
     executor = SingleExecutor if settings.tensor_parallel_size == 1 else TensorParallelExecutor
-    with overheard() as said:  # vLLM's own error is "see the stack trace above" where its process has died
+    with overheard() as said:  # if its process has died, vLLM's own error is only "see the stack trace above"
         try:
             config = settings.create_engine_config(
                 UsageContext.LLM_CLASS
-            )  # for throughput: 16,384 prompt tokens a step on an H100, not 2,048
+            )  # this context is for throughput: 16,384 prompt tokens per step on an H100, not 2,048
             with _fork_cheaply(enabled=not gpu):
                 return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
         except (ValueError, RuntimeError) as error:
@@ -159,7 +159,7 @@ def _has_experts(config: Mapping[str, Any]) -> bool:
 
 
 def _register_model(config: Mapping[str, Any]) -> None:
-    """Registers the model's class itself: for a name vLLM would start a subprocess to look at it (8 CPU seconds)."""
+    """Register the model's class itself: given only a name, vLLM would start a subprocess to inspect it (8 CPU seconds)."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
@@ -170,10 +170,10 @@ def _register_model(config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _fork_cheaply(enabled: bool) -> Iterator[None]:
-    """Lets vLLM fork its process instead of importing everything again in a new one.
+    """Let vLLM fork its process instead of importing everything again in a new one.
 
-    vllm/platforms/cpu.py:385 asks for spawn, and vllm/utils/system_utils.py:134 insists on it inside of a Ray actor; CPU engines need
-    neither: nothing here has started an OpenMP pool or a CUDA context, and the child talks to no Ray.
+    vllm/platforms/cpu.py:385 asks for spawn, and vllm/utils/system_utils.py:134 insists on it inside a Ray actor. CPU engines can fork:
+    nothing here has started an OpenMP pool or a CUDA context, and the child does not talk to Ray.
     """
     if not enabled:
         yield
@@ -183,7 +183,7 @@ def _fork_cheaply(enabled: bool) -> Iterator[None]:
     before = system_utils.is_in_ray_actor
     system_utils.is_in_ray_actor = lambda: False
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    gc.freeze()  # the child's collections leave the parent's objects alone: pages stay shared, and it starts in 1.1 s, not 1.7
+    gc.freeze()  # the child's collector then skips the parent's objects: pages stay shared, and it starts in 1.1 s, not 1.7
     try:
         yield
     finally:
@@ -191,7 +191,7 @@ def _fork_cheaply(enabled: bool) -> Iterator[None]:
 
 
 def remove_files(directory: Path) -> None:
-    """Removes the engine's sockets, rendezvous file and CPU shared memory. The processes that use them have them open already."""
+    """Remove the engine's sockets, rendezvous file and CPU shared memory, which the processes that use them have already opened."""
     for rendezvous in directory.glob("vllm_dist_*"):  # vllm/v1/worker/cpu_worker.py:163 names the shared memory after this file
         for segment in Path("/dev/shm").glob(f"{rendezvous.name}-*"):
             segment.unlink(missing_ok=True)
@@ -199,6 +199,6 @@ def remove_files(directory: Path) -> None:
 
 
 def message_queues(pid: int) -> set[Path]:
-    """The shared memory over which an engine talks with its tensor-parallel workers. Whoever of them is killed leaves it behind."""
+    """Return the shared memory segments between an engine and its tensor-parallel workers, which a killed process leaves behind."""
     fields = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return {Path(line[5]) for line in fields if len(line) == 6 and line[5].startswith("/dev/shm/psm_")}

@@ -1,8 +1,8 @@
-"""vLLM's import on a CPU, without what an engine there never calls: two fifths of the CPU seconds of `megarl generate` with a tiny model.
+"""Import vLLM on a CPU without modules an engine there never uses, which take two fifths of `megarl generate`'s CPU time on a tiny model.
 
-With TORCH_COMPILE_DISABLE torch compiles nothing, and an engine that is given tokens reads no chats, no calls of tools and no pictures, and
-loads models with vLLM's own code. vLLM imports torch's compilers, the parsers and packages of a chat server, what fetches pictures and what
-transformers loads models with all the same.
+With TORCH_COMPILE_DISABLE torch compiles nothing; an engine that is given tokens reads no chats, tool calls or images, and loads models
+with vLLM's own code. vLLM nevertheless imports torch's compilers, the parsers and packages of a chat server, image fetching and
+transformers' model loading.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megarl.light_transformers import light_transformers
 
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
-    """A decorator that leaves what it decorates alone, with arguments or without."""
+    """A decorator, with or without arguments, that returns what it decorates unchanged."""
     return function if callable(function) else _as_it_is
 
 
 class _Unused:
-    """A class that is inherited from, caught, or asked for where something is switched on that never is."""
+    """A stand-in for a class that is only inherited from, caught, or used by features that are never switched on."""
 
 
-LATER = object()  # a function, which imports the real module when it is called
+LATER = object()  # stands for a function that imports the real module when it is called
 
-# By module, the names that vLLM 0.30.0 and transformers 5.19.0 take from it when they are imported, and where.
+# By module: the names that vLLM 0.30.0 and transformers 5.19.0 import from it at their own import, and where they do.
 STAND_INS: dict[str, dict[str, Any]] = {
     "torch._dynamo": {
         "allow_in_graph": _as_it_is,  # transformers/modeling_utils.py:1169, through torch.compiler
@@ -43,7 +43,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "torch._dynamo.symbolic_convert": {"InliningInstructionTranslator": _Unused},  # vllm/compilation/decorators.py:15
     "torch._inductor.custom_graph_pass": {"CustomGraphPass": _Unused},  # vllm/compilation/passes/inductor_pass.py:22
     "torch._inductor.runtime.triton_helpers": {"libdevice": None},  # vllm/v1/worker/gpu/metrics/logits.py:4, for GPUs
-    "vllm.env_override": {},  # vllm/__init__.py:14: mends of the compilers
+    "vllm.env_override": {},  # vllm/__init__.py:14: patches for the compilers
     "vllm.reasoning": {"ReasoningParserManager": _Unused},  # vllm/config/reasoning.py:8, vllm/v1/structured_output/__init__.py:11
     "vllm.parser.engine.adapters": {"ParserEngineReasoningAdapter": _Unused},  # vllm/v1/structured_output/__init__.py:10
     "vllm.entrypoints.chat_utils": {  # vllm/renderers/hf.py:23
@@ -54,7 +54,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "parse_chat_messages_async": LATER,
     },
     "vllm.entrypoints.serve.elastic_ep.middleware": {"set_scaling_elastic_ep": LATER},  # vllm/v1/engine/async_llm.py:21
-    # What transformers loads models with, and in it torch's DTensor and sympy.
+    # transformers' model loading, which imports torch's DTensor and sympy.
     "transformers.conversion_mapping": {  # transformers/integrations/hub_kernels.py:26
         "get_checkpoint_conversion_mapping": LATER,
         "register_checkpoint_conversion_mapping": LATER,
@@ -63,7 +63,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "vllm.model_executor.layers.quantization.compressed_tensors.utils": {  # vllm/model_executor/layers/quantization/online/base.py:33
         "should_ignore_layer": LATER,
     },
-    # Of models that see.
+    # Vision models.
     "transformers.models.auto.image_processing_auto": {"get_image_processor_config": LATER},  # vllm/transformers_utils/config.py:21
     "vllm.transformers_utils.processor": {
         "cached_get_processor": LATER,  # vllm/renderers/hf.py:49
@@ -76,36 +76,36 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "MediaConnector": _Unused,
         "merge_media_io_kwargs": LATER,  # vllm/renderers/params.py:9
     },
-    "vllm.connections": {"global_http_connection": None},  # vllm/assets/base.py:8: fetches pictures
-    "cpuinfo": {},  # vllm/usage/usage_lib.py:16: for reports to vLLM's makers, which VLLM_NO_USAGE_STATS switches off
+    "vllm.connections": {"global_http_connection": None},  # vllm/assets/base.py:8: fetches images
+    "cpuinfo": {},  # vllm/usage/usage_lib.py:16: for usage reports to vLLM's developers, which VLLM_NO_USAGE_STATS switches off
 }
 
 
 @contextmanager
 def light_import() -> Iterator[None]:
-    """For a block that imports vLLM where TORCH_COMPILE_DISABLE is set. Who imports one of STAND_INS after it gets the real module.
+    """Put the STAND_INS in place for a block that imports vLLM with TORCH_COMPILE_DISABLE set; later imports get the real modules.
 
-    A name that a stand-in lacks fails in the block: so another version of vLLM says what it wants.
+    Importing a name that a stand-in lacks fails inside the block, so that another version of vLLM reveals what it needs.
     """
     stand_ins = {name: _module(name, names) for name, names in STAND_INS.items() if name not in sys.modules}
     sys.modules.update(stand_ins)
     try:
-        # vllm/model_executor/model_loader/reload/meta.py:157 would be hidden from a compiler (torch/utils/_python_dispatch.py:115).
+        # Otherwise vllm/model_executor/model_loader/reload/meta.py:157 is hidden from the compiler (torch/utils/_python_dispatch.py:115).
         undispatched = patch.object(TorchDispatchMode, "_should_skip_dynamo", lambda: False)
         with _folders_read_once(), patch.object(torch, "compile", _as_it_is), undispatched:
             yield
     finally:
         for name in stand_ins:
             del sys.modules[name]
-        vars(sys.modules.get("transformers.generation", sys)).pop("GenerationMixin", None)  # which transformers has kept there
+        vars(sys.modules.get("transformers.generation", sys)).pop("GenerationMixin", None)  # transformers caches the stand-in there
     if "torch._dynamo" in stand_ins:
-        torch._dynamo = _Dynamo()  # whoever imports the real one puts that in its place
+        torch._dynamo = _Dynamo()  # replaced when the real module is imported
     torch._check_with = _check_with
 
 
 @contextmanager
 def _folders_read_once() -> Iterator[None]:
-    """transformers looks for names in its thousand files of models (__init__.py:814), and a second time (models/__init__.py:552)."""
+    """Cache transformers' scan of its thousand model files for names, which it does twice (__init__.py:814, models/__init__.py:552)."""
     with light_transformers():
         from transformers.utils import import_utils
     read = import_utils.create_import_structure_from_path
@@ -114,13 +114,13 @@ def _folders_read_once() -> Iterator[None]:
 
 
 def _check_with(error_type: Any, cond: bool | torch.SymBool, message: Callable[[], str], in_full: Any = torch._check_with) -> None:
-    """torch/__init__.py:1726 imports sympy to find out whether True is true: at an engine's first token (sampler.py:349)."""
+    """Pass if `cond` is True; torch/__init__.py:1726 imports sympy even to test that, at an engine's first token (sampler.py:349)."""
     if cond is not True:
         in_full(error_type, cond, message)
 
 
 class _Dynamo:
-    """What stands at torch._dynamo until somebody imports it: vLLM's sampler marks sizes in each token's tensors (sampler.py:347)."""
+    """The value of torch._dynamo until it is imported. vLLM's sampler calls it for every token to mark dynamic sizes (sampler.py:347)."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "decorators" and "torch._dynamo" not in sys.modules:
@@ -129,10 +129,10 @@ class _Dynamo:
 
 
 class _Decorators:
-    """What stands at torch._dynamo.decorators."""
+    """The value of torch._dynamo.decorators until torch._dynamo is imported."""
 
     def mark_unbacked(self, *_: Any) -> None:
-        """Does nothing: no compiler reads the mark."""
+        """Do nothing: no compiler reads the mark."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("torch._dynamo.decorators"), name)

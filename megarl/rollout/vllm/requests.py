@@ -1,4 +1,4 @@
-"""Requests in vLLM's words, and its outputs as samples."""
+"""Translate requests to vLLM's sampling parameters, and its outputs to samples."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from megarl.batch import Sample, VersionSpan
 from megarl.rollout.engine import Request, RolloutError
 
-BY_POSITION = "megarl_by_position"  # of SamplingParams.extra_args
+BY_POSITION = "megarl_by_position"  # a key of SamplingParams.extra_args
 
 
 def check_request(request: Request, limit: int) -> None:
-    """ValueError where prompt and response could be longer than `limit` tokens."""
+    """Raise ValueError if prompt and response together could exceed `limit` tokens, or the prompt is empty."""
     if not request.tokens or len(request.tokens) + request.max_tokens > limit:
         asked = f"{len(request.tokens)} tokens and up to {request.max_tokens} more"
         raise ValueError(f"request {request.id!r}: {asked}; the engine takes 1 + 1 to {limit} in all")
 
 
 def sampling_parameters(request: Request) -> Any:
-    """vLLM's SamplingParams."""
+    """Return vLLM's SamplingParams for a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -36,26 +36,26 @@ def sampling_parameters(request: Request) -> Any:
         seed=request.seed if request.temperature else None,
         extra_args={BY_POSITION: True} if request.by_position else None,
         routed_experts_prompt_start=request.experts_from,
-        logprobs=0,  # the sampled token's alone
+        logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         detokenize=bool(request.stop),
-        skip_special_tokens=False,  # a stop text may be one
+        skip_special_tokens=False,  # a stop text may be a special token
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
 
 
 def sample_of(request: Request, output: Any, versions: Sequence[VersionSpan], label: str) -> Sample:
-    """The sample in vLLM's final output. An aborted response may be empty, and then has no routed experts.
+    """Return the sample in vLLM's final output. An aborted response may be empty, and then has no routed experts.
 
     Args:
-        request: what was asked.
-        output: vLLM's RequestOutput.
-        versions: of the weights that the response was sampled from.
+        request: the request.
+        output: vLLM's RequestOutput for it.
+        versions: the weight versions that the response was sampled from.
         label: names the engine in an error.
 
     Raises:
-        RolloutError: the output is not whole.
+        RolloutError: the response ended for an unknown reason, or lacks routed experts of some tokens.
     """
     (response,) = output.outputs
     if response.finish_reason not in ("stop", "length", "abort"):
@@ -67,5 +67,5 @@ def sample_of(request: Request, output: Any, versions: Sequence[VersionSpan], la
     if routed_experts is not None and routed_experts.shape[0] != len(tokens) - 1 - request.experts_from:
         rows = f"{routed_experts.shape[0]} rows of routed experts from token {request.experts_from} on"
         raise RolloutError(f"{label}: request {request.id!r}: {rows} for {len(tokens)} tokens")
-    spans = tuple(span for span in versions if span.start < max(1, len(logp)))  # an aborted one may have got none of the last
+    spans = tuple(span for span in versions if span.start < max(1, len(logp)))  # an aborted response may have no token of the last version
     return Sample(tokens, len(request.tokens), logp, response.finish_reason, spans, routed_experts)

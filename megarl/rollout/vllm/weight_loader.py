@@ -1,6 +1,6 @@
-"""New weights into the model of a vLLM worker: buckets in, vLLM's layerwise reload, nothing missing, nothing twice.
+"""Load new weights into the model of a vLLM worker, bucket by bucket, by vLLM's layerwise reload; each tensor must arrive exactly once.
 
-`start` -> `load_bucket` for each bucket -> `finish`. Any failure leaves the worker refusing to go on until the next `start`.
+`start` -> `load_bucket` for each bucket -> `finish`. After any failure the worker refuses to continue until the next `start`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class WeightLoader:
         self._inventory: Inventory | None = None
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Joins the trainer's broadcast group as `rank`."""
+        """Join the trainer's broadcast group as `rank`."""
         self._buckets.connect(rendezvous, rank)
 
     def start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
-        """Begins an update that must bring exactly these tensors: (shape, dtype) by name."""
+        """Begin an update that must bring exactly the expected tensors: (shape, dtype) by name."""
         with set_current_vllm_config(self._config):
-            if self._inventory is not None:  # the last update failed midway: drop what vLLM has buffered of it
+            if self._inventory is not None:  # the last update failed midway: drop what vLLM has buffered
                 finalize_layerwise_reload(self._model, self._config.model_config)
             if self._device.type == "cpu":
                 reset_moe_kernels(self._model)
@@ -44,8 +44,8 @@ class WeightLoader:
         self._inventory = Inventory(expected)
 
     def load_bucket(self, header: Header) -> None:
-        """Takes one bucket and loads it. Raises WeightError naming a tensor that does not fit."""
-        tensors = self._buckets.receive_stacks(header)  # even where one is refused: the other end is sending
+        """Receive one bucket and load it. Raises WeightError naming a tensor that does not fit."""
+        tensors = self._buckets.receive_stacks(header)  # before any check: the trainer is already sending
         if self._inventory is None:
             raise WeightError(f"{header.first}: came outside of an update")
         for name, tensor in tensors:
@@ -54,12 +54,12 @@ class WeightLoader:
                 self._inventory.take(one, shape, dtype)
         with set_current_vllm_config(self._config):
             others = [one for name, tensor in tensors if not self._experts.load(name, tensor) for one in each(name, tensor)]
-            # vLLM keeps views of the tensors until their layer is complete: their memory is never used again.
+            # vLLM keeps views of the tensors until their layer is complete: their memory must not be reused.
             if others:
                 self._model.load_weights(iter(others))
 
     def finish(self) -> None:
-        """Ends the update. Raises WeightError naming a tensor that has not come."""
+        """Finish the update. Raises WeightError naming a tensor that has not arrived."""
         if self._inventory is None:
             raise WeightError("finish: no update has been started")
         self._inventory.complete()
@@ -71,12 +71,12 @@ class WeightLoader:
 
 
 def reset_moe_kernels(model: nn.Module) -> None:
-    """Makes vLLM pack reloaded experts again.
+    """Make vLLM pack reloaded experts again.
 
     vLLM 0.30.0 skips `fused_experts.process_weights_after_loading`, the CPU packing, once `moe_kernel` exists
-    (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:156, `if not is_weight_update`), so that a reload copies
-    unpacked weights into the packed buffer and says nothing. Without a kernel it takes the path of the first load.
-    Raises WeightError where vLLM has changed there: then this mend needs a new look.
+    (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:156, `if not is_weight_update`), so that a reload silently
+    copies unpacked weights into the packed buffer. Without a kernel it takes the path of the first load.
+    Raises WeightError if vLLM's code there has changed: this workaround must then be reviewed.
     """
     source = inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
     guard = source.find("if not is_weight_update:")
@@ -91,10 +91,10 @@ def reset_moe_kernels(model: nn.Module) -> None:
 
 
 def repack_tied_output(model: nn.Module) -> None:
-    """Packs the output layer again where it shares the embedding table.
+    """Pack the output layer again if it shares the embedding table.
 
-    On CPU it multiplies with a packed copy of the table (vllm/model_executor/layers/utils.py:452), and vLLM 0.30.0's reload packs only
-    layers that were themselves loaded (vllm/model_executor/model_loader/reload/layerwise.py:257, "No weights were loaded").
+    On CPU the layer multiplies with a packed copy of the table (vllm/model_executor/layers/utils.py:452), and vLLM 0.30.0's reload packs
+    only layers that were themselves loaded (vllm/model_executor/model_loader/reload/layerwise.py:257, "No weights were loaded").
     """
     tables = {
         id(layer.weight) for layer in model.modules() if isinstance(layer, VocabParallelEmbedding) and type(layer) is not ParallelLMHead

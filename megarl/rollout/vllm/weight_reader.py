@@ -1,13 +1,13 @@
-"""The weights that a vLLM worker computes with: their fingerprints by Hugging Face name, in whatever form the layers keep them.
+"""Fingerprint the weights that a vLLM worker computes with, by Hugging Face name, in whatever form the layers keep them.
 
 Three forms occur, and each is read exactly:
-- plain memory (norms, embedding tables, all of a GPU's linear layers): hashed as it lies;
+- plain memory (norms, embedding tables, all linear layers on a GPU): hashed in place;
 - opaque (CPU linear layers keep a oneDNN or AMX handle and drop the weight): the layer's own kernel multiplies the identity matrix, which
-  gives back every weight bit for bit (1 * w plus zeros), through the very code that serves tokens;
-- packed (experts): where the packing puts each element is learnt once, from a throw-away expert whose elements are their own numbers; the
-  keys of the fingerprint are put there, too, and the packed weights hashed as they lie.
+  returns every weight bit for bit (1 * w plus zeros), through the very code that serves tokens;
+- packed (experts): the place to which packing moves each element is found once, by packing a throw-away expert whose elements are their own
+  indices; the keys of the fingerprint are arranged likewise, and the packed weights hashed in place.
 
-The walk goes over the modules, not over a list of names: a weight that no rule knows still appears, under its own name, so that the
+The walk goes over the modules, not over a list of names: a weight that no rule covers still appears, under its own name, so that the
 comparison with the trainer's names reports it. Axes: O output rows, I input columns, E experts.
 """
 
@@ -36,36 +36,36 @@ from megarl.rollout.vllm.expert_loader import expert_names
 from megarl.sync.fingerprint import Piece, fingerprints, keys, rearranged_fingerprints
 
 _PROBE_COLUMNS = 512  # columns of the identity that a layer multiplies at a time
-_BIAS = "e_score_correction_bias"  # of a router: added to the scores by which experts are chosen
+_BIAS = "e_score_correction_bias"  # a router's expert bias: added to the scores by which experts are chosen
 
 
 @dataclass(frozen=True)
 class _Shards:
-    """Shards of equal shape, each of another tensor, all at the same place of their wholes."""
+    """Shards of equal shape, each of a different tensor, all at the same offset in their whole tensors."""
 
     names: list[str]  # Hugging Face names
-    row: int
+    row: int  # of the shard in the whole tensor
     column: int
     stack_BRC: Tensor
-    further: bool = False  # of the place that the shards of this name before it began
+    further: bool = False  # part of the same copy of the tensor as the preceding shards of this name
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Where the packed form of an expert keeps one of its tensors, or the shard of it that this worker has."""
+    """The positions in an expert's packed form that hold one of its tensors, or this worker's shard of it."""
 
-    row: int  # of the shard in its whole
+    row: int  # of the shard in the whole tensor
     column: int
     rows: int
     columns: int
-    start: int  # the places from here
-    stop: int  # to here
-    key_P: Tensor  # int64, of these places; 0 at those that hold something else
+    start: int  # first of these positions
+    stop: int  # one past the last
+    key_P: Tensor  # int64, the fingerprint keys at positions start to stop; 0 at those that hold something else
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """One kind of tensor of all experts of a layer, in the packed form."""
+    """The same tensor (gate, up or down projection) of all experts of a layer, in packed form."""
 
     names: list[str]
     part: _Part
@@ -74,21 +74,21 @@ class _Packed:
 
 @torch.no_grad()
 def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str, list[Piece]]:
-    """Fingerprints of everything that a model holds, in each place that holds the tensor.
+    """Fingerprint all weights of a model, at every place that holds a copy of a tensor.
 
     Args:
-        model: vLLM's, in one worker.
-        tied: the output layer shares the embedding table.
-        dtype: the model's, in which weights are sent.
+        model: vLLM's model in one worker.
+        tied: whether the output layer shares the embedding table.
+        dtype: the model's dtype, in which weights are sent.
 
     Returns:
-        Hugging Face name -> the pieces that this worker holds, place after place.
+        Hugging Face name -> the pieces that this worker holds, place by place.
 
     Raises:
         NotImplementedError: a layer's form cannot be read.
     """
     held, hashed = list[tuple[list[str], int, int, int, int, bool]](), list[Tensor]()
-    for shards in _walk(model, tied):  # what a layer's kernel gives lives until its own fingerprint is taken, and no longer
+    for shards in _walk(model, tied):  # one layer at a time: weights read through its kernel are freed after hashing
         if isinstance(shards, _Packed):
             held.append((shards.names, shards.part.row, shards.part.column, shards.part.rows, shards.part.columns, False))
             hashed.append(rearranged_fingerprints(shards.stack_BP[:, shards.part.start : shards.part.stop], shards.part.key_P))
@@ -107,8 +107,11 @@ def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str
 
 
 def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
-    """The shards in the dtype of the stream. vLLM keeps some routers in float32; one whose values `dtype` cannot represent stays in
-    float32, so that the comparison reports it. A router's expert bias is float32 in the stream, too."""
+    """Return the shards in the dtype in which they were sent.
+
+    vLLM keeps some routers in float32; one whose values `dtype` cannot represent stays in float32, so that the comparison reports it.
+    A router's expert bias is sent in float32, too.
+    """
     if shards.names[0].endswith(_BIAS):
         return shards.stack_BRC
     narrow = shards.stack_BRC.to(dtype)
@@ -137,10 +140,10 @@ def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
 
 
 def _stale(path: str, layer: MLAAttention) -> Iterator[_Shards]:
-    """The parameters of multi-latent attention but those that vLLM has made of kv_b_proj, which the walk meets as a layer of its own.
+    """Yield the parameters of multi-latent attention, except those derived from kv_b_proj, which the walk visits as a layer of its own.
 
-    vllm/model_executor/layers/attention/mla_attention.py:1325 registers the two halves of it, transposed, as parameters. No checkpoint has
-    them: one that is not what kv_b_proj makes appears under its own name.
+    vllm/model_executor/layers/attention/mla_attention.py:1325 registers the two halves of kv_b_proj, transposed, as parameters. No
+    checkpoint has them, so they are yielded, under their own names, only if they do not match kv_b_proj.
     """
     weight_OI = _matrix(layer.kv_b_proj)
     keys, values = weight_OI.view(layer.num_heads, -1, weight_OI.shape[1]).split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
@@ -155,7 +158,7 @@ def _plain(names: list[str], row: int, column: int, tensor: Tensor, further: boo
 
 
 def _linear(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> Iterator[_Shards]:
-    """A linear layer of whatever parallel kind: its weight, and its bias if it has one, cut into the checkpoint's tensors."""
+    """Split a linear layer of any parallel kind, its weight and its bias if it has one, into the checkpoint's tensors."""
     weight_OI = _matrix(layer)
     parent, _, leaf = path.rpartition(".")
     column = layer.tp_rank * weight_OI.shape[1] if isinstance(layer, RowParallelLinear) else 0
@@ -163,7 +166,7 @@ def _linear(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> Itera
     start, last = 0, None
     for name, rows, row in _outputs(layer, packed.get(leaf, [leaf]), weight_OI.shape[0]):
         yield _plain([f"{parent}.{name}.weight"], row, column, weight_OI[start : start + rows], name == last)
-        if bias_O is not None:  # CPU kernels may widen the bias to fp32, which keeps every bit of it
+        if bias_O is not None:  # CPU kernels may widen the bias to fp32, which is lossless
             yield _plain([f"{parent}.{name}.bias"], 0, row, bias_O[start : start + rows].to(layer.params_dtype), name == last)
         start, last = start + rows, name
     if start != weight_OI.shape[0]:
@@ -171,9 +174,9 @@ def _linear(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> Itera
 
 
 def _outputs(layer: LinearBase, names: list[str], rows: int) -> list[tuple[str, int, int]]:
-    """(checkpoint name, rows held here, first row in the checkpoint's tensor) of each part that is stacked in the layer.
+    """Return (checkpoint name, rows held here, first row in the checkpoint's tensor) of each part that is stacked in the layer.
 
-    With one name for several parts the checkpoint stacks them too, each whole, behind one another (Phi-3).
+    With one name for several parts, the checkpoint stacks the whole parts one after another, too (Phi-3).
     """
     if isinstance(layer, QKVParallelLinear):
         kv_rank, kv_ranks = layer.tp_rank // layer.num_kv_head_replicas, layer.tp_size // layer.num_kv_head_replicas
@@ -203,7 +206,7 @@ def _output_layer(model: nn.Module) -> VocabParallelEmbedding:
 
 
 def _matrix(layer: LinearBase | VocabParallelEmbedding) -> Tensor:
-    """The weight [O, I] that the layer multiplies with."""
+    """Return the weight [O, I] that the layer multiplies with."""
     if not hasattr(layer, "cpu_linear"):  # vllm/model_executor/layers/utils.py:452: only the CPU backend repacks linear layers
         return layer.weight
     columns, dtype = _input_size(layer), layer.params_dtype
@@ -223,9 +226,9 @@ def _input_size(layer: LinearBase | VocabParallelEmbedding) -> int:
 
 
 def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards | _Packed]:
-    """The experts of one layer: gate, up and down projection of each, in the kernel's layout."""
+    """Yield the experts of one layer: gate, up and down projection of each, in the kernel's layout."""
     for name, parameter in layer.named_parameters(recurse=False):
-        if name == _BIAS:  # the router's, which vLLM's routing reads here
+        if name == _BIAS:  # it belongs to the router, but vLLM's routing reads it here
             yield _plain([f"{path.removesuffix('.routed_experts').removesuffix('.experts')}.gate.{_BIAS}"], 0, 0, parameter)
         elif name not in ("w13_weight", "w2_weight"):
             raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights and the bias are not known here")
@@ -241,12 +244,11 @@ def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards | _Packed]:
 
 
 def _parts(layer: RoutedExperts) -> tuple[_Part, _Part, _Part, Tensor, Tensor]:
-    """Where the packed forms of w13 and w2 keep gate, up and down projection, and the places of each that belong to none of them.
+    """Return the positions of the gate, up and down projections in packed w13 and w2, and the padding positions of w13 and of w2.
 
-    vLLM packs a throw-away expert whose elements are their own numbers, 1, 2, 3, ...: what then lies at a position is the number of the
-    element that is kept there, and 0 is padding. This holds for any kernel that only moves elements and pads with zeros; `_positions`
-    checks that it does. Weights in bfloat16 hold whole numbers exactly only up to 256, so the numbers are packed a byte at a time, the
-    lowest first.
+    vLLM packs a throw-away expert whose elements are their own numbers, 1, 2, 3, ...: each position then holds the number of the element
+    that is kept there, and 0 is padding. This is valid for any kernel that only moves elements and pads with zeros; `_positions` checks
+    that. bfloat16 represents integers exactly only up to 256, so the numbers are packed one byte at a time, lowest byte first.
     """
     weight, inner, hidden, rank = layer.w13_weight, layer.intermediate_size_per_partition, layer.hidden_size, layer.moe_config.tp_rank
     key = (type(layer.quant_method.moe_kernel.fused_experts), inner, hidden, rank, weight.dtype, weight.device)
@@ -277,7 +279,7 @@ def _part(position_RC: Tensor, row: int, column: int) -> _Part:
 
 
 def _packed(layer: RoutedExperts, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-    """What vLLM makes of freshly loaded expert weights (mirrors UnquantizedFusedMoEMethod._setup_kernel on a throw-away layer)."""
+    """Pack expert weights as vLLM does after loading (mirrors UnquantizedFusedMoEMethod._setup_kernel on a throw-away layer)."""
     method = layer.quant_method
     w13, w2 = convert_to_unquantized_kernel_format(method.unquantized_backend, layer.moe_config, w13, w2)
     if method.unquantized_backend != UnquantizedMoeBackend.CPU:
@@ -289,7 +291,7 @@ def _packed(layer: RoutedExperts, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tens
 
 
 def _positions(number_P: Tensor, count: int) -> Tensor:
-    """The position of each of the numbers 1 .. count, from the number at each packed position (0: padding)."""
+    """Return the position of each of the numbers 1 .. count, given the number at each packed position (0: padding)."""
     kept = number_P.nonzero().squeeze(1)
     numbers = number_P[kept]
     if not torch.equal(numbers.sort().values, torch.arange(1, count + 1, device=number_P.device)):

@@ -1,8 +1,8 @@
-"""Responses leave vLLM's core whole: one message for each, instead of one for each of its tokens.
+"""Send each response from vLLM's core to its front end in one message, instead of one message per token.
 
-vLLM sends what it samples to its front end token by token, also where only the final output is asked for; sending, decoding and keeping
-it (v1/engine/output_processor.py:657) costs a process as much as half of the engine's own work. Here the tokens of such a response wait
-in the core until it ends. A response with stop texts does not wait: it is the front end that finds these.
+vLLM sends sampled tokens to its front end one by one, even if only the final output is requested; sending, decoding and collecting
+them (v1/engine/output_processor.py:657) costs a process half as much as the engine's own work. Here the tokens of such a response wait
+in the core until it ends. A response with stop texts does not wait, since the front end is what finds these.
 
 Only vLLM's core imports this file.
 """
@@ -25,13 +25,13 @@ from megarl.patching import expect
 
 
 class WholeResponses:
-    """The responses of one core that have begun and not ended."""
+    """The unfinished responses of one core."""
 
     def __init__(self) -> None:
         self._begun = defaultdict[str, _Response](_Response)
 
     def install(self) -> None:
-        """Before the core makes its scheduler."""
+        """Patch vLLM's scheduler and core. Must be called before the core creates its scheduler."""
         update = Scheduler.update_from_output
         expect(update, "new_logprobs = logprobs.slice_request(req_index, len(new_token_ids))", "EngineCoreOutputs(outputs=outs)")
 
@@ -43,27 +43,27 @@ class WholeResponses:
             return {client: message for client, message in messages.items() if message.outputs or message.scheduler_stats}
 
         def abort(core: Any, names: list[str]) -> None:
-            """Ends these requests, and sends what they have; those that have ended are passed over."""
+            """Abort these requests and send their partial responses; those that have already ended are ignored."""
             for request in core.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED):
                 last = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
                 core.output_queue.put_nowait((request.client_index, EngineCoreOutputs(outputs=self.ended([last], {}))))
 
         def counts(core: Any) -> dict[str, int]:
-            """The tokens of each request that has not ended, prompt and response; exact while the scheduler is paused."""
+            """Return the number of tokens, prompt and response, of each unfinished request; exact while the scheduler is paused."""
             return {name: request.num_tokens for name, request in core.scheduler.requests.items()}
 
         Scheduler.update_from_output = update_from_output
         EngineCoreProc.megarl_abort, EngineCoreProc.megarl_counts = abort, counts
 
     def ended(self, outputs: Sequence[EngineCoreOutput], requests: Mapping[str, Any]) -> list[EngineCoreOutput]:
-        """What is to be sent.
+        """Keep back the outputs of unfinished responses, and complete those of finished ones.
 
         Args:
-            outputs: what a step has sampled.
-            requests: those that have not ended, by their id.
+            outputs: the outputs of one step.
+            requests: the unfinished requests, by id.
 
         Returns:
-            The outputs that end a response, with all that came before, and those that do not wait.
+            The outputs to send: those that end a response, with all its earlier tokens, and those of responses that do not wait.
         """
         sent = []
         for output in outputs:
@@ -77,7 +77,7 @@ class WholeResponses:
         return sent
 
     def forget(self, requests: Mapping[str, Any]) -> None:
-        """Forgets what vLLM has ended without an output: its front end has given it up."""
+        """Drop responses that vLLM has ended without an output because its front end has abandoned them."""
         if len(self._begun) > len(requests):
             for name in self._begun.keys() - requests.keys():
                 del self._begun[name]
@@ -88,7 +88,7 @@ def _waits(parameters: Any) -> bool:
 
 
 class _Response:
-    """What a request has sampled so far."""
+    """The outputs of one request so far."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -106,7 +106,7 @@ class _Response:
         self._prefill = self._prefill or output.prefill_stats
 
     def into(self, output: EngineCoreOutput) -> None:
-        """Puts all of it into one output."""
+        """Put everything kept into one output."""
         output.new_token_ids, output.prefill_stats = self._tokens, self._prefill
         if self._logprobs[0]:
             output.new_logprobs = LogprobsLists(*(rows.array() for rows in self._logprobs))
@@ -115,7 +115,7 @@ class _Response:
 
 
 class _Rows:
-    """Rows of arrays of one kind as one array. No array of their own is kept: of a hundred bytes each, for every token of every request."""
+    """Concatenates rows of equal dtype and shape. Keeps bytes, not arrays, each of which would cost a hundred bytes per token."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()

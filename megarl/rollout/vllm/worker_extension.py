@@ -1,4 +1,4 @@
-"""What runs inside vLLM's processes: the executors that tie an engine to its parent, and the calls that a worker answers.
+"""Code that runs inside vLLM's processes: executors that tie an engine's lifetime to its parent's, and the calls that a worker answers.
 
 Only vLLM's own processes import this file.
 """
@@ -46,7 +46,7 @@ class SingleExecutor(UniProcExecutor):
 
 
 class TensorParallelExecutor(MultiprocExecutor):
-    """One process a worker, which dies with the engine's process (`WorkerExtension.megarl_pid`)."""
+    """One process per worker, which dies with the engine's process (`WorkerExtension.megarl_pid`)."""
 
     def _init_executor(self) -> None:
         enter_engine_process()
@@ -55,30 +55,32 @@ class TensorParallelExecutor(MultiprocExecutor):
 
 
 def enter_engine_process() -> None:
-    """The first thing that an engine's process does: it dies with its parent."""
+    """Set up an engine's process, before anything else: tie it to its parent, and install this folder's patches."""
     die_with_parent()
     WholeResponses().install()
     if current_platform.is_cpu():
         cpu_sleep.install()
         _rest()
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
-            # vLLM's AMX kernels (bf16) run without asking Linux for the tile registers first, and die of SIGILL. Workers inherit the grant.
+            # vLLM's AMX kernels (bf16) do not ask Linux for the tile registers first, and die of SIGILL. Workers inherit the permission.
             raise RuntimeError("Linux grants this process no AMX tile registers")
 
 
 def die_with_parent() -> None:
-    """The kernel ends this process as soon as its parent has ended."""
+    """Let the kernel kill this process as soon as its parent ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "an engine's core and its workers run in processes of their own"
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent.pid:  # it died before the signal was set
+    if os.getppid() != parent.pid:  # the parent died before the signal was set
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _rest() -> None:
-    """Tensor-parallel workers wait at a socket: others need the CPU's cores. vLLM's own spin for a second after each call
-    (vllm/distributed/device_communicators/shm_broadcast.py:203); ours spin only in their first second, while the sockets connect.
+    """Let tensor-parallel workers wait on a socket instead of spinning, since others need the CPU's cores.
+
+    vLLM's own spin for a second after each call (vllm/distributed/device_communicators/shm_broadcast.py:203); ours spin only in their
+    first second, while the sockets connect.
     """
     expect(SpinCondition.record_read, "self.last_read = time.monotonic()")
     SpinCondition.record_read = lambda self: None
@@ -86,12 +88,13 @@ def _rest() -> None:
 
 @contextmanager
 def rendezvous_directory() -> Iterator[None]:
-    """The files by which workers meet lie in the private directory (vllm/utils/network_utils.py:136 takes the temporary one).
+    """Put the workers' rendezvous files in the engine's private directory (vllm/utils/network_utils.py:136 uses tempfile's).
 
-    It is gone when the engine has started: what is compiled from then on (Triton, Inductor) finds the usual directory.
+    Only inside the block: the directory is removed once the engine has started, and later compilation (Triton, Inductor) needs the usual
+    temporary directory.
     """
     tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"]
-    os.register_at_fork(after_in_child=_forget_directory)  # workers are given the file's name
+    os.register_at_fork(after_in_child=_forget_directory)  # workers do not need it: they are given the file's name
     try:
         yield
     finally:
@@ -103,8 +106,10 @@ def _forget_directory() -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; each method answers AsyncLLM.collective_rpc. A refused update comes back as text: the call
-    itself would carry no exception's type."""
+    """Mixed into vLLM's worker class; its methods are called through AsyncLLM.collective_rpc.
+
+    A refused update is returned as text, since the call does not carry an exception's type.
+    """
 
     vllm_config: Any
     device: Any
@@ -135,10 +140,10 @@ class WorkerExtension:
         return _refusal(read) or found
 
     def megarl_draw_by_position(self) -> None:
-        """From now on a request that asks for it draws each token by its seed and the token's position.
+        """From now on, draw each token of a request with BY_POSITION from the request's seed and the token's position.
 
-        vLLM seeds a request's generator once, when it is added (v1/worker/gpu_model_runner.py:1305): what goes on in a new request would
-        repeat the noise of the beginning. Its second model runner, which it takes on GPUs, draws so by itself
+        vLLM seeds a request's generator once, when it is added (v1/worker/gpu_model_runner.py:1305): a response continued in a new request
+        would repeat the noise of its beginning. vLLM's second model runner, used on GPUs, draws by position anyway
         (v1/worker/gpu/sample/gumbel.py).
         """
         if self.use_v2_model_runner:
@@ -158,7 +163,10 @@ class WorkerExtension:
         runner._sample = seeded
 
     def megarl_pid(self) -> int:
-        """The first call. vLLM's workers watch a pipe to the engine's process, of which one that waits for its GPU takes no notice."""
+        """Tie this worker to its parent and return its pid; the first call.
+
+        vLLM's workers watch a pipe to the engine's process, but one that waits for its GPU does not notice when it closes.
+        """
         die_with_parent()
         return os.getpid()
 
@@ -170,13 +178,16 @@ class WorkerExtension:
 
 
 def mixed(seed: int, position: int) -> int:
-    """63 bits; a CPU's generator takes the lower 32."""
+    """Hash seed and position to a seed of 63 bits, of which a CPU generator uses the lower 32."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _refusal(action: Callable[[], None]) -> str | None:
-    """What an action refuses of a weight update, or nothing. Whatever goes wrong is said: where one worker raises, vLLM leaves the others'
-    answers where it looks for those of the next call (v1/executor/multiproc_executor.py:426)."""
+    """Run one action of a weight update; return its error as text, or None.
+
+    No exception may escape: if one worker raises, vLLM leaves the other workers' answers in the queue from which it reads those of the
+    next call (v1/executor/multiproc_executor.py:426).
+    """
     try:
         action()
     except Exception as error:
