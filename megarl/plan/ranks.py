@@ -103,18 +103,16 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         states(model.chunks[stage], layout, settings.dtype, trained=model.role.trained, offloaded=model.role.offloaded) for model in models
     ]
     everything = sum(held, States(0))
+    kept: dict[str, float] = {"sync buckets": work.kept_bytes} if stage == 0 and work.kept_bytes else {}
     phases: dict[str, dict[str, float]] = {}
     for model, own in zip(models, held, strict=True):
         doing = "update" if model.role.trained else "forward"
         there = own if work.offload else everything
-        phases[f"{model.role.name} {doing}"] = _parts(there) | _activations(model, layout, settings, stage, work)
+        phases[f"{model.role.name} {doing}"] = _parts(there) | _activations(model, layout, settings, stage, work) | kept
         if model.role.trained:  # Megatron copies the weights into its buffers
             phases[f"{model.role.name} start"] = {"weights": there.weights + own.weights, "gradients": there.gradients}
     if stage == 0 and work.sync_bytes:
         phases["sync"] = _parts(held[0] if work.offload else everything) | {"sync": work.sync_bytes}
-    if stage == 0 and work.kept_bytes:
-        for name in phases.keys() - {"sync"}:
-            phases[name]["sync buckets"] = work.kept_bytes
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     context = CONTEXT if work.gpu else 0
     return StageMemory(
