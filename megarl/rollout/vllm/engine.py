@@ -262,9 +262,8 @@ class VllmEngine(Engine):
             self.check_health()
             if self._open:
                 raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: an engine sleeps between requests")
-            if self._asleep == {
-                "kv_cache"
-            }:  # vLLM counts as asleep until all parts are awake (v1/executor/abstract.py:338), and would not sleep again
+            # vLLM counts as asleep until all parts are awake (v1/executor/abstract.py:338), and would not sleep again.
+            if self._asleep == {"kv_cache"}:
                 await self._bounded(self._llm.wake_up(tags=["kv_cache"]), timeout_s, lambda: "waking its kv_cache")
             await self._bounded(self._llm.sleep(level=1 if keep_weights else 2, mode="keep"), timeout_s, lambda: "falling asleep")
             self._asleep, self._blank = {"weights", "kv_cache"}, self._blank or not keep_weights
