@@ -14,7 +14,7 @@ from megarl import termination
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import damaged
 from megarl.cluster.actor_group import WorkerLate, task_fault
-from megarl.cluster.on_node import on
+from megarl.cluster.on_node import live_nodes, on
 
 DOING = "checking a checkpoint"
 PARTS = 16  # per machine, read one after the other; progress is reported after each
@@ -38,7 +38,7 @@ def damaged_anywhere(
         WorkerDied: a machine was lost meanwhile.
         WorkerLate: a machine did not read its next part in time.
     """
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] in machines)
+    nodes = sorted(live_nodes().keys() & machines)
     parts = _dealt(files, max(1, len(nodes)) * PARTS)
     size, done = sum(record.size for record in files.values()), 0
     if len(nodes) < 2:

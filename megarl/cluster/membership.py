@@ -6,12 +6,11 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from megarl.cluster.allocation import Allocation
+from megarl.cluster.on_node import live_nodes
 from megarl.cluster.watch import NOTICE_S
 from megarl.errors import Stopped
 
@@ -44,7 +43,7 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
     """
     begun, enough = time.monotonic(), None
     while True:
-        there = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in joined().values()}
+        there = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in live_nodes().values()}
         bad = _lacking(allocation, there, allocation.gpus if gpus else 0)
         unfit = {name: why for name, why in bad.items() if why != MISSING}
         whole, now = len(allocation.nodes) - len(bad), time.monotonic()
@@ -68,14 +67,9 @@ def _lacking(allocation: Allocation, there: Mapping[str, int], gpus: int) -> dic
     return {name: (absent | short)[name] for name in allocation.nodes if name in absent or name in short}
 
 
-def joined() -> dict[str, dict[str, Any]]:
-    """The live nodes of the session, by id."""
-    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-
-
 def present(allocation: Allocation) -> dict[str, str]:
     """The ids of the allocation's live nodes by name, the head first."""
-    there = {node["NodeName"]: node["NodeID"] for node in joined().values()}
+    there = {node["NodeName"]: node["NodeID"] for node in live_nodes().values()}
     return {name: there[name] for name in allocation.nodes if name in there}
 
 
@@ -85,7 +79,7 @@ def died(before: set[str]) -> dict[str, str]:
     while True:
         living = set[str]()
         with suppress(RayError, RuntimeError):
-            living = {node["NodeName"] for node in joined().values()}
+            living = {node["NodeName"] for node in live_nodes().values()}
         if before - living or len(before) == 1 or time.monotonic() > deadline:
             return dict.fromkeys(sorted(before - living), "died")
         time.sleep(POLL_S)

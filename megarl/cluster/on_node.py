@@ -1,10 +1,16 @@
-"""Ray tasks and actors that run on a given node."""
+"""The nodes of a Ray session, and tasks and actors that run on a given one."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+
+def live_nodes() -> dict[str, dict[str, Any]]:
+    """The live nodes of the session, by id."""
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
 def on(node: str) -> dict[str, Any]:

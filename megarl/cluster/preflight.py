@@ -18,7 +18,8 @@ from megarl.cluster import watch
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.fitness import unfit
 from megarl.cluster.machine import gpus_here
-from megarl.cluster.membership import TooFewNodes, joined, present, tell
+from megarl.cluster.membership import TooFewNodes, present, tell
+from megarl.cluster.on_node import live_nodes
 from megarl.cluster.reach import answers, compared, reach, without_fabric
 from megarl.cluster.shared_files import content, differences, fresh_file
 from megarl.errors import ConfigError
@@ -59,7 +60,7 @@ def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
     begun = time.monotonic()
     if (free := _free_gb(allocation.directory)) < LEAST_DISK_GB:
         raise ConfigError(f"{allocation.directory}: the run's disk has {free:.1f} GB free of {LEAST_DISK_GB:g}")
-    nodes, cpus = present(allocation), {node["NodeName"]: int(node["Resources"]["CPU"]) for node in joined().values()}
+    nodes, cpus = present(allocation), {node["NodeName"]: int(node["Resources"]["CPU"]) for node in live_nodes().values()}
     reports = _reports(nodes, allocation.directory)
     for line in bound(reports, cpus):
         tell(line)
@@ -179,7 +180,7 @@ def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -
         tell(f"goes on without {name}: {why}")
         allocation.exclude(name, why)
     deadline = time.monotonic() + timeout_s
-    while staying := {node["NodeName"] for node in joined().values()} & found.keys():
+    while staying := {node["NodeName"] for node in live_nodes().values()} & found.keys():
         if time.monotonic() > deadline:
             raise TooFewNodes(f"cluster.start_timeout_s={timeout_s:g}", dict.fromkeys(sorted(staying), "should have left, and has not"))
         time.sleep(POLL_S)

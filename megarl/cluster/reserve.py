@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
-import ray
 from ray._private.state import state as ray_state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl import termination
 from megarl.cluster.actor_group import LOOK_S, WorkerLate
+from megarl.cluster.on_node import live_nodes
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.errors import Stopped
 
@@ -53,7 +53,7 @@ def reserve(kinds: Sequence[ProcessKind], timeout_s: float, grows: bool) -> list
 
 def lost_nodes(places: Sequence[PlacementGroupSchedulingStrategy]) -> bool:
     """Whether a node on which places were reserved is gone."""
-    living = _living()
+    living = live_nodes()
     return any(node not in living for group in _groups(places) for node in placement_group_table(group)["bundles_to_node_id"].values())
 
 
@@ -94,17 +94,17 @@ def _ready(group: PlacementGroup, deadline: float) -> bool:
 
 def _refuse_what_never_fits(kinds: Sequence[ProcessKind]) -> None:
     try:
-        place(kinds, [Node(name, int(has.get("CPU", 0)), int(has.get("GPU", 0))) for name, has in _living().items()])
+        place(kinds, [Node(name, *_sizes(node["Resources"])) for name, node in live_nodes().items()])
     except NoRoom as error:
         raise NoNodes(f"cluster: {error}; no other node will join") from None
-
-
-def _living() -> dict[str, dict[str, float]]:
-    """The resources of each live node of the cluster, by id."""
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
 def free_nodes() -> list[Node]:
     """The live nodes of the cluster, with what each has free now."""
     free = ray_state.available_resources_per_node()
-    return [Node(name, int(free[name].get("CPU", 0)), int(free[name].get("GPU", 0))) for name in _living() if name in free]
+    return [Node(name, *_sizes(free[name])) for name in live_nodes() if name in free]
+
+
+def _sizes(resources: Mapping[str, float]) -> tuple[int, int]:
+    """The CPUs and GPUs among a node's resources."""
+    return int(resources.get("CPU", 0)), int(resources.get("GPU", 0))

@@ -26,7 +26,8 @@ from megarl import reaper as reaper_script
 from megarl.cluster.allocation import Allocation, HeadNode, cpus_here, forget_launcher
 from megarl.cluster.fitness import unfit
 from megarl.cluster.machine import gpus_here
-from megarl.cluster.membership import TooFewNodes, died, joined, present, tell, wait_for_nodes
+from megarl.cluster.membership import TooFewNodes, died, present, tell, wait_for_nodes
+from megarl.cluster.on_node import live_nodes
 from megarl.cluster.preflight import preflight
 from megarl.cluster.ray_start import RayNotStarted, mend
 from megarl.cluster.watch import watched
@@ -283,7 +284,7 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
             for node, why in wait_for_nodes(allocation, settings.gpus, settings.start_timeout_s).items():
                 tell(f"goes on without {node}, which {why}")
             preflight(allocation, settings.gpus, read, settings.start_timeout_s)
-            before = {node["NodeName"] for node in joined().values()}
+            before = {node["NodeName"] for node in live_nodes().values()}
             yield
         except TooFewNodes as error:
             allocation.lose(error.bad)

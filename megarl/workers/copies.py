@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
-from megarl.cluster.on_node import on
+from megarl.cluster.on_node import live_nodes, on
 from megarl.shared_memory import SharedMemory
 from megarl.text import one_line
 
@@ -194,7 +194,7 @@ class Copies:
 
     def _held(self) -> dict[str, dict[Owner, list[int]]]:
         """The copies that each store holds, by node. Forget stores that do not answer, and those of lost nodes."""
-        there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        there = live_nodes()
         self._stores = {node: store for node, store in self._stores.items() if node in there}
         asked = {node: store.steps.remote() for node, store in self._stores.items()}
         held = dict[str, dict[Owner, list[int]]]()

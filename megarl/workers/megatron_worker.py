@@ -12,6 +12,7 @@ import ray
 
 from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import SavedStep
+from megarl.cluster.on_node import live_nodes
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainConfig, optimizers
 from megarl.imports import uncollected
 from megarl.lazy_torch import Tensor, torch
@@ -215,5 +216,4 @@ def threads(config: RunSettings) -> int:
     if not any(settings.offloaded for settings in optimizers(config).values()):
         return told
     here = ray.get_runtime_context().get_node_id()
-    gpus = next(node["Resources"]["GPU"] for node in ray.nodes() if node["NodeID"] == here)
-    return max(told, int(cores // gpus))
+    return max(told, int(cores // live_nodes()[here]["Resources"]["GPU"]))

@@ -177,7 +177,7 @@ def test_segments_grow_on_gpus_unless_memory_is_handed_over(tmp_path: Path, tiny
 def test_an_optimizer_in_host_memory_has_its_gpu_s_share_of_the_cores(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = [{"NodeID": "a", "Resources": {"GPU": 2.0}}, {"NodeID": "b", "Resources": {"GPU": 8.0}}]
+    nodes = [{"NodeID": "a", "Alive": True, "Resources": {"GPU": 2.0}}, {"NodeID": "b", "Alive": True, "Resources": {"GPU": 8.0}}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "b"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(96)))

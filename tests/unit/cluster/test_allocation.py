@@ -42,7 +42,7 @@ HEAD = """
     from contextlib import suppress
     from pathlib import Path
     from ray._private import worker
-    from megarl.cluster import membership, preflight, session
+    from megarl.cluster import membership, on_node, preflight, session
     from megarl.cluster.allocation import Allocation
     from megarl.config import ClusterSettings
 
@@ -51,7 +51,7 @@ HEAD = """
     allocation = Allocation.read(directory)
     settings = ClusterSettings(gpus=False, allocation=directory, interface="lo", start_timeout_s=300)
     with suppress(InterruptedError), session.ray_session(settings, actors=1):
-        print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
+        print(">joined", sorted(node["NodeName"] for node in on_node.live_nodes().values()))
         for gpus, needed, seconds, says in ((False, 3, 0.5, None), (True, 2, 300, None), (False, 3, 300, "c"), (False, 2, 300, "c")):
             if says:
                 allocation.exclude(says, "cannot join")
@@ -67,7 +67,7 @@ HEAD = """
                 preflight.send_away(allocation, True, {}, 300)
             except membership.TooFewNodes as error:
                 print(">", error, sep="")
-        print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
+        print(">joined", sorted(node["NodeName"] for node in on_node.live_nodes().values()))
         print(">", membership.died({"a", "b"}), sep="")
         server = worker._global_node.all_processes["gcs_server"][0].process
         server.kill()
@@ -115,7 +115,7 @@ def test_a_session_over_nodes_names_those_that_are_missing_unfit_or_dead(tmp_pat
 FAILING = """
     import os, sys
     from pathlib import Path
-    from megarl.cluster import membership, session
+    from megarl.cluster import on_node, session
     from megarl.config import ClusterSettings, ConfigError
     from megarl.errors import Unfit
 
@@ -125,7 +125,7 @@ FAILING = """
         os.environ["TMPDIR"] = temporary
         try:
             with session.ray_session(settings, 1, {"model.path": model}):
-                print(">joined", sorted(node["NodeName"] for node in membership.joined().values()))
+                print(">joined", sorted(node["NodeName"] for node in on_node.live_nodes().values()))
                 raise fault
         except Exception as error:
             lost = directory / "lost"

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from megarl import restarts as restarts_module
@@ -181,7 +182,8 @@ def test_what_stands_still_does_not_keep_a_recovery_from_reading_checkpoints(tmp
 
     task: Any = SimpleNamespace(options=lambda **_: task, remote=lambda part: (id(part),))
     nodes = [{"NodeID": name, "Alive": True} for name in "ab"]
-    cluster = {"nodes": lambda: nodes, "remote": lambda _: task, "wait": lambda all, timeout: (all[:1], all[1:]), "get": lambda _: []}
+    cluster = {"remote": lambda _: task, "wait": lambda all, timeout: (all[:1], all[1:]), "get": lambda _: []}
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(hashing, "ray", SimpleNamespace(**cluster))
     monkeypatch.setattr(hashing, "on", lambda node: {})
     monkeypatch.setattr(watch, "_current", SimpleNamespace(check=check))
