@@ -10,6 +10,17 @@ class ConfigError(ValueError):
     """Bad input from the user: one line that names the dotted key and the numbers."""
 
 
+class DamagedFile(ConfigError):
+    """A file of a checkpoint cannot be read, or has changed since it was written. `file`: its path."""
+
+    def __init__(self, file: str, what: str) -> None:
+        self.file, self.what = file, what
+        super().__init__(f"checkpoint: {file}: {what}")
+
+    def __reduce__(self) -> tuple[type[DamagedFile], tuple[str, str]]:
+        return type(self), (self.file, self.what)
+
+
 class Unfit(ConfigError):
     """A machine lacks something that no setting names: bad input from whoever starts a run there, or in a Slurm job the machine's fault."""
 

@@ -150,7 +150,7 @@ def manifests(job: Job) -> Cost:
             for writer in range(WRITERS):
                 name = f"policy/__{rank}_{writer}.distcp"
                 (folder / name).write_bytes(b"megarl")
-                files[name] = FileRecord(6, "0" * 64)
+                files[name] = FileRecord(6, "0" * 32)
         begun = time.process_time()
         write_file(folder / MANIFEST, encode(Manifest(1, job.ranks, {}, {}, {"policy": {"optimizer": None}}, files)))
         assert verify(folder, contents=False).saved is not None
@@ -167,7 +167,10 @@ def tensors(job: Job) -> Cost:
     ]
     counts = [1 if isinstance(name, str) else len(name) for name in names] * (1 + len(STATES))
     sharded = [
-        (Shard(key, (count, 4, 4), (place, 0, 0), (1, 4, 4), torch.float32), Location(f"__{place % job.ranks}_0.distcp", place, 1))
+        (
+            Shard(key, (count, 4, 4), (place, 0, 0), (1, 4, 4), torch.float32),
+            Location(f"__{place % job.ranks}_0.distcp", place, 1, "0" * 32),
+        )
         for key, count in zip(states, counts, strict=True)
         for place in range(count)
     ]
@@ -175,7 +178,7 @@ def tensors(job: Job) -> Cost:
         (folder := Path(root) / step_name(1) / "policy").mkdir(parents=True)
         begun = time.process_time()
         files = write_metadata(folder, sharded) | {
-            f"__{rank}_0.distcp": FileRecord(job.ranks * 1000, "0" * 64) for rank in range(job.ranks)
+            f"__{rank}_0.distcp": FileRecord(job.ranks * 1000, "0" * 32) for rank in range(job.ranks)
         }
         saved = SavedStep(folder.parent, Manifest(1, job.ranks, {}, {}, {}, {f"policy/{name}": record for name, record in files.items()}))
         assert len(read_metadata(saved, "policy").storage_data) == len(sharded)

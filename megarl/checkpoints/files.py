@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol
+
+from xxhash import xxh3_128
 
 _COLLECTED = 16 << 20  # bytes written at a time; a multiple of every device's block size
 _CACHED = 1 << 20  # the same for writes to the page cache
@@ -25,7 +26,7 @@ class FileRecord:
     """The size and hash of a file as it was written."""
 
     size: int  # bytes
-    sha256: str  # hexadecimal
+    xxh128: str  # hexadecimal, as `xxhsum -H2` prints it
 
 
 class HashedFile:
@@ -43,7 +44,8 @@ class HashedFile:
 
     def __init__(self, path: Path, cached: bool = False) -> None:
         self.path, self.size, self._cached = path, 0, cached
-        self._file, self._hash = path.open("xb", buffering=0), hashlib.sha256()
+        self._file, self._hash = path.open("xb", buffering=0), xxh3_128()
+        self._part, self._part_hash = 0, xxh3_128()  # where the current part begins
         self._room = _CACHED if cached else _COLLECTED
         self._collected, self._filled = mmap.mmap(-1, self._room), 0  # O_DIRECT requires page-aligned memory
         self._error: OSError | None = None
@@ -53,6 +55,7 @@ class HashedFile:
         left = memoryview(data).cast("B")
         size = len(left)
         self._hash.update(left)
+        self._part_hash.update(left)
         self.size += size
         while left and self._error is None:
             taken = left[: self._room - self._filled]
@@ -62,6 +65,13 @@ class HashedFile:
             if self._filled == self._room:
                 self._attempt(self._write_collected, direct=not self._cached)
         return size
+
+    def end_part(self) -> tuple[int, int, str]:
+        """Return the offset, length and hash of what has been written since the last call."""
+        offset, found = self._part, self._part_hash.hexdigest()
+        self._part = self.size
+        self._part_hash.reset()
+        return offset, self.size - offset, found
 
     def flush(self) -> None:
         """Do nothing: the file is flushed when it is closed."""
@@ -148,7 +158,7 @@ def write_file(path: Path, data: Content) -> FileRecord:
 
 def read_record(path: Path) -> FileRecord:
     """Return the record of a file as it is now."""
-    digest, size = hashlib.sha256(), 0
+    digest, size = xxh3_128(), 0
     with StoredFile(path) as file:
         for data in file.blocks():
             digest.update(data)

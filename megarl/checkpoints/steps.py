@@ -1,12 +1,12 @@
 """Find, verify and list step directories: `step_000123`, with a manifest of every file. Nothing here needs torch.
 
 A directory of that name was complete when it was written: it is written as `step_000123.partial`, and renamed when everything is on disk.
-Damage since then is detected with the manifest, which has each file's size and SHA-256.
+Damage since then is detected with the manifest, which has each file's size and XXH128 hash. That hash is not cryptographic: the manifest
+is not signed, so it reveals accidents only.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
+from xxhash import xxh3_128_hexdigest
 
 from megarl.checkpoints.files import FileRecord, read_record
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DamagedFile
 from megarl.strict_json import read_json
 from megarl.text import one_line
 
@@ -29,12 +30,12 @@ CHECKPOINTS = "checkpoints"  # a run's folder that contains the step directories
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
 HF = "hf"  # folder of each model, with config.json, generation defaults and tokenizer, as in a Hugging Face directory
 COMMON = "common.pt"  # file of each model that Megatron's own tools expect; megarl never opens it
-FORMAT = 1
-FLIPPED = "flipped: its SHA-256 is not the manifest's"
+FORMAT = 2
+FLIPPED = "flipped: its hash is not the manifest's"
 _STEP = re.compile(r"step_(\d{6,})")
 _UNFINISHED = re.compile(r"step_(\d{6,})\.(partial|replaced|deleted)")
 _MANIFEST_BYTES = 256 << 20
-_THREADS = 8  # number of threads that hash files; SHA-256 releases the GIL
+_THREADS = 8  # number of threads that hash files
 _PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib"}
 
 
@@ -83,13 +84,13 @@ class SavedStep:
         return {self.path / name: record for name, record in self.manifest.files.items()}
 
     def read(self, name: str) -> bytes:
-        """Return a file's content. Raise ConfigError if it is not in the manifest, or has changed since it was verified."""
+        """Return a file's content. Raise ConfigError if it is not in the manifest, DamagedFile if it has changed since it was written."""
         record = self.manifest.files.get(name)
         if record is None:
             raise ConfigError(f"checkpoint: {self.path} has no {name}")
         data = (self.path / name).read_bytes()
-        if hashlib.sha256(data).hexdigest() != record.sha256:
-            raise ConfigError(f"checkpoint: {self.path / name}: {FLIPPED}")
+        if xxh3_128_hexdigest(data) != record.xxh128:
+            raise DamagedFile(str(self.path / name), FLIPPED)
         return data
 
 
@@ -110,9 +111,9 @@ def step_name(step: int) -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the contents of the manifest's file: the manifest, and the SHA-256 of its text."""
+    """Return the contents of the manifest's file: the manifest, and the hash of its text."""
     content = _canonical({"format": FORMAT, **asdict(manifest)})
-    return f'{{"sha256": "{hashlib.sha256(content.encode()).hexdigest()}",\n"content": {content}}}\n'.encode()
+    return f'{{"xxh128": "{xxh3_128_hexdigest(content.encode())}",\n"content": {content}}}\n'.encode()
 
 
 def is_step(path: Path) -> bool:
@@ -224,10 +225,11 @@ def read_manifest(path: Path) -> Manifest:
     try:
         given = read_json(path / MANIFEST, _MANIFEST_BYTES)
         content = given["content"]
-        if hashlib.sha256(_canonical(content).encode()).hexdigest() != given["sha256"]:
-            raise ConfigError(f"{MANIFEST}: flipped: its SHA-256 is not its own")
-        if content.pop("format") != FORMAT:
+        if content["format"] != FORMAT:
             raise ConfigError(f"{MANIFEST}: of another format than {FORMAT}")
+        if xxh3_128_hexdigest(_canonical(content).encode()) != given["xxh128"]:
+            raise ConfigError(f"{MANIFEST}: flipped: its hash is not its own")
+        del content["format"]
         manifest = _KINDS.validate_json(json.dumps(content), strict=True)
         if outside := [name for name in manifest.files if os.path.normpath(name) != name or name.startswith(("/", ".."))]:
             raise ConfigError(f"{MANIFEST}: names {outside[0]!r}, which is not inside the directory")

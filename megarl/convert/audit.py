@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from megarl.checkpoints.files import StoredFile
 from megarl.convert.plan import DTYPES
@@ -96,8 +96,8 @@ def _check_tied(held: Mapping[str, TensorInfo]) -> None:
 
 
 def digest_of(info: TensorInfo) -> str:
-    """Return the SHA-256 of a tensor's bytes on disk, using bounded memory."""
-    digest, buffer = hashlib.sha256(), bytearray(min(_PIECE, max(info.size, 1)))
+    """Return the XXH128 hash of a tensor's bytes on disk, using bounded memory."""
+    digest, buffer = xxh3_128(), bytearray(min(_PIECE, max(info.size, 1)))
     with StoredFile(info.file) as file:
         at, end = info.start, info.start + info.size
         while at < end:
@@ -109,11 +109,11 @@ def digest_of(info: TensorInfo) -> str:
 
 
 def read_tensor(info: TensorInfo) -> tuple[Tensor, str]:
-    """Read a tensor of a safetensors file into its own memory; return it and its SHA-256."""
+    """Read a tensor of a safetensors file into its own memory; return it and its hash."""
     found = empty(info.shape, info.dtype)
     with StoredFile(info.file) as file:
         file.read(info.start, memory_of(found))
-    return found, sha256(found)
+    return found, hash_of(found)
 
 
 def empty(shape: Shape, dtype: str) -> Tensor:
@@ -121,9 +121,9 @@ def empty(shape: Shape, dtype: str) -> Tensor:
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
-def sha256(tensor: Tensor) -> str:
-    """Return the SHA-256 of a contiguous tensor's bytes."""
-    return hashlib.sha256(memory_of(tensor)).hexdigest()
+def hash_of(tensor: Tensor) -> str:
+    """Return the XXH128 hash of a contiguous tensor's bytes."""
+    return xxh3_128_hexdigest(memory_of(tensor))
 
 
 def totals(shapes: Sequence[tuple[Shape, str]]) -> dict[str, int]:

@@ -54,7 +54,7 @@ class Conversion(ABC):
 
     @abstractmethod
     def check_source(self) -> None:
-        """Raise ConfigError if the source is damaged."""
+        """Raise ConfigError if what is read without comparing hashes is damaged."""
 
     @abstractmethod
     def convert(self, unit: Unit, control: Control) -> UnitRecord:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.checkpoints.steps import CHECKPOINTS, HF, SavedStep, is_step, listing, verify
-from megarl.convert.audit import digest_of, sha256, totals
+from megarl.checkpoints.steps import CHECKPOINTS, HF, SavedStep, damaged, is_step, listing, verify
+from megarl.convert.audit import digest_of, hash_of, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, cut_shards, cut_units, make_items
@@ -72,7 +72,7 @@ class ToHF(Conversion):
 
     def __init__(self, step: Path, target: Path, *, model: str | None, like: Path | None, dtype: str | None, shard_bytes: int) -> None:
         self._directory, self._cast = conversion_directory(target), dtype
-        self._step = _whole(step, contents=False)
+        self._step = _whole(step)
         self._model = _model(self._step, model)
         self._hf = like if like is not None else step / self._model / HF
         self._config = self._read_config(like)
@@ -145,14 +145,14 @@ class ToHF(Conversion):
         return slots, headers
 
     def _converted_before(self) -> dict[str, str]:
-        """Return the SHA-256 that each tensor had in the Hugging Face directory from which this step was converted; empty if unknown."""
+        """Return the hash that each tensor had in the Hugging Face directory from which this step was converted; empty if unknown."""
         name = f"{self._model}/{CONVERSION}"
         if name not in self._step.manifest.files:
             return {}
         given = json.loads(self._step.read(name))
         if given["dtype"] is not None:
             return {}
-        return {key: entry["sha256"] for key, entry in given["tensors"].items()}
+        return {key: entry["xxh128"] for key, entry in given["tensors"].items()}
 
     def plan(self) -> dict[str, Any]:
         stats = {name: (self._step.path / name).stat() for name in self._step.manifest.files}
@@ -161,7 +161,9 @@ class ToHF(Conversion):
         return {"to": "hf", "source": str(self._step.path.resolve()), "files": files, "options": options}
 
     def check_source(self) -> None:
-        _whole(self._step.path, contents=True)
+        own = {path: record for path, record in self._step.files.items() if path.is_relative_to(self._hf)}
+        for path, fault in damaged(own).items():  # of the tensors, reading compares the hashes
+            raise ConfigError(f"convert: {path}: {fault}")
 
     @torch.no_grad()
     def convert(self, unit: Unit, control: Control) -> UnitRecord:
@@ -178,13 +180,13 @@ class ToHF(Conversion):
             raise OSError(error.errno, error.strerror, str(self._directory.partial / file)) from None
         finally:
             os.close(descriptor)
-        return {"sha256": hashes}
+        return {"xxh128": hashes}
 
     def _write(self, item: PlannedParameter, descriptor: int, hashes: dict[str, str]) -> None:
         packed = self._read(item).to(DTYPES[item.target]).reshape(item.weight.op.packed_shape)
         for name, tensor in zip(item.weight.hf, item.weight.op.unpack(packed), strict=True):
             tensor = tensor.contiguous()
-            hashes[name] = sha256(tensor)
+            hashes[name] = hash_of(tensor)
             if self._cast is None and self._expected.get(name, hashes[name]) != hashes[name]:
                 raise ConfigError(f"convert: {self._step.path / self._model}: {name} is not what the step was converted from: {CONVERSION}")
             _put(descriptor, memory_of(tensor), self._slots[name].start)
@@ -201,13 +203,13 @@ class ToHF(Conversion):
         last = self._slots[names[-1]].info
         if not file.exists() or file.stat().st_size < last.start + last.size:
             return False
-        return all(digest_of(self._slots[name].info) == record["sha256"][name] for name in names)
+        return all(digest_of(self._slots[name].info) == record["xxh128"][name] for name in names)
 
     def complete(self, records: Mapping[int, UnitRecord]) -> None:
         hashes: dict[str, str] = {}
         for record in records.values():
-            assert not hashes.keys() & record["sha256"].keys(), "a tensor was converted twice"
-            hashes |= record["sha256"]
+            assert not hashes.keys() & record["xxh128"].keys(), "a tensor was converted twice"
+            hashes |= record["xxh128"]
         assert hashes.keys() == self._slots.keys(), "not every tensor was converted once"
         for file, header in self._headers.items():
             descriptor = os.open(self._directory.partial / file, os.O_RDWR)
@@ -234,7 +236,7 @@ class ToHF(Conversion):
         for item in self.items:
             megatron = "".join([item.name.key, *(f"[{index}]" for index in item.name.index)])
             for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
-                found[name] = {"dtype": item.target, "shape": list(shape), "sha256": hashes[name], "megatron": megatron}
+                found[name] = {"dtype": item.target, "shape": list(shape), "xxh128": hashes[name], "megatron": megatron}
         optimizer = sorted(key for key in self._reader.shapes if key.startswith(_OPTIMIZER))
         return {
             "format": 1,
@@ -249,8 +251,8 @@ class ToHF(Conversion):
         }
 
 
-def _whole(path: Path, contents: bool) -> SavedStep:
-    entry = verify(path, contents)
+def _whole(path: Path) -> SavedStep:
+    entry = verify(path, contents=False)
     if entry.saved is None:
         raise ConfigError("\n".join(f"convert: {path}: {fault}" for fault in entry.faults))
     return entry.saved

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.checkpoints.files import FileRecord, HashedFile, read_record, write_file
 from megarl.checkpoints.step_writer import point
 from megarl.checkpoints.steps import HF, MANIFEST, PARTIAL, Manifest, encode, step_name, versions
-from megarl.convert.audit import Source, audit, read_tensor, sha256, totals
+from megarl.convert.audit import Source, audit, hash_of, read_tensor, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, check_cut, cut_units, make_items, shards
@@ -94,23 +94,22 @@ class ToMegatron(Conversion):
 
     @torch.no_grad()
     def convert(self, unit: Unit, control: Control) -> UnitRecord:
-        torch.serialization.set_crc32_options(False)  # for this thread; torch never checks CRCs, and the file's SHA-256 is stronger
+        torch.serialization.set_crc32_options(False)  # for this thread; torch never checks CRCs; megarl has its own hashes
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file(unit).unlink(missing_ok=True)
         hashes: dict[str, str] = {}
-        places: list[list[int]] = []
+        places: list[tuple[int, int, str]] = []
         with HashedFile(self._file(unit), cached=True) as file:  # a small model is likely to be read again soon on this machine
             for item in unit.items:
                 with control.parameter(item):
                     parameter = self._parameter(item, hashes)
                     for shard in shards(item, self._tp, self._etp):
-                        start = file.size
                         torch.save(_piece(parameter, shard), file)  # type: ignore[arg-type]  # needs only `write` and `flush`
                         file.check()
-                        places.append([start, file.size - start])
+                        places.append(file.end_part())
                     del parameter
             record = file.close()
-        return {"sha256": hashes, "places": places, "file": [record.size, record.sha256]}
+        return {"xxh128": hashes, "places": places, "file": [record.size, record.xxh128]}
 
     def _parameter(self, item: PlannedParameter, hashes: dict[str, str]) -> Tensor:
         """Return the whole parameter, in the dtype to write."""
@@ -120,7 +119,7 @@ class ToMegatron(Conversion):
                 tensor, hashes[name] = read_tensor(self._source.tensors[name])
             else:
                 tensor = _fresh(item)
-                hashes[name] = sha256(tensor)
+                hashes[name] = hash_of(tensor)
             tensors.append(tensor.to(DTYPES[item.target]))
             del tensor
         return item.weight.op.pack(tensors).reshape(item.name.shape)
@@ -169,7 +168,7 @@ class ToMegatron(Conversion):
             written.append((item.name.shape, item.target))
             for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
                 to = "".join([item.name.key, *(f"[{index}]" for index in item.name.index)])
-                tensors[name] = {"dtype": item.source, "shape": list(shape), "sha256": hashes[name], "megatron": to}
+                tensors[name] = {"dtype": item.source, "shape": list(shape), "xxh128": hashes[name], "megatron": to}
         assert tensors.keys() == hashes.keys(), "not every tensor was converted once"
         read = [(info.shape, info.dtype) for info in self._source.tensors.values()]
         return {
@@ -209,8 +208,8 @@ def _fresh(item: PlannedParameter) -> Tensor:
 def _merged(records: Mapping[int, UnitRecord]) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for record in records.values():
-        assert not hashes.keys() & record["sha256"].keys(), "a tensor was converted twice"
-        hashes |= record["sha256"]
+        assert not hashes.keys() & record["xxh128"].keys(), "a tensor was converted twice"
+        hashes |= record["xxh128"]
     return hashes
 
 

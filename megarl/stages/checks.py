@@ -86,7 +86,8 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
         head: the head of the model that is trained.
 
     Raises:
-        ConfigError: the checkpoint is damaged or holds no policy, or its policy does not fit the model that is trained.
+        ConfigError: files of the checkpoint are missing or have other sizes, it holds no policy, or its policy does not fit the model that
+            is trained.
     """
     if settings.weights is None:
         return
@@ -95,7 +96,7 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
     if not settings.weights.is_dir():
         raise ConfigError(f"model.weights: no such directory: {settings.weights}")
     try:
-        held = trusted(settings.weights, contents=True).manifest.models
+        held = trusted(settings.weights).manifest.models
     except ConfigError as error:
         raise ConfigError(f"model.weights: {error}") from None
     if "policy" not in held:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -45,16 +45,6 @@ class RunContext:
     def copies(self) -> Copies:
         """The copies of the last steps in memory."""
         return self.models.copies
-
-    @property
-    def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes on which the run's ranks are."""
-        return self.models.machines
-
-    @property
-    def timeout_s(self) -> float:
-        """The longest time to wait for the ranks."""
-        return self.config.cluster.phase_timeout_s
 
     def restart(self, beginning: bool) -> bool:
         """Restart the ranks, with the initial models if `beginning`, else for weights to be loaded next. Return whether a node was lost."""

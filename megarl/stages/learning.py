@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -125,16 +125,6 @@ class LearnContext:
     def copies(self) -> Copies:
         """The copies of the last steps in memory."""
         return self.learners.copies
-
-    @property
-    def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes on which the run's ranks are."""
-        return self.learners.machines
-
-    @property
-    def timeout_s(self) -> float:
-        """The longest time to wait for the ranks."""
-        return self.learners.timeout_s
 
     def restart(self, beginning: bool) -> bool:
         """Restart the ranks, with the initial model if `beginning`, else for weights to be loaded next. Returns whether a node was lost."""

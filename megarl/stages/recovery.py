@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from ray.exceptions import ObjectLostError
 
 from megarl import termination
+from megarl.checkpoints.steps import damaged
 from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
-from megarl.cluster.hashing import damaged_anywhere
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, TrainingSettings
-from megarl.errors import ContentLost
+from megarl.errors import ContentLost, DamagedFile
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
 from megarl.stages.saving import ResumePoint, passed_over, resume_point
@@ -41,14 +40,6 @@ class Context(Protocol):
     @property
     def copies(self) -> Copies: ...
 
-    @property
-    def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes on which the run's ranks are."""
-
-    @property
-    def timeout_s(self) -> float:
-        """The longest time to wait for the ranks."""
-
     def restart(self, beginning: bool, /) -> bool:
         """Restart the ranks, with the initial models if `beginning`, else for weights to be loaded next.
 
@@ -63,6 +54,7 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
     """Do the work of a run to the end, however often its ranks fail, as far as `cluster.restarts` allows.
 
     A failure during a restart counts as another one. During a restart, SIGTERM ends the run at the next wait: there is nothing to save.
+    A checkpoint of which the ranks find a damaged file is skipped, which is no failure.
 
     Args:
         work: does the work from a checkpoint, or from the beginning, with newly started ranks.
@@ -71,15 +63,16 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
         find: returns the newest checkpoint outside the given step directories, if there is one.
     """
     fault: Exception | None = None
+    skipped = set[Path]()
     while True:
         try:
             with termination.polled():
                 if fault is not None:
-                    resume = _recovered(fault, ctx, find)
-                elif resume is not None:
-                    resume = _verified(resume, ctx, find)
+                    resume = _recovered(fault, ctx, find, skipped)
             work(resume)
             return
+        except DamagedFile as error:
+            resume, fault = _before(error, resume, ctx, find, skipped), None
         except curable() as error:
             if _ray_is_gone(error):
                 raise
@@ -100,49 +93,37 @@ def _ray_is_gone(fault: Exception) -> bool:
     return isinstance(fault, StandsStill) and fault.session
 
 
-def intact(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
-    """Return the checkpoint if every byte of it is intact, else the newest intact one before it. All machines share the reading.
+def _before(error: DamagedFile, resume: ResumePoint | None, ctx: Context, find: Find, skipped: set[Path]) -> ResumePoint:
+    """Return the checkpoint before one of which a file is damaged, after rewinding the run to it.
 
     Args:
-        resume: the checkpoint; a copy in memory is not checked.
+        error: names the file.
+        resume: the checkpoint that was being loaded.
         ctx: the run's context.
         find: see `recovering`.
+        skipped: step directories that were skipped before; this one is added.
 
     Raises:
-        ConfigError: none is intact (raised by `find`).
+        DamagedFile: the file is of no checkpoint, or intact if read on this machine.
+        ConfigError: no checkpoint is left (raised by `find`).
     """
-    damaged = set[Path]()
-    while resume.copy is None:
-        whole = {step.path: step for step in resume.steps.values()}
-        files = {path: record for step in whole.values() for path, record in step.files.items()}
-        found = damaged_anywhere(files, ctx.machines, ctx.timeout_s, lambda done, of: ctx.run.progress("verify, MB", done >> 20, of >> 20))
-        if not found:
-            break
-        for path, fault in sorted(found.items()):
-            [step] = [step for step in whole if path.is_relative_to(step)]
-            passed_over(step, f"{path.relative_to(step)}: {fault}")
-            damaged.add(step)
-        before = find(damaged)
-        assert before is not None, "where some are damaged and none is whole, it raises"
-        resume = before
-    return resume
-
-
-def _verified(resume: ResumePoint, ctx: Context, find: Find) -> ResumePoint:
-    """Return the intact checkpoint from which a newly opened run resumes, after rewinding the run to it."""
-    with ctx.run.phase("verify"):
-        found = intact(resume, ctx, find)
-    if found is not resume:
-        ctx.run.rewind(found.run)
+    file = Path(error.file)
+    step = next((step for step in ({} if resume is None else resume.steps).values() if file in step.files), None)
+    if step is None:
+        raise error
+    if not damaged({file: step.files[file]}):
+        raise DamagedFile(error.file, f"{error.what}, as another machine reads it; on this machine it is intact")
+    passed_over(step.path, f"{file.relative_to(step.path)}: {error.what}")
+    skipped.add(step.path)
+    found = newer(ctx.copies.newest(), find, skipped)
+    assert found is not None, "where some are damaged and none is intact, it raises"
+    ctx.run.rewind(found.run)
     return found
 
 
-def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None:
+def _recovered(fault: Exception, ctx: Context, find: Find, skipped: Collection[Path]) -> ResumePoint | None:
     with ctx.restarts.recovery("rank", fault) as told, ctx.run.phase("recovery"):
-        newest_of = partial(newer, ctx.copies.newest(), find)
-        resume = newest_of(())
-        if resume is not None:
-            resume = intact(resume, ctx, newest_of)
+        resume = newer(ctx.copies.newest(), find, skipped)
         told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
         if resume is None:
             ctx.run.note("nothing is saved yet: the run starts over")

@@ -15,9 +15,9 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from megarl import termination
 from megarl.checkpoints.files import Content, LargeContent
 from megarl.checkpoints.resume import compare, held_by
-from megarl.checkpoints.steps import CHECKPOINTS, Entry, SavedStep, listing, verified, verify
+from megarl.checkpoints.steps import CHECKPOINTS, Entry, SavedStep, damaged, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
-from megarl.errors import Alarmed, SaveError
+from megarl.errors import Alarmed, DamagedFile, SaveError
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
 from megarl.shared_memory import MemoryFile
@@ -106,7 +106,7 @@ class ResumePoint:
 def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Collection[Path] = ()) -> ResumePoint | None:
     """Find the newest checkpoint of the run, if `save.resume` is set. A damaged one is reported and skipped.
 
-    Only names and sizes are checked against the manifest, and the content of TRAINER; `recovery.intact` reads the rest.
+    Only names and sizes are checked against the manifest, and the content of TRAINER: the other files are checked when they are loaded.
 
     Args:
         config: the run's configuration.
@@ -215,9 +215,12 @@ class Checkpoints:
         self._held = held_by(config.model_dump())
 
     def load(self, resume: ResumePoint, state: State) -> None:
-        """Restore models, optimizers, random states and `state` from the checkpoint."""
+        """Restore models, optimizers, random states and `state` from the checkpoint. Raise DamagedFile if a file has changed."""
         with self._run.phase("load"):
             if resume.copy is None:
+                records = {path: record for step in resume.steps.values() for path, record in step.files.items()}
+                for path, fault in damaged({path: records[path] for path in map(Path, resume.files.values())}).items():
+                    raise DamagedFile(str(path), fault)
                 self._models.load(resume.steps)
             else:
                 self._models.restore(resume.copy)

@@ -5,7 +5,7 @@ Axes: T predicted tokens, R rows of local logits or values, N sequences.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import demand
 from megarl.cluster.reserve import give_back
-from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainingSettings
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
@@ -193,11 +192,6 @@ class Learners:
 
     def __post_init__(self) -> None:
         self.copies = Copies(isinstance(self.config, TrainingSettings) and self.config.save.rolling == "peer")
-
-    @property
-    def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes that the ranks run on."""
-        return nodes_of(self.places)
 
     @property
     def timeout_s(self) -> float:

@@ -6,7 +6,7 @@ Axes: N responses of the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +20,6 @@ from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
 from megarl.cluster.reserve import give_back
-from megarl.cluster.shared_files import nodes_of
 from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of, total_steps
 from megarl.observe.metrics import Last, Metric, merge
 from megarl.response import Response
@@ -55,11 +54,6 @@ class ModelGroups:
         timeout_s, roles = self.config.cluster.phase_timeout_s, assign_roles(self.config)
         self.groups = tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True))
         self.experts = self.policy.experts_wanted(self.config.routing.reported)
-
-    @property
-    def machines(self) -> Collection[str]:
-        """Ray's ids of the nodes that the ranks run on."""
-        return nodes_of([*chain(*self.places)])
 
     def of(self, role: Role) -> WorkerGroup | None:
         """The group that holds the model of a role."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
+import json
 import os
 import pickle
 import re
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from xxhash import xxh3_128_hexdigest
 
 from megarl.algorithms.ppo import Ppo
 from megarl.checkpoints.files import FileRecord, StoredFile, read_record
@@ -74,7 +75,9 @@ def refusal(pool: Pool, function: Any, layout: Layout, *arguments: Any) -> str:
     """The line that every rank refuses with."""
     with pytest.raises(RankError) as refused:
         pool.run(function, layout, *arguments)
-    told = [line for line in str(refused.value).splitlines() if line.startswith("megarl.errors.ConfigError: ")]
+    told = [
+        line for line in str(refused.value).splitlines() if line.startswith(("megarl.errors.ConfigError: ", "megarl.errors.DamagedFile: "))
+    ]
     assert len(told) == layout.ranks and len(set(told)) == 1, refused.value
     return told[0].removeprefix("megarl.errors.ConfigError: ")
 
@@ -195,7 +198,7 @@ def forge(step: Path, name: str, data: bytes) -> None:
     """Writes a file of a step directory as one would who also rewrites its manifest."""
     (step / name).write_bytes(data)
     known = read_manifest(step)
-    record = FileRecord(len(data), hashlib.sha256(data).hexdigest())
+    record = FileRecord(len(data), xxh3_128_hexdigest(data))
     (step / "manifest.json").write_bytes(encode(replace(known, files={**known.files, name: record})))
     verified(step)
 
@@ -219,6 +222,8 @@ def test_shards_that_would_run_code_are_not_unpickled(pool: Pool, step: Path, pa
         if index.fqn == "output_layer.weight":
             metadata.storage_data[index] = replace(info, relative_path="evil.distcp", offset=0, length=size)
     forge(step, "policy/.metadata", pickle.dumps(metadata))
+    hashes = json.loads((step / "policy" / "hashes.json").read_text())
+    forge(step, "policy/hashes.json", json.dumps({**hashes, "evil.distcp": {"0": xxh3_128_hexdigest(evil.getvalue())}}).encode())
     line = refusal(pool, load_alone, TWO, path, step, "policy", "lm")
     assert "UnpicklingError" in line and "posix.mkdir" in line
     metadata.state_dict_metadata["object/shard_0_1"] = BytesStorageMetadata()
@@ -237,10 +242,32 @@ def test_a_tensor_outside_the_checkpoint_is_not_read(pool: Pool, step: Path, pat
     assert "which is no file of the checkpoint" in refusal(pool, load_alone, TWO, path, step, "policy", "lm")
 
 
-def test_metadata_that_changes_after_it_was_verified_is_not_read(pool: Pool, step: Path, path: Path) -> None:
-    assert refusal(pool, stale, ONE, path, step, "policy/.metadata").endswith(
-        "policy/.metadata: flipped: its SHA-256 is not the manifest's"
+@pytest.mark.parametrize(
+    ("hashes", "says"),
+    [
+        ([], "TypeError: "),
+        ({}, "KeyError: '__"),
+        ({f"__{rank}_{thread}.distcp": {"0": 1} for rank in range(2) for thread in range(2)}, "TypeError: __"),
+    ],
+)
+def test_malformed_hashes_are_refused(pool: Pool, step: Path, path: Path, hashes: Any, says: str) -> None:
+    forge(step, "policy/hashes.json", json.dumps(hashes).encode())
+    assert f"policy/hashes.json: {says}" in refusal(pool, load_alone, TWO, path, step, "policy", "lm")
+
+
+def test_a_flipped_bit_is_found_by_the_rank_that_reads_it(pool: Pool, step: Path, path: Path) -> None:
+    shard = step / "policy" / "__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    line = refusal(pool, load_trained, TWO, path, step, "policy")
+    assert line.startswith(f"megarl.errors.DamagedFile: checkpoint: {shard}: ") and line.endswith(
+        ": flipped: its hash is not the manifest's"
     )
+
+
+def test_metadata_that_changes_after_it_was_verified_is_not_read(pool: Pool, step: Path, path: Path) -> None:
+    assert refusal(pool, stale, ONE, path, step, "policy/.metadata").endswith("policy/.metadata: flipped: its hash is not the manifest's")
 
 
 def test_a_full_disk_and_lost_responses_are_told_at_the_next_call_and_harm_nothing(pool: Pool, path: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The files of torch's distributed checkpoints as used by Megatron's torch_dist, without process groups, Megatron or unsafe unpickling.
 
 A folder holds `*.distcp` files, in which tensors are saved one after the other, and `.metadata`, which lists the tensors and where each of
-their rectangular chunks lies. Axes that Megatron puts before a parameter's own (layer, expert) have size 1 in every chunk.
+their rectangular chunks lies. megarl adds `hashes.json` with the hash of each chunk. Axes that Megatron puts before a parameter's own
+(layer, expert) have size 1 in every chunk.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from xxhash import xxh3_128
 
 from megarl.checkpoints.files import FileRecord, StoredFile, write_file
-from megarl.checkpoints.steps import COMMON, SavedStep
-from megarl.errors import ConfigError
+from megarl.checkpoints.steps import COMMON, FLIPPED, SavedStep
+from megarl.errors import ConfigError, DamagedFile
 from megarl.imports import uncollected
-from megarl.parallel.checkpoint.metadata import METADATA, read_metadata
+from megarl.parallel.checkpoint.metadata import HASHES, METADATA, read_hashes, read_metadata
 from megarl.text import one_line
 
 FORMAT = "metadata.json"  # from which Megatron recognises the format (dist_checkpointing/core.py)
@@ -50,6 +52,7 @@ class Location(NamedTuple):
     file: str  # name inside the model's folder
     offset: int  # bytes
     length: int
+    xxh128: str  # hash of these bytes
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,12 @@ def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Location]]) -> di
     """Write the metadata files that make the shards one checkpoint. Returns the files' records by name."""
     common = io.BytesIO()
     torch.save({}, common)
+    shards, hashes = list(shards), dict[str, dict[int, str]]()
+    for _, location in shards:
+        hashes.setdefault(location.file, {})[location.offset] = location.xxh128
     return {
         METADATA: write_file(folder / METADATA, _pickled(shards)),
+        HASHES: write_file(folder / HASHES, json.dumps(hashes).encode()),
         FORMAT: write_file(folder / FORMAT, json.dumps(_FORMAT).encode()),
         COMMON: write_file(folder / COMMON, common.getvalue()),
     }
@@ -100,7 +107,7 @@ def _pickled(shards: Iterable[tuple[Shard, Location]]) -> bytes:
         whole = TensorStorageMetadata(TensorProperties(dtype=shard.dtype), torch.Size(shard.shape), [])
         chunk = ChunkStorageMetadata(torch.Size(shard.offset), torch.Size(shard.size))
         tensors.setdefault(shard.key, whole).chunks.append(chunk)
-        stored[MetadataIndex(shard.key, shard.offset)] = _StorageInfo(*location)
+        stored[MetadataIndex(shard.key, shard.offset)] = _StorageInfo(location.file, location.offset, location.length)
     return pickle.dumps(Metadata({**tensors}, storage_data=stored, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION))
 
 
@@ -109,12 +116,22 @@ def tensors(metadata: Metadata) -> Mapping[str, TensorStorageMetadata]:
     return cast(Mapping[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
+def locations(step: SavedStep, model: str, metadata: Metadata) -> Mapping[MetadataIndex, Location]:
+    """Return where each chunk of a model lies. Raises ConfigError if HASHES is not what megarl writes."""
+    hashes = read_hashes(step, model, metadata)
+    return {
+        index: Location(info.relative_path, info.offset, info.length, hashes[info.relative_path][str(info.offset)])
+        for index, info in metadata.storage_data.items()
+    }
+
+
 class DcpReader:
-    """Reads the tensors of one model of a step directory."""
+    """Reads the tensors of one model of a step directory, and checks their hashes."""
 
     def __init__(self, step: SavedStep, model: str) -> None:
-        """Raises ConfigError as `read_metadata` does."""
+        """Raises ConfigError as `read_metadata` and `locations` do."""
         self._folder, self._metadata = step.path / model, read_metadata(step, model)
+        self._locations = locations(step, model, self._metadata)
         self._chunks: dict[str, Chunks] = {}
         self._finder = ChunkFinder()
         self.shapes = {key: tuple(entry.size) for key, entry in tensors(self._metadata).items()}
@@ -127,7 +144,7 @@ class DcpReader:
                 yield Shard(key, self.shapes[key], tuple(chunk.offsets), tuple(chunk.sizes), self.dtypes[key])
 
     def read(self, wanted: Shard) -> Tensor:
-        """Read part of a tensor, in its stored dtype. Raises ConfigError if a file does not hold what `.metadata` says."""
+        """Read part of a tensor, in its stored dtype. Raises ConfigError if a file is damaged or does not hold what `.metadata` says."""
         if wanted.key not in self._chunks:
             self._chunks[wanted.key] = Chunks(tensors(self._metadata)[wanted.key].chunks)
         overlaps = list(self._chunks[wanted.key].overlaps(wanted))
@@ -143,10 +160,10 @@ class DcpReader:
         return found
 
     def _read(self, wanted: Shard, chunk: ChunkStorageMetadata) -> Tensor:
-        info = self._metadata.storage_data[MetadataIndex(wanted.key, chunk.offsets)]
-        file = self._folder / info.relative_path
+        location = self._locations[MetadataIndex(wanted.key, chunk.offsets)]
+        file = self._folder / location.file
         with StoredFile(file) as stored:
-            piece = self._finder.find(stored, Location(info.relative_path, info.offset, info.length), wanted.key).read()
+            piece = self._finder.find(stored, location, wanted.key).read()
         if tuple(piece.shape) != tuple(chunk.sizes) or piece.dtype != wanted.dtype:
             raise ConfigError(
                 f"checkpoint: {file}: {wanted.key} is {piece.dtype} {list(piece.shape)}, declared {wanted.dtype} {list(chunk.sizes)}"
@@ -159,19 +176,21 @@ class StoredTensor:
     """A saved tensor whose elements are still in its file."""
 
     file: StoredFile
-    start: int  # where its storage begins in the file, in bytes
+    location: Location
+    what: str  # names the tensor in an error
+    beginning: bytes  # the bytes before its storage
     layout: Tensor  # on the device `meta`: dtype, shape, strides, and the offset in its storage
 
     def read(self) -> Tensor:
-        """Read the tensor into new memory. Raises OSError."""
+        """Read the tensor into new memory. Raises DamagedFile or OSError."""
         layout = self.layout
         storage = torch.empty(layout.untyped_storage().nbytes(), dtype=torch.uint8)
-        self.file.read(self.start, memory_of(storage))
+        self._read(memory_of(storage))
         found = torch.empty(0, dtype=layout.dtype)
         return found.set_(storage.untyped_storage(), layout.storage_offset(), layout.shape, layout.stride())
 
     def read_into(self, target: Tensor) -> bool:
-        """Read the tensor into the memory of `target`. Raises OSError.
+        """Read the tensor into the memory of `target`. Raises DamagedFile or OSError.
 
         Returns False, and reads nothing, if elements are not laid out there as in the file.
         """
@@ -179,8 +198,24 @@ class StoredTensor:
         same = (layout.dtype, layout.shape, layout.device) == (target.dtype, target.shape, torch.device("meta"))
         if not same or target.device.type != "cpu" or not layout.is_contiguous() or not target.is_contiguous():
             return False
-        self.file.read(self.start + int(layout.storage_offset()) * layout.element_size(), memory_of(target))
+        if layout.untyped_storage().nbytes() != target.nbytes:
+            return False
+        self._read(memory_of(target))
         return True
+
+    def _read(self, storage: memoryview) -> None:
+        """Read the whole storage, and compare the hash of all that was saved for the tensor."""
+        location = self.location
+        start = location.offset + len(self.beginning)
+        end = start + len(storage)
+        self.file.read(start, storage)
+        rest = bytearray(location.offset + location.length - end)
+        self.file.read(end, memoryview(rest))
+        found = xxh3_128(self.beginning)
+        found.update(storage)
+        found.update(rest)
+        if found.hexdigest() != location.xxh128:
+            raise DamagedFile(str(self.file.path), f"{self.what}: {FLIPPED}")
 
 
 class ChunkFinder:
@@ -191,7 +226,7 @@ class ChunkFinder:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[bytearray, Tensor]] = {}  # by length: the bytes before the elements, and their layout
+        self._known: dict[int, tuple[bytes, Tensor]] = {}  # by length: the bytes before the elements, and their layout
 
     def find(self, file: StoredFile, location: Location, what: str) -> StoredTensor:
         """Find one tensor.
@@ -202,20 +237,25 @@ class ChunkFinder:
             what: names the tensor in an error.
 
         Raises:
-            ConfigError: there is no intact tensor.
+            ConfigError: there is no tensor; DamagedFile if its bytes have changed since they were written.
         """
         known = self._known.get(location.length)
-        if known is None or _beginning(file, location, len(known[0])) != known[0]:
-            start, layout = _inspect(file, location, what)
-            known = self._known[location.length] = _beginning(file, location, start), layout
-        return StoredTensor(file, location.offset + len(known[0]), known[1])
+        if known is None or _bytes(file, location, len(known[0])) != known[0]:
+            try:
+                start, layout = _inspect(file, location, what)
+            except ConfigError:
+                if xxh3_128(_bytes(file, location, location.length)).hexdigest() != location.xxh128:
+                    raise DamagedFile(str(file.path), f"{what}: {FLIPPED}") from None
+                raise
+            known = self._known[location.length] = _bytes(file, location, start), layout
+        return StoredTensor(file, location, what, *known)
 
 
-def _beginning(file: StoredFile, location: Location, count: int) -> bytearray:
+def _bytes(file: StoredFile, location: Location, count: int) -> bytes:
     """The first bytes of a saved tensor."""
     found = bytearray(count)
     file.read(location.offset, memoryview(found))
-    return found
+    return bytes(found)
 
 
 def _inspect(file: StoredFile, location: Location, what: str) -> tuple[int, Tensor]:

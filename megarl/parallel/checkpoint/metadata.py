@@ -7,7 +7,8 @@ and refuses a file that contains any.
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -27,6 +28,7 @@ from megarl.parallel.checkpoint.plain_pickle import LIMIT_BYTES, GlobalName, Pic
 from megarl.text import one_line
 
 METADATA = ".metadata"
+HASHES = "hashes.json"
 AXES = 64  # the most that a tensor can have
 LINE = 250  # most characters of an error message, which may quote the file
 _CLASSES = "torch.distributed.checkpoint.metadata."
@@ -62,6 +64,21 @@ def read_metadata(step: SavedStep, model: str) -> Metadata:
         raise
     except ValueError as error:
         raise ConfigError(f"checkpoint: {step.path / name} {one_line(str(error), LINE)}") from None
+
+
+def read_hashes(step: SavedStep, model: str, metadata: Metadata) -> dict[str, dict[str, str]]:
+    """Read the hashes of a model's chunks: by file, and by the chunk's offset in it. Raises ConfigError if one is missing or malformed."""
+    name = f"{model}/{HASHES}"
+    try:
+        given = json.loads(step.read(name))
+        for info in metadata.storage_data.values():
+            if not isinstance(given[info.relative_path][str(info.offset)], str):
+                raise TypeError(f"{info.relative_path}, byte {info.offset}: no text")
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"checkpoint: {step.path / name}: {type(error).__name__}: {one_line(str(error), LINE)}") from None
+    return cast(dict[str, dict[str, str]], given)
 
 
 def _metadata(value: Any, files: dict[str, FileRecord]) -> Metadata:

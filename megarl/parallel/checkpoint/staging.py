@@ -139,7 +139,7 @@ class StagedWriter:
 
     def _write(self, number: int) -> None:
         name, files = f"__{self._rank}_{number}.distcp", dict[str, HashedFile]()
-        torch.serialization.set_crc32_options(False)  # of this thread; torch reads no CRC, and the file's SHA-256 is stronger
+        torch.serialization.set_crc32_options(False)  # of this thread; torch reads no CRC; megarl has its own hashes
         self._begin.wait()
         try:
             while (item := self._queue.get()) is not None:
@@ -147,12 +147,11 @@ class StagedWriter:
                 if model not in files:
                     files[model] = HashedFile(self._directory / model / name)
                 file = files[model]
-                offset = file.size
                 if self._error is not None:
                     break
                 torch.save(_alone(tensor), file)  # type: ignore[arg-type]  # it only calls `write` and `flush`
                 file.check()
-                self._locations[model][index] = Location(name, offset, file.size - offset)
+                self._locations[model][index] = Location(name, *file.end_part())
                 nbytes = tensor.nbytes
                 del item, tensor
                 with self._room:

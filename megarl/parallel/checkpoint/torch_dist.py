@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megarl.checkpoints.files import StoredFile
 from megarl.checkpoints.steps import SavedStep
-from megarl.config import ConfigError
-from megarl.parallel.checkpoint.dcp import ChunkFinder, Chunks, Location, Shard, check_cover, tensors
+from megarl.errors import ConfigError, DamagedFile
+from megarl.parallel.checkpoint.dcp import ChunkFinder, Chunks, Location, Shard, check_cover, locations, tensors
 from megarl.parallel.checkpoint.metadata import read_metadata
 from megarl.parallel.checkpoint.sharded import Sharded
 from megarl.parallel.grid import Grid
@@ -88,32 +88,37 @@ def read(step: SavedStep, model: str, state: Sharded, vocabulary: int, allowed_e
 
     Raises:
         ConfigError: on every rank. Before anything is filled, for a tensor that the checkpoint lacks or has in another shape, or that no
-            rank reads and `allowed_extra` does not allow; later, for a damaged file.
+            rank reads and `allowed_extra` does not allow; later, DamagedFile for a file that is damaged or cannot be read.
     """
     metadata = agreed(grid, lambda: read_metadata(step, model))
+    places = agreed(grid, lambda: locations(step, model, metadata))
     wanted = list(nested_values(load_preprocess(state)[0]))
     storages = {leaf.data.untyped_storage().data_ptr() for leaf in nested_values(state)}
     assert all(leaf.data.untyped_storage().data_ptr() in storages for leaf in wanted), "a factory of Megatron's copies its tensor"
     _refuse(step.path / model, metadata, wanted, vocabulary, allowed_extra, grid)
-    agreed(grid, lambda: _fill(step.path / model, metadata, wanted))
+    agreed(grid, lambda: _fill(step.path / model, metadata, places, wanted))
 
 
 def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
-    """Run call() on every rank. Collective: the error of the lowest rank that fails is raised on all of them, as a ConfigError."""
-    result, fault = None, None
+    """Run call() on every rank. Collective: the error of the lowest rank that fails is raised on all of them, as a ConfigError.
+
+    An OSError becomes a DamagedFile.
+    """
+    result: Result | None = None
+    fault: ConfigError | None = None
     try:
         result = call()
     except OSError as error:
-        fault = f"checkpoint: {error.filename}: {error.strerror}"
+        fault = DamagedFile(str(error.filename), str(error.strerror))
     except ConfigError as error:
-        fault = str(error)
+        fault = error
     except Exception as error:  # otherwise the other ranks would wait for this one
-        fault = f"checkpoint: {type(error).__name__}: {one_line(str(error))}"
-    faults: list[str | None] = [None] * grid.world
+        fault = ConfigError(f"checkpoint: {type(error).__name__}: {one_line(str(error))}")
+    faults: list[ConfigError | None] = [None] * grid.world
     dist.all_gather_object(faults, fault, group=grid.groups.control)
     for fault in faults:
         if fault is not None:
-            raise ConfigError(fault)
+            raise fault
     return cast(Result, result)
 
 
@@ -154,8 +159,8 @@ class _Copy:
 
 
 @torch.no_grad()
-def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None:
-    """Read every stored chunk that overlaps a wanted tensor, once, a few at a time."""
+def _fill(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Location], wanted: list[ShardedTensor]) -> None:
+    """Read every stored chunk that overlaps a wanted tensor, once, a few at a time, and check its hash."""
     reads: dict[Location, tuple[str, tuple[int, ...], list[_Copy]]] = {}
     stored = tensors(metadata)
     chunks = {key: Chunks(stored[key].chunks) for key in {leaf.key for leaf in wanted}}
@@ -165,8 +170,7 @@ def _fill(folder: Path, metadata: Metadata, wanted: list[ShardedTensor]) -> None
         if leaf.allow_shape_mismatch:
             data.zero_()  # rows that pad the vocabulary here but not in the file
         for chunk, source, target in chunks[leaf.key].overlaps(shard):
-            info = metadata.storage_data[MetadataIndex(leaf.key, chunk.offsets)]
-            location = Location(info.relative_path, info.offset, info.length)
+            location = places[MetadataIndex(leaf.key, chunk.offsets)]
             copies = reads.setdefault(location, (leaf.key, tuple(chunk.sizes), []))[2]
             copies.append(_Copy(source, data[target]))
             missing -= copies[-1].target.numel()
@@ -190,10 +194,9 @@ def _read_part(
         for location in locations:
             key, sizes, copies = reads[location]
             stored = finder.find(file, location, key)
+            chunk = None if len(copies) == 1 and stored.read_into(copies[0].target) else stored.read()
             if tuple(stored.layout.shape) != sizes:
                 raise ConfigError(f"checkpoint: {file.path}: {key} is {list(stored.layout.shape)}, declared {list(sizes)}")
-            if len(copies) == 1 and stored.read_into(copies[0].target):
-                continue
-            chunk = stored.read()
-            for copy in copies:
-                copy.target.copy_(chunk[copy.source])
+            if chunk is not None:
+                for copy in copies:
+                    copy.target.copy_(chunk[copy.source])

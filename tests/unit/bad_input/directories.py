@@ -100,7 +100,7 @@ TABLE = [
     Case(
         "a manifest of files that are numbers",
         "train",
-        manifest(files={"trainer.json": {"size": "9", "sha256": 1}}),
+        manifest(files={"trainer.json": {"size": "9", "xxh128": 1}}),
         r"manifest\.json: damaged: files\.trainer\.json\.size: ",
     ),
     *(

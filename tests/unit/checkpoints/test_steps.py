@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 import random
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from megarl.checkpoints.files import FileRecord, HashedFile, StoredFile, write_file
 from megarl.checkpoints.step_writer import StepWriter
@@ -61,7 +61,7 @@ def other_step(path: Path) -> None:
 
 
 def outside(path: Path) -> None:
-    path.write_bytes(encode(Manifest(2, 1, {}, {}, {}, {"../step_000001/trainer.json": FileRecord(13, "0" * 64)})))
+    path.write_bytes(encode(Manifest(2, 1, {}, {}, {}, {"../step_000001/trainer.json": FileRecord(13, "0" * 32)})))
 
 
 def listed_pickle(path: Path) -> None:
@@ -71,7 +71,7 @@ def listed_pickle(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "flipped byte": ("policy/__0_0.distcp", flip, "policy/__0_0.distcp: flipped: its SHA-256 is not the manifest's"),
+    "flipped byte": ("policy/__0_0.distcp", flip, "policy/__0_0.distcp: flipped: its hash is not the manifest's"),
     "truncated": ("policy/__0_0.distcp", truncate, "policy/__0_0.distcp: truncated: 10239 bytes of 10240"),
     "missing": ("policy/__0_0.distcp", Path.unlink, "policy/__0_0.distcp: missing"),
     "longer": ("trainer.json", lambda path: path.write_bytes(b'{"cursor": 77}'), "trainer.json: longer: 14 bytes of 13"),
@@ -195,7 +195,7 @@ def test_a_file_is_what_was_written_whatever_passes_the_page_cache(tmp_path: Pat
         for start in range(0, size, 5_000_011):
             file.write(memoryview(data)[start : start + 5_000_011])
         record = file.close()
-    assert (tmp_path / "file").read_bytes() == data and record == FileRecord(size, hashlib.sha256(data).hexdigest())
+    assert (tmp_path / "file").read_bytes() == data and record == FileRecord(size, xxh3_128_hexdigest(data))
     with StoredFile(tmp_path / "file") as stored:
         assert b"".join(bytes(block) for block in stored.blocks()) == data
         for start, length in ((0, size), (size // 3, size // 2), (size // 2 + 1, min(size // 3, 1_000_003)), (size, 0)):

@@ -10,22 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 import torch
+from xxhash import xxh3_128_hexdigest
 
 from megarl import restarts as restarts_module
 from megarl import termination
 from megarl.checkpoints.files import FileRecord
-from megarl.checkpoints.steps import FLIPPED
-from megarl.cluster import hashing, watch
+from megarl.checkpoints.steps import damaged
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, SftConfig, load
-from megarl.errors import ContentLost, SaveError
+from megarl.errors import ContentLost, DamagedFile, SaveError
 from megarl.observe.metrics import Last
 from megarl.observe.run import Run
 from megarl.restarts import RESTART, Restart, Restarts
-from megarl.stages import recovery
 from megarl.stages.recovery import newer, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint
 from megarl.workers.copies import Copies
@@ -44,8 +42,6 @@ sft: {{steps: 9}}
 
 class Ranks:
     """What a run is done with, but for its ranks: these count how often they start again, and `failing` of these times they die."""
-
-    timeout_s, machines = 60.0, ()
 
     def __init__(self, run: Run, most: int, failing: int = 0) -> None:
         self.run, self.restarts, self.copies = run, Restarts(most, run.restarted, run.note), Copies(peers=False)
@@ -174,25 +170,6 @@ def test_a_signal_while_ranks_start_again_is_taken_once_they_have(
     assert "SIGTERM: the run ends; a second signal ends it at once" in said.err and "resumed after" not in said.out + said.err
 
 
-def test_what_stands_still_does_not_keep_a_recovery_from_reading_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch sees it until the recovery ends it, which comes after."""
-
-    def check(doing: str, groups: object) -> None:
-        raise StandsStill(f"{doing}: rank 1 has been stopped")
-
-    task: Any = SimpleNamespace(options=lambda **_: task, remote=lambda part: (id(part),))
-    nodes = [{"NodeID": name, "Alive": True} for name in "ab"]
-    cluster = {"remote": lambda _: task, "wait": lambda all, timeout: (all[:1], all[1:]), "get": lambda _: []}
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(hashing, "ray", SimpleNamespace(**cluster))
-    monkeypatch.setattr(hashing, "on", lambda node: {})
-    monkeypatch.setattr(watch, "_current", SimpleNamespace(check=check))
-    read = list[int]()
-    files = {tmp_path / name: FileRecord(1, "") for name in "cd"}
-    assert hashing.damaged_anywhere(files, {"a", "b"}, 60.0, lambda done, of: read.append(done)) == {}
-    assert read == [1, 2]
-
-
 def test_a_restart_says_what_it_was() -> None:
     told = list[Restart]()
     budget = Restarts(1, told.append, lambda _: None)
@@ -205,32 +182,70 @@ def test_a_restart_says_what_it_was() -> None:
     assert (one.kind, one.detection_s) == ("node", 4.0) and one.fault.startswith("generate: ")
 
 
-def test_a_checkpoint_that_has_changed_is_told_and_the_one_before_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three one has changed in the policy's files and one in the critic's, which lie elsewhere; then there is none that has not."""
-    bad = {tmp_path / "checkpoints" / "step_000003" / "a", tmp_path / "checkpoints-critic" / "step_000002" / "a"}
-    monkeypatch.setattr(recovery, "damaged_anywhere", lambda files, *_: dict.fromkeys(bad & files.keys(), FLIPPED))
+class Saved:
+    """Checkpoints of steps 1, 2 and 3 with a policy and a critic, which lie in different folders; `flipped` files have changed."""
 
-    def point(step: int) -> Any:
-        folders = [tmp_path / folder / f"step_{step:06d}" for folder in ("checkpoints", "checkpoints-critic")]
-        steps = {path.parent.name: SimpleNamespace(path=path, files={path / "a": FileRecord(1, "")}) for path in folders}
+    def __init__(self, root: Path, flipped: Collection[str]) -> None:
+        self._root = root
+        for step in (1, 2, 3):
+            for folder in ("checkpoints", "checkpoints-critic"):
+                (path := root / folder / f"step_{step:06d}").mkdir(parents=True)
+                name = f"{folder}/{path.name}"
+                (path / "a").write_text("other" if name in flipped else "right")
+
+    def find(self, skipped: Collection[Path]) -> Any:
+        good = [step for step in (3, 2, 1) if not {one.path for one in self.point(step).steps.values()} & set(skipped)]
+        if not good:
+            raise ConfigError("none is intact")
+        return self.point(good[0])
+
+    def point(self, step: int) -> Any:
+        folders = [self._root / folder / f"step_{step:06d}" for folder in ("checkpoints", "checkpoints-critic")]
+        record = FileRecord(5, xxh3_128_hexdigest(b"right"))
+        steps = {path.parent.name: SimpleNamespace(path=path, files={path / "a": record}) for path in folders}
         return SimpleNamespace(steps=steps, run=step, copy=None)
 
-    def find(damaged: Collection[Path]) -> Any:
-        good = [step for step in (3, 2, 1) if not {one.path for one in point(step).steps.values()} & set(damaged)]
-        if not good:
-            raise ConfigError("none is whole")
-        return point(good[0])
 
-    ctx: Any = SimpleNamespace(run=SimpleNamespace(progress=lambda *_: None), timeout_s=60.0, machines=())
-    found = recovery.intact(find(()), ctx, find)
-    assert found is not None and found.run == 1
+def load_steps(resume: Any) -> None:
+    """What ranks do with a checkpoint: the first damaged file ends the load."""
+    for step in resume.steps.values():
+        for file, fault in damaged(step.files).items():
+            raise DamagedFile(str(file), fault)
+
+
+def test_a_checkpoint_that_has_changed_is_told_and_the_one_before_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three one has changed in the policy's files and one in the critic's; then there is none that has not."""
+    bad = ["checkpoints/step_000003", "checkpoints-critic/step_000002"]
+    saved, rewound, loaded = Saved(tmp_path / "two", bad), list[int](), list[int]()
+    ctx: Any = SimpleNamespace(run=SimpleNamespace(rewind=rewound.append), copies=SimpleNamespace(newest=lambda: None))
+
+    def work(resume: Any) -> None:
+        load_steps(resume)
+        loaded.append(resume.run)
+
+    recovering(work, saved.find(()), ctx, saved.find)
+    assert (rewound, loaded) == ([2, 1], [1])
     said = capsys.readouterr().out.splitlines()
-    assert [f"step_00000{step}" in line and "a: flipped" in line for step, line in zip((3, 2), said, strict=True)] == [True, True]
-    bad.add(tmp_path / "checkpoints" / "step_000001" / "a")
-    with pytest.raises(ConfigError, match="none is whole"):
-        recovery.intact(find(()), ctx, find)
+    assert [name in line and "is skipped: a: flipped" in line for name, line in zip(bad, said, strict=True)] == [True, True]
+    saved = Saved(tmp_path / "three", [*bad, "checkpoints/step_000001"])
+    with pytest.raises(ConfigError, match="none is intact"):
+        recovering(work, saved.find(()), ctx, saved.find)
+    assert loaded == [1]
+
+
+@pytest.mark.parametrize(("file", "says"), [("checkpoints/step_000003/a", "on this machine it is intact$"), ("weights/a", "flipped$")])
+def test_a_damaged_file_that_no_earlier_checkpoint_helps_against_ends_the_run(tmp_path: Path, file: str, says: str) -> None:
+    """One that is intact as this machine reads it, and one of weights to start from, which are in no checkpoint."""
+    saved = Saved(tmp_path, [])
+    ctx: Any = SimpleNamespace(copies=SimpleNamespace(newest=lambda: None))
+
+    def work(_: Any) -> None:
+        raise DamagedFile(str(tmp_path / file), "flipped")
+
+    with pytest.raises(DamagedFile, match=says):
+        recovering(work, saved.find(()), ctx, saved.find)
+    with pytest.raises(DamagedFile, match="flipped$"):
+        recovering(work, None, ctx, saved.find)
 
 
 def test_of_copy_and_checkpoint_the_later_counts() -> None:

@@ -4,7 +4,6 @@ refused in one line, at once, in little memory, and does nothing."""
 from __future__ import annotations
 
 import copyreg
-import hashlib
 import os
 import pickle
 import time
@@ -20,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.serialization import _get_layout
+from xxhash import xxh3_128_hexdigest
 
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import Manifest, SavedStep
@@ -38,8 +38,8 @@ def steps(data: bytes) -> SavedStep:
     (folder := Path("step_000001", "policy")).mkdir(parents=True)
     (folder / ".metadata").write_bytes(data)
     files = {
-        "policy/.metadata": FileRecord(len(data), hashlib.sha256(data).hexdigest()),
-        f"policy/{FILE}": FileRecord(FILE_BYTES, "0" * 64),
+        "policy/.metadata": FileRecord(len(data), xxh3_128_hexdigest(data)),
+        f"policy/{FILE}": FileRecord(FILE_BYTES, "0" * 32),
     }
     return SavedStep(folder.parent, Manifest(1, 1, {}, {}, {"policy": {}}, files))
 
@@ -53,9 +53,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def written() -> bytes:
     """The `.metadata` of a tensor in two chunks and of another in one, as megarl writes it."""
     shards = [
-        (Shard("w", (2, 4, 8), (0, 0, 0), (1, 4, 8), torch.bfloat16), Location(FILE, 0, 1500)),
-        (Shard("w", (2, 4, 8), (1, 0, 0), (1, 4, 8), torch.bfloat16), Location(FILE, 1500, 1500)),
-        (Shard("optimizer.b", (70_000,), (0,), (70_000,), torch.float32), Location(FILE, 3000, 7000)),
+        (Shard("w", (2, 4, 8), (0, 0, 0), (1, 4, 8), torch.bfloat16), Location(FILE, 0, 1500, "0" * 32)),
+        (Shard("w", (2, 4, 8), (1, 0, 0), (1, 4, 8), torch.bfloat16), Location(FILE, 1500, 1500, "0" * 32)),
+        (Shard("optimizer.b", (70_000,), (0,), (70_000,), torch.float32), Location(FILE, 3000, 7000, "0" * 32)),
     ]
     write_metadata(Path(), shards)
     return Path(".metadata").read_bytes()
@@ -317,6 +317,6 @@ def test_every_changed_byte_gives_tensors_or_a_line() -> None:
 
 def test_a_file_larger_than_any_is_not_opened() -> None:
     step = steps(b"")
-    record = {"policy/.metadata": FileRecord(1 << 40, "0" * 64)}
+    record = {"policy/.metadata": FileRecord(1 << 40, "0" * 32)}
     with pytest.raises(ConfigError, match=r"policy/\.metadata has 1099511627776 bytes, more than"):
         read_metadata(SavedStep(step.path, replace(step.manifest, files=record)), "policy")
