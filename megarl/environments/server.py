@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -50,7 +51,12 @@ class EnvironmentServer(ThreadingHTTPServer):
         if what == "reset":
             self._end_idle()
             environment, name = self._make(), uuid.uuid4().hex
-            turn = begin(environment, body["seed"], body.get("task"))
+            try:
+                turn = begin(environment, body["seed"], body.get("task"))
+            except Exception:
+                with suppress(Exception):  # why it did not begin is what the client is told
+                    end(environment)
+                raise
             self._episodes[name] = _Episode(environment)
             return {"episode": name, "observation": turn.messages}
         if what == "step":

@@ -140,6 +140,22 @@ def test_no_more_episodes_have_begun_at_a_time_than_the_environment_bears() -> N
     assert (Crowded.now, Crowded.most) == (0, 3)
 
 
+def test_an_environment_that_does_not_begin_is_closed_and_the_client_is_told_why() -> None:
+    class Refusing(Counting):
+        closed = 0
+
+        async def reset(self, seed: int) -> str:
+            raise ValueError(f"no seed {seed}")
+
+        async def close(self) -> None:
+            Refusing.closed += 1
+            await super().close()  # which raises
+
+    with EnvironmentServer(("127.0.0.1", 0), Refusing) as server, pytest.raises(ValueError, match="^no seed 1$"):
+        server.answer("reset", {"seed": 1})
+    assert Refusing.closed == 1 and not server._episodes
+
+
 ANSWERS: dict[int, tuple[Any, str]] = {
     0: (b"no json", "bad return: /reset answered b'no json', not a JSON object"),
     1: ({"observation": "x"}, "bad return: /reset answered without 'episode'"),
