@@ -60,8 +60,8 @@ class EnvironmentServer(ThreadingHTTPServer):
             self._episodes[name] = _Episode(environment)
             return {"episode": name, "observation": turn.messages}
         if what == "step":
-            episode = self._episodes[body["episode"]]
-            with episode.lock:
+            with self._episodes[body["episode"]].lock:
+                episode = self._episodes[body["episode"]]  # which may have ended while this waited
                 turn = read_step(waited(episode.environment.step(body["text"], body["tokens"], body["finished"])))
                 episode.used = time.monotonic()
             return {"observation": turn.messages, "reward": turn.reward, "done": turn.done, "info": dict(turn.info)}
@@ -76,12 +76,16 @@ class EnvironmentServer(ThreadingHTTPServer):
         """Ends the episodes that nobody will end, before there is one more."""
         now = time.monotonic()
         for name, episode in list(self._episodes.items()):
-            idle = now - episode.used > IDLE_S and not episode.lock.locked()
-            if idle and self._episodes.pop(name, None) is not None:  # no other request has ended it meanwhile
-                try:
+            if not episode.lock.acquire(blocking=False):  # a step is under way
+                continue
+            try:
+                idle = now - episode.used > IDLE_S
+                if idle and self._episodes.pop(name, None) is not None:  # no other request has ended it meanwhile
                     end(episode.environment)
-                except Exception as error:
-                    print(f"episode {name}, of a client that is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            except Exception as error:
+                print(f"episode {name}, of a client that is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            finally:
+                episode.lock.release()
 
 
 class _Handler(BaseHTTPRequestHandler):
