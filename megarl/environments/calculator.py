@@ -45,7 +45,7 @@ def _value(node: ast.AST) -> int | float:
         return _bounded(_TWO[type(node.op)](_value(node.left), _value(node.right)))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         base, power = _value(node.left), _value(node.right)
-        if base and abs(power) * abs(math.log10(abs(base))) > math.log10(LARGEST):
+        if base and power * math.log10(abs(base)) > math.log10(LARGEST):
             raise ValueError("the result is too large")
         return _bounded(base**power)
     raise ValueError(f"{ast.unparse(node)!r:.80} is not a number or operation that the calculator supports")

@@ -71,10 +71,10 @@ class ProcessHost:
                 process = self._processes[place] = _EnvironmentProcess(self._settings)
                 process.wait_ready()
             if episode.home is not process:
+                episode.home = process  # before it is played again: where that fails, `close` must still reach it
                 for past, answer in episode.history:
                     if process.ask(past) != answer:
                         raise EnvironmentFailed("not repeatable: replayed from its seed, it answered differently")
-                episode.home = process
             return process.ask(request)
         except Gone as gone:
             assert process is not None

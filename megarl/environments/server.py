@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -50,12 +51,17 @@ class EnvironmentServer(ThreadingHTTPServer):
         if what == "reset":
             self._end_idle()
             environment, name = self._make(), uuid.uuid4().hex
-            turn = begin(environment, body["seed"], body.get("task"))
+            try:
+                turn = begin(environment, body["seed"], body.get("task"))
+            except Exception:
+                with suppress(Exception):  # why it did not begin is what the client is told
+                    end(environment)
+                raise
             self._episodes[name] = _Episode(environment)
             return {"episode": name, "observation": turn.messages}
         if what == "step":
-            episode = self._episodes[body["episode"]]
-            with episode.lock:
+            with self._episodes[body["episode"]].lock:
+                episode = self._episodes[body["episode"]]  # which may have ended while this waited
                 turn = read_step(waited(episode.environment.step(body["text"], body["tokens"], body["finished"])))
                 episode.used = time.monotonic()
             return {"observation": turn.messages, "reward": turn.reward, "done": turn.done, "info": dict(turn.info)}
@@ -70,12 +76,16 @@ class EnvironmentServer(ThreadingHTTPServer):
         """Ends the episodes that nobody will end, before there is one more."""
         now = time.monotonic()
         for name, episode in list(self._episodes.items()):
-            idle = now - episode.used > IDLE_S and not episode.lock.locked()
-            if idle and self._episodes.pop(name, None) is not None:  # no other request has ended it meanwhile
-                try:
+            if not episode.lock.acquire(blocking=False):  # a step is under way
+                continue
+            try:
+                idle = now - episode.used > IDLE_S
+                if idle and self._episodes.pop(name, None) is not None:  # no other request has ended it meanwhile
                     end(episode.environment)
-                except Exception as error:
-                    print(f"episode {name}, of a client that is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            except Exception as error:
+                print(f"episode {name}, of a client that is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            finally:
+                episode.lock.release()
 
 
 class _Handler(BaseHTTPRequestHandler):

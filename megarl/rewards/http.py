@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -120,9 +120,9 @@ class HttpScorer:
         call = _ScoreCall(time.monotonic())
         pool = ThreadPoolExecutor(self._connections)
         try:
-            answers = pool.map(lambda batch: self._batch([requests[n] for n in batch], call), batches)
-            for batch, answer in zip(batches, answers, strict=True):
-                for n, score in zip(batch, answer, strict=True):
+            answers = {pool.submit(self._batch, [requests[n] for n in batch], call): batch for batch in batches}
+            for answer in as_completed(answers):  # the first that fails is the cause: only then are the others stopped
+                for n, score in zip(answers[answer], answer.result(), strict=True):
                     scores[n] = score
         finally:
             call.end()
@@ -147,7 +147,6 @@ class HttpScorer:
             if attempt < source.attempts and call.ended.wait(min(pause, LONGEST_PAUSE_S, max(end - time.monotonic(), 0.0))):
                 break
             pause *= 2
-        call.end()
         tried = f"{attempt} attempt{'' if attempt == 1 else 's'}, {time.monotonic() - call.begun:.1f} s"
         raise RewardUnavailable(f"{self._place}: {fault} ({tried})")
 

@@ -84,12 +84,13 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
     def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
         given = response.strip()
         if pattern is not None:
-            found = list(pattern.finditer(response))
-            if not found:
+            found = [match.group(pattern.groups and 1) for match in pattern.finditer(response)]
+            if not found or found[-1] is None:  # None: the last match was made without the group
                 return 0.0, {"raw": 0.0}
-            given = found[-1].group(pattern.groups and 1).strip()
+            given = found[-1].strip()
         entry = {"question": prompt, "answer": answer, "metadata": meta}
-        raw = float(dataset(meta["source_dataset"], json.dumps(meta["source_params"], sort_keys=True)).score_answer(given, entry))
+        scorer = dataset(meta["source_dataset"], json.dumps(meta["source_params"], sort_keys=True))
+        raw = _finite(float(scorer.score_answer(given, entry)), "reasoning-gym's scorer returned")
         return float(raw >= threshold), {"raw": raw}
 
     return verify

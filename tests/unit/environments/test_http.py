@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
@@ -105,6 +106,34 @@ def test_episodes_of_clients_that_are_gone_end_after_a_while(monkeypatch: pytest
     assert capsys.readouterr().err == f"episode {gone}, of a client that is gone: ValueError: nobody minds\n"
 
 
+def test_no_step_meets_an_environment_that_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(Counting):
+        """Says at its end whether a step would have to wait."""
+
+        lock: threading.Lock
+
+        async def close(self) -> None:
+            alone.append(self.lock.locked())
+
+    alone = list[bool]()
+    with EnvironmentServer(("127.0.0.1", 0), Watched) as server, ThreadPoolExecutor(2) as threads:
+        closed, idle = (server.answer("reset", {"seed": seed})["episode"] for seed in (1, 2))
+        for episode in server._episodes.values():
+            episode.environment.lock = episode.lock
+        with server._episodes[closed].lock:  # as a step that is under way holds it
+            step = threads.submit(server.answer, "step", {"episode": closed, "text": "a", "tokens": [1], "finished": True})
+            time.sleep(0.2)
+            close = threads.submit(server.answer, "close", {"episode": closed})
+            while closed in server._episodes:
+                time.sleep(0.01)
+        with pytest.raises(KeyError, match=closed):
+            step.result()
+        assert close.result() == {}
+        monkeypatch.setattr(server_module, "IDLE_S", 0.0)
+        server.answer("reset", {"seed": 3})
+        assert idle not in server._episodes and alone == [True, True]
+
+
 def test_no_more_episodes_have_begun_at_a_time_than_the_environment_bears() -> None:
     """Whatever becomes of them: some fail, one is called off while it waits."""
 
@@ -138,6 +167,22 @@ def test_no_more_episodes_have_begun_at_a_time_than_the_environment_bears() -> N
     with serving(EnvironmentServer(("127.0.0.1", 0), Crowded)) as url:
         assert asyncio.run(body(url)) == [seed % 4 > 0 for seed in range(12)]
     assert (Crowded.now, Crowded.most) == (0, 3)
+
+
+def test_an_environment_that_does_not_begin_is_closed_and_the_client_is_told_why() -> None:
+    class Refusing(Counting):
+        closed = 0
+
+        async def reset(self, seed: int) -> str:
+            raise ValueError(f"no seed {seed}")
+
+        async def close(self) -> None:
+            Refusing.closed += 1
+            await super().close()  # which raises
+
+    with EnvironmentServer(("127.0.0.1", 0), Refusing) as server, pytest.raises(ValueError, match="^no seed 1$"):
+        server.answer("reset", {"seed": 1})
+    assert Refusing.closed == 1 and not server._episodes
 
 
 ANSWERS: dict[int, tuple[Any, str]] = {

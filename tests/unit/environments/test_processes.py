@@ -116,6 +116,9 @@ def test_an_episode_that_does_not_repeat_itself_is_not_gone_on_with() -> None:
             await third.step("end_at_once", [], True)
         with pytest.raises(EnvironmentFailed, match=r"^not repeatable: "):
             await one.step("on", [], True)
+        await one.close()
+        with pytest.raises(EnvironmentFailed, match=r"^KeyError: "):  # the new process keeps nothing of it
+            await one.step("on", [], True)
 
     played(settings("Forgetful", step_s=20), body)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megarl import cli
-from megarl.config import ConfigError, HttpReward, RewardSettings, TrainConfig, dump, load
+from megarl.config import ConfigError, HttpReward, RewardSettings
 from megarl.http_client import elsewhere
 from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
 from megarl.rewards.sources import check, open_scorer
@@ -322,6 +322,23 @@ def test_a_server_that_dies_in_the_middle_leaves_no_score_at_all() -> None:
     assert len(server.bodies) >= 5
 
 
+def test_the_batch_that_fails_first_is_the_cause_and_those_stopped_by_it_are_not() -> None:
+    both = threading.Barrier(2)
+
+    def refused_while_another_waits(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        both.wait(20)
+        if body["samples"][0]["response"] == "first":
+            assert handler.rfile.read() == b"", "until the client hangs up"
+        else:
+            reply(handler, b"too long", 400)
+
+    with serving(refused_while_another_waits) as server:
+        begun = time.monotonic()
+        with pytest.raises(RewardUnavailable, match=r"status 400 Bad Request: too long \(1 attempt, \d+\.\d s\)$"):
+            score(settings(server.url, workers=2, batch_size=1, timeout_s=20.0), "first", "second")
+        assert time.monotonic() - begun < 10, "the other is not waited for"
+
+
 def test_the_deadline_bounds_a_call_of_many_batches() -> None:
     def slow(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         time.sleep(0.1)
@@ -374,29 +391,3 @@ def test_a_token_reaches_the_server_and_nothing_else(
             monkeypatch.setenv("MY_REWARD_TOKEN", value)
         with pytest.raises(ConfigError, match=rf"^reward\.source\.token_env: the environment variable MY_REWARD_TOKEN {fault}"):
             check(given)
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("127.0.0.1:8000", "'127.0.0.1:8000' is not an http:// or https:// address"),
-        ("ftp://host/x", "'ftp://host/x' is not an http:// or https:// address"),
-        ("http://", "'http://' is not an http:// or https:// address"),
-        ("http://host:port/", "Port could not be cast to integer"),
-        ("http://ho st/", "is not an http:// or https:// address"),
-        ("http://user:hush@host/", "contains a user or a password; put a token into the environment variable"),
-    ],
-)
-def test_an_address_that_is_none_is_refused_at_load(url: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path, model="nowhere"))
-    with pytest.raises(ConfigError, match=rf"^reward\.source\.url: .*{message}") as refused:
-        load(tmp_path / "job.yaml", [f"reward.source={{type: http, url: '{url}'}}"], TrainConfig)
-    assert "hush" not in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_the_settings_load_again_from_what_a_run_keeps(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path, model="nowhere"))
-    source = "{type: http, url: 'https://host:8000/score', token_env: TOKEN, attempts: 7}"
-    config = load(tmp_path / "job.yaml", [f"reward.source={source}"], TrainConfig)
-    (tmp_path / "kept.yaml").write_text(dump(config))
-    assert load(tmp_path / "kept.yaml", [], TrainConfig) == config

@@ -1,0 +1,68 @@
+"""The verifiers as the functions that they are, called without a scoring process."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.rewards.verifiers import EVALUATING, BadReturn, load
+
+WORKED = {
+    "gsm8k": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether she sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
+    "thousands": "He has $2,125 left, of $3,000.\n#### 2,125",
+    "math": r"Since $2 + 2 = 4$, we have $x^2 = 4$ and hence $\frac{x}{4} = \boxed{\frac{1}{2}}$. So $x = 2$ for $n = 7$.",
+    "aime": "204",
+    "bare": "x^2+1",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [("gsm8k", "72", "24"), ("thousands", "2125", "3000"), ("math", "1/2", "7"), ("aime", "204", "20"), ("bare", "x^2+1", "1")],
+)
+def test_the_answers_of_known_sets_are_read_as_they_are(name: str, right: str, wrong: str) -> None:
+    verify = load({"type": "math_verify"})
+    for said, value in ((right, 1.0), (wrong, 0.0)):
+        assert verify("", f"Let us see. The answer is $\\boxed{{{said}}}$.", WORKED[name], {})[0] == value
+
+
+SPELL = {"source_dataset": "spell_backward", "source_params": {}}
+
+
+def test_a_last_match_without_its_group_is_no_answer() -> None:
+    verify = load({"type": "reasoning_gym", "threshold": 1.0, "extract": r"answer: (\w+)|none"})
+    for response, value in (("answer: esroh", 1.0), ("none, or answer: esroh", 1.0), ("answer: esroh, or none", 0.0), ("none", 0.0)):
+        assert verify("q", response, "esroh", SPELL) == (value, {"raw": value}), response
+
+
+def test_a_number_that_is_no_score_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import reasoning_gym
+
+    verify = load({"type": "reasoning_gym", "threshold": 1.0, "extract": None})
+    monkeypatch.setattr(reasoning_gym, "create_dataset", lambda _: SimpleNamespace(score_answer=lambda *_: float("nan")))
+    with pytest.raises(BadReturn, match=r"^reasoning-gym's scorer returned nan \(float\), not a finite number$"):
+        verify("q", "esroh", "esroh", SPELL)
+
+
+def test_the_scorers_that_evaluate_a_response_are_those_that_are_refused() -> None:
+    """Of the installed reasoning-gym: a data set that comes to do so with another version fails here, and one that no longer does."""
+    importlib.import_module("reasoning_gym")  # all of them, whatever was imported alone
+    from reasoning_gym.factory import DATASETS
+
+    call = re.compile(r"\b(eval|exec|parse_expr|sympify)\((answer|response|user\w*)\b")
+    modules = {name: inspect.getsource(sys.modules[dataset.__module__]) for name, (dataset, _) in DATASETS.items()}
+    assert {name for name, text in modules.items() if call.search(text)} == EVALUATING
+
+
+def test_a_prompt_file_that_names_such_a_data_set_runs_nothing(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    meta = {"source_dataset": "string_insertion", "source_params": {}}
+    with pytest.raises(ValueError, match="the scorer of string_insertion evaluates the response as Python, which is refused"):
+        load({"type": "reasoning_gym", "threshold": 1.0, "extract": None})("q", f"[open({str(touched)!r}, 'w')]", "a", meta)
+    assert not touched.exists()
