@@ -12,7 +12,7 @@ WHERE = "looked for in the current folder and on PYTHONPATH; it runs in a sandbo
 
 
 def load(source: dict[str, Any]) -> Callable[[], Any]:
-    """Return the factory of environments of an `environment.source` section. Raises ValueError, starting with the key within that section."""
+    """Return a factory of environments for an `environment.source` section. Raises ValueError, starting with the key within it."""
     kind = source["type"]
     if kind == "reasoning_gym":
         return _reasoning_gym(source)

@@ -29,7 +29,7 @@ KEY = "environment.source"
 
 
 def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] | None:
-    """Return the schemas of the tools for the chat template; None without tools. Raises ConfigError if a user's function is not a valid tool."""
+    """Return the tools' schemas for the chat template; None without tools. Raises ConfigError if a function is not a valid tool."""
     if settings is None or not isinstance(settings.source, ToolsEnvironment):
         return None
     from megarl.environments.own_tools import schemas

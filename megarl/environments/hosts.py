@@ -1,4 +1,4 @@
-"""Hosts, which run the environments of a run's episodes, and the host of each type of source."""
+"""The interface of hosts, which run the environments of episodes, and the choice of a host for `environment.source`."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class _ToolProcess(AskedProcess):
         raise Gone(NO_ANSWER)
 
     def call(self, name: str, given: str) -> tuple[str, bool]:
-        """Return a tool's answer to arguments in JSON, and whether the call succeeded. Raises Gone if the process cannot be used any more."""
+        """Return a tool's answer to arguments in JSON, and whether it succeeded. Raises Gone if the process is of no more use."""
         match self.asked((name, given)):
             case [str(said), bool(worked)]:
                 return said, worked

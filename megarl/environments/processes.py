@@ -1,7 +1,7 @@
 """Run environments in sandboxed processes. An environment that hangs, crashes or answers nonsense ends its own episode only.
 
-A process holds the environments of many episodes. If it has to be killed because of one of them, the others are replayed from their seeds in
-a new process, and must give the same answers again.
+A process holds the environments of many episodes. If it has to be killed because of one of them, the others are replayed from their
+seeds in a new process, and must give the same answers again.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class _EnvironmentProcess(AskedProcess):
         """Return the answer. Raises EnvironmentFailed if the environment failed, and Gone if the process cannot be used any more."""
         match self.asked(request):
             case ["turn", messages, reward, bool(done), info]:
-                with suppress(ProtocolFault):  # the worker has checked the answer already, unless the environment wrote to the channel itself
+                with suppress(ProtocolFault):  # the worker checked it, unless the environment itself wrote the answer
                     said = None if messages is None else read_messages(messages, request[0])
                     earned, numbers = read_numbers(reward, info)
                     if said is not None or done or request[0] != "step":

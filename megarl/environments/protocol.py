@@ -52,7 +52,11 @@ class ProtocolFault(ValueError):
 
 
 class EnvironmentFailed(Exception):
-    """An episode cannot continue. Messages: "timeout", "worker died: ...", "bad return: ...", "<type of an exception>: ..." and others."""
+    """An episode cannot continue.
+
+    The message begins with the kind of failure: "timeout", "worker died: ...", "bad return: ...", "not repeatable: ...", "no answer: ...",
+    "status ..." or "<type of an exception>: ...".
+    """
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def read_numbers(reward: Any, info: Any) -> tuple[float, dict[str, float]]:
 
 
 def _is_number(value: Any, largest: float) -> bool:
-    """Return whether `value` is a real number of at most this size. It is not converted first, since an integer may be too large for a float."""
+    """Return whether `value` is a real number of at most this size, without a conversion: an integer may be too large for a float."""
     size: Any = abs(value) if isinstance(value, Real) else None
     return size is not None and bool(size <= largest)
 

@@ -2,7 +2,7 @@
 
     python -m megarl.environments.server MODULE:CLASS [--port 8000] [--host 127.0.0.1]
 
-Each episode has its own instance of the class. Requests are served concurrently, except that the steps of one episode run one at a time. An
+Each episode has its own instance of the class. Requests are served concurrently, except that those of one episode run one at a time. An
 episode without a request for an hour is closed at the next reset, since its client has timed out or gone. The server trusts its clients and
 runs the class in its own process, without a sandbox: run it only where that is acceptable.
 """
@@ -38,7 +38,7 @@ class EnvironmentServer(ThreadingHTTPServer):
     """Holds the environments of all open episodes."""
 
     daemon_threads = True
-    request_queue_size = 4096  # connections that wait to be accepted: all episodes of a step may connect at once, and the kernel resets any in excess
+    request_queue_size = 4096  # connections waiting to be accepted: all episodes of a step may connect at once; the kernel resets the rest
 
     def __init__(self, address: tuple[str, int], make: Any) -> None:
         super().__init__(address, _Handler)

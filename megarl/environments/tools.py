@@ -1,7 +1,7 @@
 """Tools that the model calls in the format of its chat template: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 
-Each call is answered by a message with the role `tool`; for a malformed call, it says what is wrong. A turn without a call is the answer, and
-ends the episode. Each Python program runs in a new sandbox, which is removed afterwards, so that no program affects another. The user's
+Each call is answered by a message with the role `tool`; for a malformed call, it says what is wrong. A turn without a call is the answer,
+and ends the episode. Each Python program runs in a new sandbox, which is removed afterwards, so that no program affects another. The user's
 functions stay imported (own_tools.py).
 """
 
