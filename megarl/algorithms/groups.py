@@ -13,7 +13,7 @@ from megarl.algorithms.base import PolicyAlgorithm
 from megarl.lazy_torch import Tensor, torch
 
 Baseline = Annotated[
-    Literal["group", "leave_one_out"], Field(description="Subtracted from a reward: the mean of its group, or of the group's other rewards.")
+    Literal["group", "leave_one_out"], Field(description="Subtracted from a reward: the mean of its group, or of the other rewards in it.")
 ]
 Scale = Annotated[
     Literal["none", "group", "batch"],
