@@ -12,8 +12,8 @@ from megarl.algorithms.ops import Block, Term, bounded_ratio, clipped_surrogate
 DualClip = Annotated[
     Annotated[float, Field(gt=1)] | None,
     Field(
-        description="Dual clip: largest loss of a token with negative advantage, in units of |A|; 1 or less would cut tokens that have not "
-        "moved."
+        description="Dual clip: maximum loss of a token with negative advantage, in units of |A|; 1 or less would clip tokens whose "
+        "ratio is 1. null: no dual clip."
     ),
 ]
 

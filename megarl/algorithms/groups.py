@@ -13,11 +13,14 @@ from megarl.algorithms.base import PolicyAlgorithm
 from megarl.lazy_torch import Tensor, torch
 
 Baseline = Annotated[
-    Literal["group", "leave_one_out"], Field(description="Subtracted from a reward: the mean of its group, or of the others in it.")
+    Literal["group", "leave_one_out"], Field(description="Subtracted from a reward: the mean of its group, or of the other rewards in it.")
 ]
 Scale = Annotated[
     Literal["none", "group", "batch"],
-    Field(description="Divides the centred rewards: the standard deviation of nothing, the group's rewards, all rewards of the step."),
+    Field(
+        description="The standard deviation by which centred rewards are divided: of the group's rewards, or of all rewards of the step "
+        "(batch). none: no division."
+    ),
 ]
 
 

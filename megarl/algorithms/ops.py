@@ -20,13 +20,13 @@ SumOver = Callable[[Tensor], Tensor]
 
 Averaging = Annotated[
     Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"],
-    Field(description="How the tokens' losses become one number: the mean over all tokens, or over responses of their mean or sum."),
+    Field(description="How the tokens' losses are averaged: over all tokens, or first per response (mean or sum), then over responses."),
 ]
 Aggregation = Annotated[
     Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"],
     Field(
-        description="How the tokens' losses become one number: the mean over all tokens; over responses the mean of their tokens' mean or "
-        "sum; the sum over responses x horizon."
+        description="How the tokens' losses are averaged: over all tokens; first per response (mean or sum), then over responses; or as "
+        "their sum divided by responses x horizon."
     ),
 ]
 

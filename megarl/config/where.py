@@ -25,8 +25,8 @@ def _checked(where: dict[str, Any]) -> dict[str, Any]:
 
 
 MEANING = (
-    "Takes rows by their columns: {data_source: gsm8k, extra_info.level: [1, 2], pass_rate: {min: 0.2, max: 0.8}} are conditions that all "
-    "must hold; a dot looks inside dictionaries."
+    "Selects rows by conditions on their columns, all of which must hold, such as {data_source: gsm8k, extra_info.level: [1, 2], "
+    "pass_rate: {min: 0.2, max: 0.8}}; a dot looks inside dictionaries."
 )
 Where = Annotated[dict[str, Any], Field(max_length=64, description=MEANING), AfterValidator(_checked)]
 

@@ -1,4 +1,4 @@
-"""What makes the environment of an episode, for each source that runs in the sandbox. Imported there alone."""
+"""Factories of environments, for the sources that run in the sandbox. Imported only there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHERE = "looked for in the current folder and on PYTHONPATH; it runs in a sandbo
 
 
 def load(source: dict[str, Any]) -> Callable[[], Any]:
-    """Makes environments of an `environment.source` section. ValueError, starting with the key below it, where it cannot."""
+    """Return a factory of environments for an `environment.source` section. Raises ValueError, starting with the key within it."""
     kind = source["type"]
     if kind == "reasoning_gym":
         return _reasoning_gym(source)
@@ -32,7 +32,7 @@ def load(source: dict[str, Any]) -> Callable[[], Any]:
 
 
 def named(path: str) -> Any:
-    """What stands at module:name, and can be called. ValueError, starting with "path: ", where there is no such thing."""
+    """Import and return the callable at module:name. Raises ValueError, starting with "path: ", if there is none."""
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -45,23 +45,26 @@ def named(path: str) -> Any:
 
 
 class Gymnasium:
-    """reset(seed=) -> (observation, info) and step(action) -> (observation, reward, terminated, truncated, info), on texts."""
+    """Adapts a gymnasium environment whose observations and actions are texts.
+
+    Its interface: reset(seed=) -> (observation, info); step(action) -> (observation, reward, terminated, truncated, info).
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def reset(self, seed: int) -> Any:
-        """The first observation."""
+        """Return the first observation."""
         observation, _ = self._inner.reset(seed=seed)
         return observation
 
     def step(self, text: str, tokens: Sequence[int], finished: bool) -> Any:
-        """The text is the action."""
+        """Pass the text to the environment as the action."""
         observation, reward, terminated, truncated, info = self._inner.step(text)
         return observation, float(reward), bool(terminated or truncated), info
 
     def close(self) -> None:
-        """Closes the inner one, where it can be."""
+        """Close the inner environment, if it has a `close`."""
         getattr(self._inner, "close", lambda: None)()
 
 
@@ -79,16 +82,16 @@ def _reasoning_gym(source: dict[str, Any]) -> Callable[[], Any]:
         raise ValueError(f"dataset: reasoning-gym has no dataset {name!r}")
 
     class Question:
-        """One question."""
+        """An episode of one question."""
 
         def reset(self, seed: int) -> str:
-            """Draws it."""
+            """Draw the question and return its text."""
             self._data = gym.create_dataset(name, seed=seed, size=1, **params)
             self._entry = self._data[0]
             return self._entry["question"]
 
         def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[None, float, bool, dict[str, float]]:
-            """Scores the answer; one that was cut earns nothing."""
+            """Score the answer; one cut off by the length limit has a raw score of 0."""
             raw = float(self._data.score_answer(text.strip(), self._entry)) if finished else 0.0
             return None, float(raw >= threshold), True, {"raw": raw}
 
@@ -97,28 +100,28 @@ def _reasoning_gym(source: dict[str, Any]) -> Callable[[], Any]:
 
 def _textarena(name: str) -> Callable[[], Any]:
     try:
-        textarena: Any = importlib.import_module("textarena")  # installed without what it depends on, so it is no extra of megarl's
+        textarena: Any = importlib.import_module("textarena")  # installed without its dependencies, so it cannot be an extra of megarl
     except Exception as error:
         raise ValueError(f"type: textarena cannot be imported: {type(error).__name__}: {error} (pip install --no-deps textarena)") from None
 
     class Game:
-        """One game with one player."""
+        """A single-player game."""
 
         def reset(self, seed: int) -> str:
-            """The first observation."""
+            """Return the first observation."""
             self._game = textarena.make(env_id=name)
             self._game.reset(num_players=1, seed=seed)
             self._seen = self._game.get_observation()[1]
             return self._seen
 
         def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[str | None, float, bool]:
-            """The text is the action; what the game gives, it gives at its end."""
+            """Pass the text to the game as the action. The reward comes at the end of the game."""
             done, _ = self._game.step(action=text)
             if done:
                 rewards = self._game.close()
                 rewards = rewards[0] if isinstance(rewards, tuple) else rewards
                 return None, float(rewards[0]), True
             before, self._seen = self._seen, self._game.get_observation()[1]
-            return self._seen.removeprefix(before), 0.0, False  # an observation begins with all earlier ones, which the policy has read
+            return self._seen.removeprefix(before), 0.0, False  # an observation repeats all earlier ones, which the policy has read
 
     return Game

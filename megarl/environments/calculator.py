@@ -1,4 +1,4 @@
-"""Arithmetic that is bounded by construction: short texts, few operations, numbers of bounded size."""
+"""A calculator with bounded cost: the length of an expression, the operations and the size of numbers are limited."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ONE: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: oper
 
 
 def calculate(expression: str) -> str:
-    """The value of `+ - * / // % **` and brackets over numbers. ValueError, with what the model should know, where it has none."""
+    """Return the value of an expression of numbers, `+ - * / // % **` and brackets. Raises ValueError, with a message for the model."""
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters, more than {LONGEST}")
     try:
         value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError, SystemError):  # SystemError: Python 3.11 parses in one thread at a time
+    except (SyntaxError, RecursionError, MemoryError, SystemError):  # SystemError: Python 3.11's parser, used by several threads at once
         raise ValueError("this is not an arithmetic expression") from None
     except (ArithmeticError, TypeError) as error:
         raise ValueError(str(error)) from None

@@ -1,4 +1,4 @@
-"""What can be refused of an environment before any process of the run starts: it is tried, with one episode."""
+"""Checks of an environment before any process of the run starts; one of them plays the beginning of an episode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = "environment.source"
 
 
 def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] | None:
-    """What the chat template tells the model of its tools. ConfigError where one of the user's own is none."""
+    """Return the tools' schemas for the chat template; None without tools. Raises ConfigError if a function is not a valid tool."""
     if settings is None or not isinstance(settings.source, ToolsEnvironment):
         return None
     from megarl.environments.own_tools import schemas
@@ -42,13 +42,16 @@ def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] |
 
 
 def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, reward: RewardSettings, model: Path) -> None:
-    """Refuses settings that contradict each other, a template that cannot be continued, tools that it does not tell of.
+    """Refuse contradictory settings, a chat template that cannot continue a conversation, and tools that the template does not mention.
 
     Args:
-        settings: of the environment, if there is one.
-        data: how prompts become tokens.
-        reward: how responses are scored.
+        settings: the `environment` section, or None.
+        data: the format of the prompts.
+        reward: the `reward` section.
         model: the Hugging Face directory of the tokenizer.
+
+    Raises:
+        ConfigError: something is refused.
     """
     if settings is None:
         given = alone(reward.source) | ({} if reward.eval is None else alone(reward.eval, "reward.eval"))
@@ -78,20 +81,20 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
 
 
 def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Prompt], key: str, turns: TurnTokens, most: int) -> None:
-    """Plays one turn of an episode of a source, in a process of its own.
+    """Play the first turn of an episode for a data source's first prompt, where the run would play it (in a new process, or on the server).
 
     Args:
-        settings: of the environment, if there is one.
-        prompts: of the source, at least one.
-        key: the source's dotted key, say "data.train".
-        turns: of the run's tokenizer.
-        most: tokens that a prompt may have.
+        settings: the `environment` section, or None.
+        prompts: the prompts of the data source, at least one.
+        key: the dotted key of the data source, such as "data.train".
+        turns: converts messages to tokens, with the run's tokenizer.
+        most: the maximum length of a prompt, in tokens.
 
     Raises:
-        ConfigError: the environment cannot be imported, breaks the protocol, fails, or begins with more than a prompt may have; or the
-            source is of episodes, and the run has no environment that begins any.
+        ConfigError: the environment cannot be imported, violates the protocol, fails, or its opening is longer than a prompt may be; or
+            the data source is of type `episodes`, and the run has no environment that writes openings.
     """
-    alone = prompts[0].episode is not None  # the environment has to begin
+    alone = prompts[0].episode is not None  # the environment has to write the opening
     if settings is None or isinstance(settings.source, ToolsEnvironment):
         if alone:
             raise ConfigError(f"{key}.type=episodes: {'there is no environment' if settings is None else 'tools begin none: give prompts'}")

@@ -1,4 +1,4 @@
-"""Where the environments of a run live: which host each source has."""
+"""The interface of hosts, which run the environments of episodes, and the choice of a host for `environment.source`."""
 
 from __future__ import annotations
 
@@ -14,42 +14,53 @@ from megarl.sandbox import process
 
 
 class Episode(Protocol):
-    """One episode, as the run sees it. Each method returns or raises EnvironmentFailed in bounded time."""
+    """One episode, as the run uses it. Each method returns or raises EnvironmentFailed in bounded time."""
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
-        """Comes first; the same seed begins the same episode. Without messages the prompt stands as it is."""
+        """Begin the episode; must be called first. The same seed begins the same episode.
+
+        Args:
+            seed: the seed of the episode.
+            task: the data's prompt, {"prompt", "answer", "meta"}; None if it has none.
+
+        Returns:
+            The opening. Without messages, the data's prompt is used as it is.
+
+        Raises:
+            EnvironmentFailed: the environment failed or exceeded its time limit.
+        """
         ...
 
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
-        """The answer to a turn of the policy.
+        """Return the environment's answer to a turn of the policy.
 
         Args:
-            text: what the policy said.
-            tokens: the same as tokens.
-            finished: it ended by itself, not by the length limit.
+            text: the text of the turn.
+            tokens: its tokens.
+            finished: whether the turn ended by itself, not by the length limit.
 
         Raises:
-            EnvironmentFailed: the environment did, or was late.
+            EnvironmentFailed: the environment failed or exceeded its time limit.
         """
         ...
 
     async def close(self) -> None:
-        """Comes last, whatever has happened."""
+        """End the episode; must be called last, even after a failure."""
 
 
 class Host(Protocol):
-    """Holds the environments of many episodes."""
+    """Runs the environments of many episodes."""
 
     def open(self) -> Episode:
-        """A new episode."""
+        """Return a new episode."""
         ...
 
     def close(self) -> None:
-        """Ends what it has started. Can be called twice."""
+        """End everything that it has started. Can be called twice."""
 
 
 def open_host(settings: EnvironmentSettings) -> Host:
-    """The host of `settings.source`, which holds `settings.max_concurrent` episodes. Processes are started as they are needed."""
+    """Return the host of `settings.source`, with at most `settings.max_concurrent` concurrent episodes. It starts processes as needed."""
     host = _host(settings)
     return host if settings.max_concurrent is None else BoundedHost(host, settings.max_concurrent)
 
@@ -59,7 +70,7 @@ def _host(settings: EnvironmentSettings) -> Host:
         from megarl.environments.http import HttpHost
 
         return HttpHost(settings.source, settings.step_s)
-    process.check(settings.sandbox, "environment.sandbox")  # an engine may be started again, on another machine
+    process.check(settings.sandbox, "environment.sandbox")  # again, since an engine may be restarted on another machine
     if isinstance(settings.source, ToolsEnvironment):
         from megarl.environments.tools import ToolsHost
 
@@ -68,9 +79,9 @@ def _host(settings: EnvironmentSettings) -> Host:
 
 
 def guarantee(settings: EnvironmentSettings) -> str | None:
-    """What the processes of `settings.source` are kept from on this machine, for the console; None where it has none here.
+    """Describe for the console how the processes of `settings.source` are isolated on this machine; None if the source is a server.
 
-    Raises ConfigError where the machine grants less than is asked for.
+    Raises ConfigError if the machine cannot isolate them as well as the settings require.
     """
     if isinstance(settings.source, HttpEnvironment):
         return None
@@ -78,17 +89,17 @@ def guarantee(settings: EnvironmentSettings) -> str | None:
 
 
 class BoundedHost:
-    """Begins an episode only when fewer than so many others have begun and are not closed; those that wait take turns in order."""
+    """Limits a host to `most` episodes at a time, from `reset` to `close`; further episodes wait in order of arrival."""
 
     def __init__(self, host: Host, most: int) -> None:
         self._host, self._room = host, asyncio.Semaphore(most)
 
     def open(self) -> Episode:
-        """A new episode, whose `reset` waits for room."""
+        """Return a new episode, whose `reset` waits until the limit allows it."""
         return _BoundedEpisode(self._host.open(), self._room)
 
     def close(self) -> None:
-        """Ends what has been started. Can be called twice."""
+        """End everything that the host has started. Can be called twice."""
         self._host.close()
 
 
@@ -114,8 +125,8 @@ class _BoundedEpisode:
 
 
 def in_tokens(render: Callable[..., list[int]], *said: Any) -> list[int]:
-    """An environment's messages in tokens, by `render`. EnvironmentFailed where the model's template has no way to write them."""
+    """Return `render(*said)`, the tokens of an environment's messages. Raises EnvironmentFailed if the chat template cannot render them."""
     try:
         return render(*said)
-    except Exception as error:  # a template may raise anything, of a role that it does not know for one
+    except Exception as error:  # a template may raise anything, for example for an unknown role
         raise EnvironmentFailed(f"bad return: the model's chat template refuses it: {first_line(error)}") from None

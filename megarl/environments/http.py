@@ -1,13 +1,13 @@
-"""Plays episodes on a server of the user's: any program that speaks this protocol (`python -m megarl.environments.server` is one).
+"""Play episodes on a server of the user's, which can be any program with this protocol, such as `python -m megarl.environments.server`.
 
     POST <url>/reset    {"seed": 7, "task": null} -> {"episode": "a1", "observation": "12-42"}
     POST <url>/step     {"episode": "a1", "text": "27", "tokens": [..], "finished": true}
          -> {"observation": "28-42", "reward": 0, "done": false}
     POST <url>/close    {"episode": "a1"} -> {}
 
-Headers: Content-Type: application/json, and Authorization: Bearer <token>, where token_env names one. An observation is a text or a list of
-chat messages; a reset without one leaves the prompt of the data as it is. An answer to a step may have "info", a dictionary of numbers.
-Whatever is no such answer, or comes late, ends that episode; nothing is asked twice, since a step has effects.
+Headers: Content-Type: application/json and, if token_env is set, Authorization: Bearer <token>. An observation is a text or a list of
+chat messages; without one in the answer to a reset, the data's prompt is used as it is. The answer to a step may contain "info", a
+dictionary of numbers. An invalid or late answer ends the episode; requests are never repeated, since a step has side effects.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn,
 from megarl.http_client import connected, target, token_of
 from megarl.text import printable
 
-MOST_BYTES = 1 << 20  # of an answer
-SHOWN = 200  # bytes of what a server says beside a status
+MOST_BYTES = 1 << 20  # maximum size of an answer
+SHOWN = 200  # bytes of the body that are quoted with an error status
 TOKEN_KEY = "environment.source.token_env"
 
 
 class HttpHost:
-    """Asks the server, `source.connections` requests at a time."""
+    """Sends requests to the server, at most `source.connections` at a time."""
 
     def __init__(self, source: HttpEnvironment, step_s: float) -> None:
         self._source, self._step_s = source, step_s
@@ -41,11 +41,11 @@ class HttpHost:
         self._threads = ThreadPoolExecutor(source.connections, thread_name_prefix="environments")
 
     def open(self) -> HttpEpisode:
-        """A new episode."""
+        """Return a new episode."""
         return HttpEpisode(self)
 
     async def ask(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer, a dictionary. EnvironmentFailed where there is none."""
+        """Send a request to /`what` and return the answer, a JSON object. Raises EnvironmentFailed if there is no valid one."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, what, json.dumps(body).encode())
 
     def _ask(self, what: str, body: bytes) -> dict[str, Any]:
@@ -72,18 +72,18 @@ class HttpHost:
         return found
 
     def close(self) -> None:
-        """Waits for nothing. Can be called twice."""
+        """Cancel queued requests, without waiting for those in progress. Can be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class HttpEpisode:
-    """One episode."""
+    """One episode; see `hosts.Episode`."""
 
     def __init__(self, host: HttpHost) -> None:
         self._host, self._episode = host, None
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
-        """The opening."""
+        """Begin the episode on the server and return its opening."""
         found = await self._host.ask("reset", {"seed": seed, "task": task})
         self._episode = found.get("episode")
         if self._episode is None:
@@ -91,14 +91,14 @@ class HttpEpisode:
         return _read(lambda: read_reset(found.get("observation")))
 
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
-        """The answer to a turn."""
+        """Return the server's answer to a turn."""
         body = {"episode": self._episode, "text": text, "tokens": list(tokens), "finished": finished}
         found = await self._host.ask("step", body)
         fields = (found.get("observation"), found.get("reward"), found.get("done"), found.get("info") or {})
         return _read(lambda: read_step(fields))
 
     async def close(self) -> None:
-        """Tells the server."""
+        """Tell the server that the episode is over; errors are ignored."""
         if self._episode is not None:
             with suppress(EnvironmentFailed):
                 await self._host.ask("close", {"episode": self._episode})
@@ -112,5 +112,5 @@ def _read(reading: Any) -> Turn:
 
 
 def check(source: HttpEnvironment) -> None:
-    """ConfigError where the token is not there."""
+    """Raise ConfigError if the token is missing or invalid."""
     token_of(source.token_env, TOKEN_KEY)

@@ -1,4 +1,4 @@
-"""Tools of a user's own: functions of a module, called in processes in the sandbox."""
+"""A user's own tools: functions of a module, called in sandboxed processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarl.environments.processes import GRACE_S, NO_ANSWER, AskedProcess, Gone
 
 
 class OwnTools:
-    """`settings.workers` processes at most, each of which is started when it is needed and holds all tools.
+    """A pool of at most `settings.workers` processes, each of which is started when it is needed and has all tools.
 
     Args:
-        paths: of the functions, as module:function.
-        settings: of the environment.
-        most: characters of an answer; the rest is cut off.
+        paths: the functions, as module:function.
+        settings: the `environment` section.
+        most: maximum length of an answer, in characters; the rest is cut off.
     """
 
     def __init__(self, paths: Sequence[str], settings: EnvironmentSettings, most: int) -> None:
@@ -28,7 +28,7 @@ class OwnTools:
             self._idle.put(None)
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """What a tool answers, and whether it has worked. One that hangs or ends its process fails alone."""
+        """Return a tool's answer, and whether the call succeeded. A call that hangs or ends its process affects no other call."""
         try:
             given = json.dumps(arguments)
         except RecursionError:
@@ -49,7 +49,7 @@ class OwnTools:
             self._idle.put(process)
 
     def close(self) -> None:
-        """Ends the processes that are idle; the others end with their call. Can be called twice."""
+        """End the idle processes; the others end after their calls, with the threads that started them. Can be called twice."""
         for _ in range(self._idle.qsize()):
             if (process := self._idle.get()) is not None:
                 process.kill()
@@ -58,15 +58,15 @@ class OwnTools:
 
 @lru_cache(maxsize=8)
 def schemas(paths: tuple[str, ...], step_s: float, sandbox: str) -> list[dict[str, Any]]:
-    """What a chat template is to tell of these tools, which a process in the sandbox imports.
+    """Return the JSON schemas of these tools for the chat template. A sandboxed process imports them.
 
     Args:
-        paths: of the functions.
-        step_s: longest time of a call.
-        sandbox: its settings, as JSON.
+        paths: the functions, as module:function.
+        step_s: time limit of a call.
+        sandbox: the sandbox's settings, as JSON.
 
     Raises:
-        ConfigError: one of them is no tool.
+        ConfigError: a function cannot be imported, or is not a valid tool.
     """
     process = _ToolProcess(paths, step_s, 0, SandboxSettings.model_validate_json(sandbox))
     try:
@@ -83,7 +83,7 @@ class _ToolProcess(AskedProcess):
         super().__init__("megarl.environments.tool_worker", (list(paths), step_s, most), step_s, sandbox, code)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Comes first: waits until the tools are imported."""
+        """Wait until the tools are imported, and return their schemas; must be called first."""
         self.wait_ready()
         match self.receive(self.step_s + GRACE_S):
             case ["tools", list(found)]:
@@ -91,7 +91,7 @@ class _ToolProcess(AskedProcess):
         raise Gone(NO_ANSWER)
 
     def call(self, name: str, given: str) -> tuple[str, bool]:
-        """The answer of one tool to arguments in JSON. Gone where the process is done with."""
+        """Return a tool's answer to arguments in JSON, and whether it succeeded. Raises Gone if the process is of no more use."""
         match self.asked((name, given)):
             case [str(said), bool(worked)]:
                 return said, worked

@@ -1,7 +1,7 @@
-"""Environments in processes in the sandbox: one that hangs, crashes or talks nonsense ends its episode, and no other.
+"""Run environments in sandboxed processes. An environment that hangs, crashes or answers nonsense ends its own episode only.
 
-A process holds the environments of many episodes. Where one of them has to be ended with its process, the other episodes are played again
-from their seeds in the next one, and must say the same again.
+A process holds the environments of many episodes. If it has to be killed because of one of them, the others are replayed from their
+seeds in a new process, and must give the same answers again.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
 from megarl.text import printable
 
-START_S = 120.0  # a process that has not imported its environment by then never will
-GRACE_S = 1.0  # after the time of a request, for the process to say itself that it is late
+START_S = 120.0  # time limit for a process to start and import its environment
+GRACE_S = 1.0  # additional time after a request's limit, in which the process itself can report that it was exceeded
 
 WorkerRequest = tuple[Any, ...]
 
 
 class ProcessHost:
-    """`settings.workers` processes, each of which is started when its first episode begins. They die with this process."""
+    """Runs `settings.workers` processes, each of which is started when its first episode begins. They end with this process."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         self._count = count()
         self._processes: list[_EnvironmentProcess | None] = [None] * settings.workers
         self._locks = [asyncio.Lock() for _ in range(settings.workers)]
-        # Its threads live as long as it does: a process in the sandbox dies with the thread that has started it.
+        # A pool as long-lived as the host: a sandboxed process dies with the thread that started it.
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="environments")
 
     def open(self) -> ProcessEpisode:
-        """A new episode, whose `reset` comes first."""
+        """Return a new episode."""
         return ProcessEpisode(self, next(self._count))
 
     async def ask(self, episode: ProcessEpisode, request: WorkerRequest) -> Turn:
-        """The answer to a request; requests to one process wait for each other. EnvironmentFailed where there is none."""
+        """Return the answer to a request, after earlier requests to the same process. Raises EnvironmentFailed if there is none."""
         place = episode.number % len(self._processes)
         async with self._locks[place]:
             work = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, place, episode, request)
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
-                await asyncio.wait([work])  # a thread cannot be called off, and nobody else may ask meanwhile
+                await asyncio.wait([work])  # a thread cannot be cancelled, and until it is done the process takes no other request
                 raise
 
     def _ask(self, place: int, episode: ProcessEpisode, request: WorkerRequest) -> Turn:
         process = self._processes[place]
         if request[0] == "close" and (process is None or episode.home is not process):
-            return Turn(None)  # it ended with its process
+            return Turn(None)  # the environment is gone, with its process
         try:
             if process is None:
                 process = self._processes[place] = _EnvironmentProcess(self._settings)
@@ -83,7 +83,7 @@ class ProcessHost:
             raise EnvironmentFailed(str(gone)) from None
 
     def close(self) -> None:
-        """Ends the processes. Can be called twice."""
+        """End the processes. Can be called twice."""
         for process in self._processes:
             if process is not None:
                 process.kill()
@@ -92,7 +92,7 @@ class ProcessHost:
 
 
 class ProcessEpisode:
-    """One episode: `reset`, `step` as often as there are turns, `close`."""
+    """One episode: first `reset`, then `step` for each turn, finally `close`; see `hosts.Episode`."""
 
     def __init__(self, host: ProcessHost, number: int) -> None:
         self.number = number
@@ -101,11 +101,11 @@ class ProcessEpisode:
         self._host = host
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
-        """The opening."""
+        """Begin the episode and return its opening."""
         return await self._play(("reset", self.number, seed, task))
 
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
-        """The answer to a turn."""
+        """Return the environment's answer to a turn."""
         return await self._play(("step", self.number, text, list(tokens), finished))
 
     async def _play(self, request: WorkerRequest) -> Turn:
@@ -114,14 +114,14 @@ class ProcessEpisode:
         return answer
 
     async def close(self) -> None:
-        """The process forgets it."""
+        """Close the environment in its process."""
         self.history.clear()
         if self.home is not None:
             await self._host.ask(self, ("close", self.number))
 
 
 def code_of(source: Any) -> list[str]:
-    """The modules of one's own that a process of `environment.source` imports."""
+    """Return the names of the user's modules that a process of `environment.source` imports."""
     if isinstance(source, ToolsEnvironment):
         return [path.partition(":")[0] for path in source.own]
     return [source.path.partition(":")[0]] if isinstance(source, FunctionEnvironment | GymnasiumEnvironment) else []
@@ -131,18 +131,18 @@ NO_ANSWER = "worker died: it wrote an invalid answer"
 
 
 class Gone(Exception):
-    """A process has to be ended, or has ended, with the reason."""
+    """A process has ended or has to be killed; the message is the reason."""
 
 
 class AskedProcess:
-    """One process in the sandbox, asked by one thread at a time.
+    """A sandboxed process that answers requests, for use by one thread at a time.
 
     Args:
-        module: of megarl, that runs in it.
-        first: what it is told first.
-        step_s: longest time of one request.
-        sandbox: what it may do.
-        code: modules of the user's that it imports.
+        module: the module of megarl that runs in it.
+        first: the first message sent to it.
+        step_s: time limit of one request.
+        sandbox: what the process may do.
+        code: the user's modules that it imports.
     """
 
     def __init__(self, module: str, first: Any, step_s: float, sandbox: SandboxSettings, code: Sequence[str]) -> None:
@@ -151,7 +151,7 @@ class AskedProcess:
         self.send(first)
 
     def wait_ready(self) -> None:
-        """Until its code is imported. ConfigError where it cannot be, Gone where that ends the process."""
+        """Wait until its code is imported. Raises ConfigError if the code is refused, and Gone if the process does not get that far."""
         match self.receive(START_S):
             case ["ready"]:
                 return
@@ -160,19 +160,19 @@ class AskedProcess:
         raise Gone(NO_ANSWER)
 
     def send(self, message: Any) -> None:
-        """Pickled."""
+        """Send a message, pickled. If the process does not take it, the next `receive` raises Gone."""
         try:
             self._sandboxed.channel.send(pickle.dumps(message), self.step_s + GRACE_S)
-        except (ConnectionError, TimeoutError):  # it is dead or stopped, as `receive` will find
+        except (ConnectionError, TimeoutError):  # it has ended or is stopped, which `receive` will notice
             return
 
     def asked(self, message: Any) -> Any:
-        """What is answered to a message. Gone as from `receive`."""
+        """Send a message and return the answer. Raises Gone as `receive` does."""
         self.send(message)
         return self.receive(self.step_s + GRACE_S)
 
     def receive(self, within_s: float) -> Any:
-        """The next message. Gone where none comes in time, or none that is JSON."""
+        """Return the next message. Raises Gone if there is none in time, or if it is not JSON."""
         channel, deadline = self._sandboxed.channel, time.monotonic() + within_s
         poll = select.poll()
         poll.register(channel.fileno(), select.POLLIN)
@@ -188,7 +188,7 @@ class AskedProcess:
             raise Gone(NO_ANSWER) from None
 
     def kill(self) -> None:
-        """Ends it and all that it has started."""
+        """Kill the process and everything that it has started."""
         self._sandboxed.kill()
 
 
@@ -198,10 +198,10 @@ class _EnvironmentProcess(AskedProcess):
         super().__init__("megarl.environments.worker", (source.model_dump(), step_s), step_s, settings.sandbox, code_of(source))
 
     def ask(self, request: WorkerRequest) -> Turn:
-        """The answer. EnvironmentFailed where the environment has none, Gone where the process is done with."""
+        """Return the answer. Raises EnvironmentFailed if the environment failed, and Gone if the process cannot be used any more."""
         match self.asked(request):
             case ["turn", messages, reward, bool(done), info]:
-                with suppress(ProtocolFault):  # which the worker has looked at, unless the environment has written itself
+                with suppress(ProtocolFault):  # the worker checked it, unless the environment itself wrote the answer
                     said = None if messages is None else read_messages(messages, request[0])
                     earned, numbers = read_numbers(reward, info)
                     if said is not None or done or request[0] != "step":

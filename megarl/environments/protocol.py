@@ -1,6 +1,6 @@
-"""What an environment is, and what its answers mean. A class of yours needs nothing of megarl: the methods are all.
+"""The protocol of environments, and the checks of their answers. A user's class needs these methods, and nothing from megarl.
 
-Imported in the sandbox: it imports neither torch nor the configuration.
+This module is imported in the sandbox, so it imports neither torch nor the configuration.
 """
 
 from __future__ import annotations
@@ -13,46 +13,50 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
-Message = dict[str, str]  # of a chat: role and content
+Message = dict[str, str]  # a chat message: role and content
 MOST_INFO, LONGEST_NAME, LARGEST = 64, 100, 1e9
 FINITE = sys.float_info.max
 
 
 class Environment(Protocol):
-    """One episode. Each method may be a coroutine function or an ordinary one; whatever it raises ends the episode."""
+    """One episode. Each method may be a coroutine function or an ordinary one; any exception ends the episode."""
 
     def reset(self, seed: int) -> Any:
-        """Begins an episode; the same seed begins the same one, and the same steps after it get the same answers.
+        """Begin an episode. After the same seed, the same steps must get the same answers.
 
-        With a second parameter `task` it is also given the prompt that the data has, {"prompt", "answer", "meta"}, or None.
+        A method with a parameter `task` also receives the data's prompt, {"prompt", "answer", "meta"}, or None.
 
         Returns:
-            What the policy reads first: a text, or chat messages; None leaves the data's prompt as it is.
+            The opening, which the policy reads first: a text or chat messages; None keeps the data's prompt as it is.
         """
 
     def step(self, text: str, tokens: Sequence[int], finished: bool) -> Any:
-        """Answers a turn of the policy.
+        """Answer a turn of the policy.
 
         Args:
-            text: of the turn, without its end token.
-            tokens: the same as they were sampled.
-            finished: it ended by itself, not by the length limit.
+            text: the text of the turn, without its end token.
+            tokens: its tokens as they were sampled.
+            finished: whether the turn ended by itself, not by the length limit.
 
         Returns:
-            (observation, reward, done) or (observation, reward, done, info): a text or chat messages (None or "" where the episode is
-            done), a number, a boolean, and a dictionary of numbers, of which the last turn's become metrics.
+            (observation, reward, done) or (observation, reward, done, info): a text or chat messages (None or "" is allowed if the episode
+            is done), a number, a boolean, and a dictionary of numbers; those of the last turn become metrics.
         """
 
     def close(self) -> Any:
-        """The episode is over, for whatever reason."""
+        """Release resources: the episode is over, for whatever reason."""
 
 
 class ProtocolFault(ValueError):
-    """An environment returned something else than it should."""
+    """An environment returned a value that violates the protocol."""
 
 
 class EnvironmentFailed(Exception):
-    """An episode cannot go on: "timeout", "worker died: ...", "bad return: ..." or "<exception's type>: ..."."""
+    """An episode cannot continue.
+
+    The message begins with the kind of failure: "timeout", "worker died: ...", "bad return: ...", "not repeatable: ...", "no answer: ...",
+    "status ..." or "<type of an exception>: ...".
+    """
 
 
 @dataclass(frozen=True)
@@ -66,28 +70,28 @@ class Turn:
 
 
 def begin(environment: Any, seed: int, task: Any) -> Turn:
-    """Calls `reset`.
+    """Call an environment's `reset` and return the opening.
 
     Args:
-        environment: of this episode.
-        seed: of the episode.
-        task: of the prompt; given where `reset` takes one.
+        environment: the environment of this episode.
+        seed: the seed of the episode.
+        task: the data's prompt; passed if `reset` has a parameter `task`.
 
     Raises:
-        ProtocolFault: it returns no opening.
-        Exception: whatever it raises.
+        ProtocolFault: the return value is not a valid opening.
+        Exception: whatever `reset` raises.
     """
     takes_task = "task" in inspect.signature(environment.reset).parameters
     return read_reset(waited(environment.reset(seed, **({"task": task} if takes_task else {}))))
 
 
 def end(environment: Any) -> None:
-    """Calls `close`, where there is one. Raises whatever it raises."""
+    """Call an environment's `close`, if it has one. Raises whatever that raises."""
     waited(getattr(environment, "close", lambda: None)())
 
 
 def waited(returned: Any) -> Any:
-    """What a method returned, after the wait that a coroutine asks for."""
+    """Return what a method returned, or the result if that is an awaitable."""
     if not inspect.isawaitable(returned):
         return returned
 
@@ -98,18 +102,18 @@ def waited(returned: Any) -> Any:
 
 
 def read_reset(returned: Any) -> Turn:
-    """What `reset` returned. ProtocolFault where it is no opening."""
+    """Check and convert the return value of `reset`. Raises ProtocolFault if it is not a valid opening."""
     messages = None if returned is None else read_messages(returned, "reset")
     return Turn(messages)
 
 
 def read_step(returned: Any) -> Turn:
-    """What `step` returned. ProtocolFault where that is no answer."""
+    """Check and convert the return value of `step`. Raises ProtocolFault if it is not a valid answer."""
     if not isinstance(returned, tuple | list) or len(returned) not in (3, 4):
         size = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
         raise ProtocolFault(f"step returned a {type(returned).__name__}{size}, not (observation, reward, done)")
     said, reward, done, info = (*returned, {})[:4]
-    if not isinstance(done, bool) and type(done).__name__ not in ("bool_", "bool"):  # numpy's
+    if not isinstance(done, bool) and type(done).__name__ not in ("bool_", "bool"):  # NumPy's boolean, whose name depends on the version
         raise ProtocolFault(f"step returned done={done!r:.80} ({type(done).__name__}), not a boolean")
     reward, numbers = read_numbers(reward, info)
     messages = None if done and (said is None or said == "") else read_messages(said, "step")
@@ -117,7 +121,7 @@ def read_step(returned: Any) -> Turn:
 
 
 def read_numbers(reward: Any, info: Any) -> tuple[float, dict[str, float]]:
-    """A reward, and the numbers of an `info`; its other entries are left out. ProtocolFault where they are none."""
+    """Return a reward, and the numbers in an `info` without its other entries. Raises ProtocolFault if either is invalid."""
     if not _is_number(reward, LARGEST):
         raise ProtocolFault(f"step returned reward={reward!r:.80} ({type(reward).__name__}), not a finite number")
     if not isinstance(info, Mapping):
@@ -129,13 +133,13 @@ def read_numbers(reward: Any, info: Any) -> tuple[float, dict[str, float]]:
 
 
 def _is_number(value: Any, largest: float) -> bool:
-    """Whether it is a real number no larger than this; compared as it is, since an integer may be beyond every float."""
+    """Return whether `value` is a real number of at most this size, without a conversion: an integer may be too large for a float."""
     size: Any = abs(value) if isinstance(value, Real) else None
     return size is not None and bool(size <= largest)
 
 
 def read_messages(said: Any, method: str) -> list[Message]:
-    """A text as the user's message, or chat messages as they are. ProtocolFault for anything else, and for what says nothing."""
+    """Return an observation as chat messages; a text becomes a message of the user. Raises ProtocolFault for anything else, or no text."""
     if isinstance(said, str):
         said = [{"role": "user", "content": said}]
     if not isinstance(said, list) or not said:

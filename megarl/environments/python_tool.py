@@ -1,7 +1,7 @@
-"""One run of a Python program, in the sandbox: `python -m megarl.environments.python_tool CHANNEL`, started by tools.py alone.
+"""Run one Python program in the sandbox: `python -m megarl.environments.python_tool CHANNEL`, started only by tools.py.
 
-The process runs one program and ends; a program that does something to it does that to itself. Messages out, in JSON: ["ready"], [what it
-has printed].
+The process runs a single program, so a program that tampers with it affects no other. Messages sent, in JSON: ["ready"], [output of the
+program].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.sandbox.channel import Channel
 
 
 class _Bounded(io.TextIOBase):
-    """Keeps the first characters that are written."""
+    """A text stream that keeps the first `most` + 1 characters written, so that the reader can tell whether there were more."""
 
     def __init__(self, most: int) -> None:
         self.text, self._most = "", most
@@ -31,12 +31,12 @@ class _Bounded(io.TextIOBase):
 
 
 def work(channel: Channel, answer: Answer) -> None:
-    """Runs the program that comes, and says what it has printed; the value of a last expression is printed, too."""
+    """Receive a program, run it, and send its output, which includes the value of its last statement if that is an expression."""
     program, seconds, most = pickle.loads(channel.receive())
     answer("ready")
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # what goes past sys.stdout is nobody's
+    for descriptor in (0, 1, 2):  # output that bypasses sys.stdout is discarded
         os.dup2(nowhere, descriptor)
     sys.stdout = sys.stderr = printed = _Bounded(most)
     space = {"__name__": "__main__"}
@@ -48,7 +48,7 @@ def work(channel: Channel, answer: Answer) -> None:
             value = eval(compile(ast.Expression(last.value), "<tool>", "eval"), space)
             if value is not None:
                 print(repr(value), file=printed)
-    except BaseException as error:  # SystemExit, too
+    except BaseException as error:  # including SystemExit
         printed.write("".join(traceback.format_exception_only(error)))
     answer(printed.text)
 

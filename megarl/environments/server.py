@@ -1,10 +1,10 @@
-"""A reference server of megarl.environments.http, for an environment that lives elsewhere:
+"""A reference server for environments that run outside megarl's processes (protocol: megarl.environments.http):
 
     python -m megarl.environments.server MODULE:CLASS [--port 8000] [--host 127.0.0.1]
 
-One object of the class plays each episode; requests are served side by side, those of one episode one after the other. An episode of which
-nothing has been asked for an hour is ended: its client was late or is gone. It trusts its clients, and runs the class in its own process:
-put it where that is right.
+Each episode has its own instance of the class. Requests are served concurrently, except that those of one episode run one at a time. An
+episode without a request for an hour is closed at the next reset, since its client has timed out or gone. The server trusts its clients and
+runs the class in its own process, without a sandbox: run it only where that is acceptable.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megarl.environments.protocol import begin, end, read_step, waited
 from megarl.imports import find
 
 MOST_BYTES = 16 << 20
-IDLE_S = 3600.0  # twice what an engine may take for a turn (rollout.timeout_s)
+IDLE_S = 3600.0  # twice the default time limit of an engine for a turn (rollout.timeout_s)
 
 
 @dataclass
 class _Episode:
     environment: Any
     lock: threading.Lock = field(default_factory=threading.Lock)
-    used: float = field(default_factory=time.monotonic)  # when something was last asked of it
+    used: float = field(default_factory=time.monotonic)  # time of its last request
 
 
 class EnvironmentServer(ThreadingHTTPServer):
-    """Holds the episodes."""
+    """Holds the environments of all open episodes."""
 
     daemon_threads = True
-    request_queue_size = 4096  # connections that wait to be taken, as all episodes of a step may; beyond, the kernel resets them
+    request_queue_size = 4096  # connections waiting to be accepted: all episodes of a step may connect at once; the kernel resets the rest
 
     def __init__(self, address: tuple[str, int], make: Any) -> None:
         super().__init__(address, _Handler)
@@ -47,7 +47,7 @@ class EnvironmentServer(ThreadingHTTPServer):
         self._episodes: dict[str, _Episode] = {}
 
     def answer(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request. Whatever it raises becomes the text of status 500."""
+        """Return the answer to a request to /`what`. Any exception becomes an answer with status 500."""
         if what == "reset":
             self._end_idle()
             environment, name = self._make(), uuid.uuid4().hex
@@ -67,20 +67,20 @@ class EnvironmentServer(ThreadingHTTPServer):
             return {"observation": turn.messages, "reward": turn.reward, "done": turn.done, "info": dict(turn.info)}
         if what == "close":
             episode = self._episodes.pop(body["episode"], _Episode(None))
-            with episode.lock:  # a step that was late may still be under way
+            with episode.lock:  # a step that exceeded the client's time limit may still be running
                 end(episode.environment)
             return {}
         raise KeyError(f"/{what}: there are /reset, /step and /close")
 
     def _end_idle(self) -> None:
-        """Ends the episodes that nobody will end, before there is one more."""
+        """Close episodes that have had no request for IDLE_S, which their clients will not close."""
         now = time.monotonic()
         for name, episode in list(self._episodes.items()):
             if not episode.lock.acquire(blocking=False):  # a step is under way
                 continue
             try:
                 idle = now - episode.used > IDLE_S
-                if idle and self._episodes.pop(name, None) is not None:  # no other request has ended it meanwhile
+                if idle and self._episodes.pop(name, None) is not None:  # no other request has closed it meanwhile
                     end(episode.environment)
             except Exception as error:
                 print(f"episode {name}, of a client that is gone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: EnvironmentServer
 
     def do_POST(self) -> None:
-        """One request."""
+        """Answer one request."""
         try:
             length = int(self.headers.get("Content-Length", "0"))
             if not 0 <= length <= MOST_BYTES:
@@ -110,11 +110,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Says nothing of each request."""
+        """Do nothing: requests are not logged."""
 
 
 def main() -> None:
-    """Serves until it is interrupted."""
+    """Run the server until it is interrupted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environment", metavar="MODULE:CLASS")
     parser.add_argument("--host", default="127.0.0.1")

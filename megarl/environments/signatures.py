@@ -1,4 +1,4 @@
-"""What a chat template tells of a function: its JSON schema, from signature and docstring. Imported in the sandbox alone."""
+"""JSON schemas of tools for chat templates, from a function's signature and docstring. Imported only in the sandbox."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ARGUMENT = re.compile(r" +(\w+)(?: \(.*?\))?: *(.*)")
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The schema of a tool; a parameter without a default is required.
+    """Return the schema of a tool. Parameters without a default are required.
 
     Args:
-        function: whose docstring says what it does, and below `Args:` what each parameter is.
-        name: of the tool.
+        function: the function; its docstring describes it and, below `Args:`, its parameters.
+        name: the name of the tool.
 
     Raises:
-        ValueError: it has no docstring, a type that nobody knows, or a parameter that a call cannot name.
+        ValueError: the function has no docstring, an annotation that cannot be resolved, or a parameter that a call cannot name.
     """
     said = inspect.getdoc(function)
     if not said:
@@ -43,7 +43,7 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def _arguments(rest: str) -> dict[str, str]:
-    """What stands below `Args:`, up to the next line that is not indented."""
+    """Return the parameters' descriptions from the text below `Args:`, up to the next line that is not indented."""
     found, name = dict[str, str](), ""
     for line in rest.splitlines():
         if line and not line.startswith(" "):
@@ -56,7 +56,7 @@ def _arguments(rest: str) -> dict[str, str]:
 
 
 def _json(hint: Any) -> dict[str, Any]:
-    """The JSON type of an annotation; of one that JSON has no name for, nothing."""
+    """Return the JSON schema of an annotation; empty for a type without a counterpart in JSON."""
     origin, inside = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
         known = [one for one in inside if one is not NoneType]

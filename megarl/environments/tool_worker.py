@@ -1,6 +1,6 @@
-"""A process of a user's own tools, in the sandbox: `python -m megarl.environments.tool_worker CHANNEL`, started by own_tools.py alone.
+"""A sandboxed process with a user's own tools: `python -m megarl.environments.tool_worker CHANNEL`, started only by own_tools.py.
 
-It answers one call after the other. Messages out, in JSON: ["ready"], ["refused", text], ["tools", schemas], [text, whether it has worked].
+It answers one call at a time. Messages sent, in JSON: ["ready"], ["refused", text], ["tools", schemas], [text, whether the call succeeded].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy  # here, so that a tool that imports it first draws from a state of its own, too
+import numpy  # imported here, so that _call can seed it even if only the tools use it
 
 from megarl.environments.adapters import named
 from megarl.environments.protocol import waited
@@ -20,13 +20,13 @@ from megarl.environments.signatures import schema_of
 from megarl.sandbox.bounded import LONGEST_TEXT, Answer, Late, imported, in_time, serve
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 
-ROOM = ANSWER_BYTES - 64  # bytes of an answer's text in JSON
+ROOM = ANSWER_BYTES - 64  # maximum size of an answer's text in JSON, in bytes
 Tools = dict[str, tuple[Callable[..., Any], dict[str, Any]]]
-"""Function and schema of each, by its name."""
+"""The function and the schema of each tool, by its name."""
 
 
 def load(paths: Sequence[str]) -> Tools:
-    """The functions at these places. ValueError, starting with the key below `environment.source`, for one that is no tool."""
+    """Return the tools at these paths. Raises ValueError, starting with the key within `environment.source`, if one is not a valid tool."""
     found: Tools = {}
     for path in paths:
         try:
@@ -38,7 +38,7 @@ def load(paths: Sequence[str]) -> Tools:
 
 
 def work(channel: Channel, answer: Answer) -> None:
-    """Imports the tools, tells of them, and answers calls."""
+    """Import the tools, send their schemas, and answer calls."""
     paths, seconds, most = pickle.loads(channel.receive())
     tools = imported(lambda: load(paths), answer)
     if tools is None:
@@ -51,7 +51,11 @@ def work(channel: Channel, answer: Answer) -> None:
 
 
 def _call(function: Callable[..., Any], name: str, given: str, seconds: float) -> tuple[str, bool]:
-    """What a function makes of arguments in JSON: a text, or else JSON of it; or how it failed. The same call draws the same numbers."""
+    """Call a function with arguments in JSON. The same call draws the same random numbers.
+
+    Returns:
+        The answer (a text as it is, anything else as JSON) or an error message, and whether the call succeeded.
+    """
     random.seed(f"{name} {given}")
     numpy.random.seed(random.getrandbits(32))
     try:
@@ -65,13 +69,13 @@ def _call(function: Callable[..., Any], name: str, given: str, seconds: float) -
             said = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
     except Late:
         return f"error: not done after {seconds:g} s", False
-    except BaseException as error:  # SystemExit and the like too: one call must not end the process
+    except BaseException as error:  # including SystemExit: one call must not end the process
         return f"error: {type(error).__name__}: {error}"[:LONGEST_TEXT], False
     return said, True
 
 
 def _cut(said: str, most: int) -> str:
-    """At most so many characters, and what one message holds."""
+    """Cut a text to `most` characters and to the size of one message, and mark it if anything is cut off."""
     kept = said[:most]
     while (size := len(json.dumps(kept))) > ROOM:
         kept = kept[: len(kept) * ROOM // size]

@@ -1,8 +1,8 @@
 """Tools that the model calls in the format of its chat template: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 
-Each call is answered by a message of the role `tool`, a malformed one by a message that says so. A turn without a call is the answer, and
-ends the episode. A Python program runs in a sandbox of its own, which is gone afterwards: no program meets what another has left. Functions
-of the user's stay imported (own_tools.py).
+Each call is answered by a message with the role `tool`; for a malformed call, it says what is wrong. A turn without a call is the answer,
+and ends the episode. Each Python program runs in a new sandbox, which is removed afterwards, so that no program affects another. The user's
+functions stay imported (own_tools.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megarl.sandbox.process import SandboxedProcess
 from megarl.text import printable
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-MOST_CALLS = 8  # of one turn
-START_S, GRACE_S = 60.0, 1.0  # for the process to start, and to say what it has to say
+MOST_CALLS = 8  # in one turn
+START_S, GRACE_S = 60.0, 1.0  # time limit for the process to start; additional time for its answer to arrive
 
 
 def _schema(name: str, meaning: str, argument: str, what: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ SCHEMAS = {
 
 
 class ToolsHost:
-    """Runs the calls of all episodes, `settings.workers` programs at a time."""
+    """Runs the calls of all episodes, at most `settings.workers` programs or functions at a time."""
 
     def __init__(self, source: ToolsEnvironment, settings: EnvironmentSettings) -> None:
         self.source, self._settings = source, settings
@@ -53,11 +53,11 @@ class ToolsHost:
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="tools")
 
     def open(self) -> ToolsEpisode:
-        """A new episode."""
+        """Return a new episode."""
         return ToolsEpisode(self)
 
     async def call(self, text: str) -> tuple[str, bool]:
-        """What is answered to what stands between the tags, and whether a tool has worked."""
+        """Run the call between two tags. Return the answer, and whether the call succeeded."""
         try:
             name, arguments = read_call(text, self._names)
             if name == "calculator":
@@ -72,23 +72,23 @@ class ToolsHost:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """Waits for nothing: each call ends in time. Can be called twice."""
+        """Cancel queued calls, without waiting for those in progress, which have time limits. Can be called twice."""
         self._own.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class ToolsEpisode:
-    """The calls of one conversation."""
+    """One episode; see `hosts.Episode`. It counts the calls, and those that failed."""
 
     def __init__(self, host: ToolsHost) -> None:
         self._host, self._calls, self._errors = host, 0, 0
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
-        """The prompt of the data stands as it is: the template has told of the tools in it."""
+        """Keep the data's prompt as it is; the chat template has described the tools in it."""
         return Turn(None)
 
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
-        """Answers every call of a turn."""
+        """Answer all calls of a turn. A turn without any ends the episode."""
         calls = CALL.findall(text) if finished else []
         answers: list[Message] = []
         for number, call in enumerate(calls[: MOST_CALLS + 1]):
@@ -101,11 +101,11 @@ class ToolsEpisode:
         return Turn(answers or None, 0.0, not answers, {"tool_calls": float(self._calls), "tool_errors": float(self._errors)})
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: an episode holds no resources."""
 
 
 def read_call(text: str, tools: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """A call's tool and its arguments. ValueError, with what the model should know, where it is malformed."""
+    """Return a call's tool and arguments. Raises ValueError, with a message for the model, if the call is malformed."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
@@ -115,20 +115,20 @@ def read_call(text: str, tools: Sequence[str]) -> tuple[str, dict[str, Any]]:
         raise ValueError('a call has a text "name" and an object "arguments"')
     if name not in tools:
         raise ValueError(f"there is no tool {name!r:.80} (there are: {', '.join(tools)})")
-    known = ARGUMENTS.get(name)  # a function of the user's looks at its own
+    known = ARGUMENTS.get(name)  # the arguments of a user's function are checked in its process
     if known is not None and (list(arguments) != [known] or not isinstance(arguments[known], str)):
         raise ValueError(f"{name} takes one argument, the text {known!r}")
     return name, arguments
 
 
 def run_python(code: str, seconds: float, most: int, sandbox: SandboxSettings) -> tuple[str, bool]:
-    """What a program prints, in a sandbox of its own, and whether it has ended by itself in time.
+    """Run a Python program in a new sandbox. Return its output, and whether it ended by itself in time.
 
     Args:
         code: the program.
-        seconds: its longest time.
-        most: characters of its output that are returned.
-        sandbox: what it may do.
+        seconds: time limit of the program.
+        most: maximum length of the output, in characters; the rest is cut off.
+        sandbox: what the program may do.
     """
     process = SandboxedProcess("megarl.environments.python_tool", sandbox)
     channel, deadline, ready = process.channel, time.monotonic() + START_S, False

@@ -1,7 +1,7 @@
-"""A process of environments, in the sandbox: `python -m megarl.environments.worker CHANNEL`, started by processes.py and by nothing else.
+"""A sandboxed process with environments: `python -m megarl.environments.worker CHANNEL`, started only by processes.py.
 
-It holds the environments of many episodes, and works on one request at a time. Requests are pickled: ("reset", episode, seed, task),
-("step", episode, text, tokens, finished), ("close", episode). Messages out, in JSON: ["ready"], ["refused", text], ["turn", messages,
+It holds the environments of many episodes, and handles one request at a time. Requests are pickled: ("reset", episode, seed, task),
+("step", episode, text, tokens, finished), ("close", episode). Messages sent, in JSON: ["ready"], ["refused", text], ["turn", messages,
 reward, done, info], ["failed", text].
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy  # here, so that an episode that imports it first draws from a state of its own, too
+import numpy  # imported here, so that _Draws can seed it even if only the environments use it
 
 from megarl.environments.adapters import load
 from megarl.environments.protocol import ProtocolFault, Turn, begin, end, read_step, waited
@@ -23,7 +23,7 @@ from megarl.sandbox.channel import ANSWER_BYTES, Channel
 
 
 def work(channel: Channel, answer: Answer) -> None:
-    """Imports the environment, and plays what comes."""
+    """Import the environment, and answer requests."""
     source, step_s = pickle.loads(channel.receive())
     make = imported(lambda: load(source), answer)
     if make is None:
@@ -39,7 +39,7 @@ def work(channel: Channel, answer: Answer) -> None:
             answer("failed", "timeout")
         except ProtocolFault as fault:
             answer("failed", f"bad return: {fault}"[:LONGEST_TEXT])
-        except BaseException as error:  # SystemExit and the like too: one episode must not end the process
+        except BaseException as error:  # including SystemExit: one episode must not end the process
             answer("failed", f"{type(error).__name__}: {error}"[:LONGEST_TEXT])
         else:
             said = ["turn", turn.messages, turn.reward, turn.done, dict(turn.info)]
@@ -48,14 +48,20 @@ def work(channel: Channel, answer: Answer) -> None:
 
 
 class _Draws:
-    """Gives each episode Python's and NumPy's common random numbers as if it were alone, seeded by its own seed."""
+    """Gives each episode its own state of Python's and NumPy's global random generators, seeded with the episode's seed."""
 
     def __init__(self) -> None:
         self._states: dict[int, tuple[Any, Any]] = {}
 
     @contextmanager
     def of(self, what: str, number: int, seed: Any = None) -> Iterator[None]:
-        """For one request."""
+        """Set the episode's state for the block that handles a request, and save it afterwards.
+
+        Args:
+            what: the request: "reset", "step" or "close".
+            number: the episode.
+            seed: for "reset", the episode's seed; ignored for other requests.
+        """
         if what == "reset":
             random.seed(seed)
             numpy.random.seed(seed % (1 << 32))
@@ -79,7 +85,7 @@ def _play(make: Callable[[], Any], episodes: dict[int, Any], what: str, number: 
     if what == "step":
         return read_step(waited(episodes[number].step(*given)))
     environment = episodes.pop(number, None)
-    with suppress(Exception):  # the episode is over: what its end goes wrong with is nobody's loss
+    with suppress(Exception):  # the episode is over, so an error affects nothing
         end(environment)
     return Turn(None)
 

@@ -1,1 +1,1 @@
-"""Processes that work on what a model has written: no way back to the run but messages of a bounded size. See README.md here."""
+"""Isolated processes for code that handles model output; they reach the run only by messages of bounded size. See README.md here."""

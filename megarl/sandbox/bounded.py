@@ -1,6 +1,6 @@
-"""The inside of a process that works on one request after the other: how it begins, and how a request is kept in time.
+"""The inside of a sandboxed process that handles one request at a time: its main function, and the time limit of a request.
 
-Imported in the sandbox: it imports nothing of megarl but its neighbours.
+This module is imported in the sandbox, so of megarl it imports only this package.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ from megarl.sandbox.inside import enter
 
 Answer = Callable[..., None]
 Loaded = TypeVar("Loaded")
-LONGEST_TEXT = 500  # of a message that a fault becomes
+LONGEST_TEXT = 500  # maximum length of an error message
 
 
 class Late(BaseException):
-    """The request's time is over. No Exception, so that code's own `except Exception` lets it through."""
+    """A request exceeded its time limit. Not an Exception, so that an `except Exception` in the called code does not catch it."""
 
 
 def serve(work: Callable[[Channel, Answer], None]) -> None:
-    """The main of such a process, whose first argument is its end of the channel: `work` reads from it, and sends JSON by the answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business
+    """Run the main function of such a process, whose first command-line argument is the descriptor of its end of the channel.
+
+    `work(channel, answer)` reads requests from the channel, and calls answer(*message) to send a message as JSON.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the run
     channel = enter(int(sys.argv[1]))
     own = os.getpid()
 
     def answer(*message: Any) -> None:
-        if os.getpid() != own:  # what was called forked, and both came back: one of them speaks
+        if os.getpid() != own:  # the called code forked, and both processes returned: only the original one answers
             os._exit(0)
         channel.send(json.dumps(message).encode())
 
     try:
         work(channel, answer)
-    except (EOFError, ConnectionError):  # the run has closed its end
+    except (EOFError, ConnectionError):  # the run closed its end
         return
 
 
 def imported(load: Callable[[], Loaded], answer: Answer) -> Loaded | None:
-    """What `load` returns, once the run has been told that the process is ready; None where it was told why it is refused."""
+    """Call `load`, tell the run that the process is ready, and return the result. If `load` fails, tell the run why, and return None."""
     try:
         loaded = load()
     except Exception as error:  # an import may raise anything
@@ -58,16 +61,17 @@ def imported(load: Callable[[], Loaded], answer: Answer) -> Loaded | None:
 
 @contextmanager
 def in_time(seconds: float) -> Iterator[None]:
-    """Raises Late where the block takes longer. The alarm ends most without the price of a new process; the run kills where it does not.
+    """Raise Late if the block takes longer than `seconds`.
 
-    A bare `except:` swallows the alarm: a block that ends by itself is late all the same where its time is over.
+    An alarm interrupts most code, which saves starting a new process; if it does not, the run kills this one. If the block swallows the
+    alarm with a bare `except:` and ends after the limit, Late is raised at its end.
     """
     begun = time.monotonic()
 
     def ring(signum: int, frame: FrameType | None) -> None:
         raise Late
 
-    signal.signal(signal.SIGALRM, ring)  # again for each request: what is called may use the alarm itself
+    signal.signal(signal.SIGALRM, ring)  # for each request anew, since the called code may use the alarm itself
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Messages over one end of a socket pair, each behind its length in four bytes (big-endian)."""
+"""Messages over a socket pair, each preceded by its length in four bytes (big-endian)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 from collections.abc import Iterator
 
 LENGTH = struct.Struct("!I")
-ANSWER_BYTES = 1 << 16  # most of one message from inside the sandbox
+ANSWER_BYTES = 1 << 16  # maximum size of a message from inside the sandbox
 
 
 class BadMessage(Exception):
-    """The other end wrote something that is no message."""
+    """The other end wrote an invalid message."""
 
 
 class Channel:
-    """One end. Messages that arrive are at most `limit` bytes long; BadMessage where one says that it is longer."""
+    """One end of a socket pair. Reading raises BadMessage if a message announces more than `limit` bytes."""
 
     def __init__(self, end: socket.socket, limit: int) -> None:
         self.limit = limit
@@ -29,7 +29,7 @@ class Channel:
         return self._end.fileno()
 
     def send(self, message: bytes, within_s: float | None = None) -> None:
-        """Sends one message. TimeoutError where the other end does not take it in time, ConnectionError where it is gone."""
+        """Send a message. Raises TimeoutError if the other end does not accept it in time, and ConnectionError if that is closed."""
         left = memoryview(LENGTH.pack(len(message)) + message)
         deadline = None if within_s is None else time.monotonic() + within_s
         while left:
@@ -40,14 +40,14 @@ class Channel:
                     raise TimeoutError from None
 
     def receive(self) -> bytes:
-        """Waits for one message. EOFError where the other end is closed."""
+        """Wait for a message and return it. Raises EOFError if the other end is closed."""
         while True:
             for message in self.arrived(1):
                 return message
             self._wait(select.POLLIN, None)
 
     def arrived(self, most: int | None = None) -> Iterator[bytes]:
-        """The messages that are there, at most so many, without waiting. EOFError where the other end is closed and all are read."""
+        """Yield arrived messages, at most `most`, without waiting. Raises EOFError if all are read and the other end is closed."""
         while most is None or most > 0:
             while (message := self._taken()) is None:
                 try:
@@ -61,7 +61,7 @@ class Channel:
             yield message
 
     def _taken(self) -> bytes | None:
-        """The first message, once it is whole."""
+        """Remove and return the first message from the buffer; None if it is incomplete."""
         if len(self._arrived) < LENGTH.size:
             return None
         [length] = LENGTH.unpack_from(self._arrived)
@@ -75,7 +75,7 @@ class Channel:
         return message
 
     def _wait(self, event: int, deadline: float | None) -> bool:
-        """Whether the event came before the deadline. With poll, since select refuses descriptors from 1,024 on."""
+        """Wait, and return whether the event came before the deadline. Uses poll, since select refuses descriptors from 1,024 on."""
         poll = select.poll()
         poll.register(self._end, event)
         return bool(poll.poll(None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())))

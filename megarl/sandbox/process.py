@@ -1,4 +1,4 @@
-"""Starts a process in the sandbox, and ends it with everything that it has started."""
+"""Start a process in the sandbox, and end it together with everything that it has started."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from megarl.sandbox.signals import kept_inside
 from megarl.scratch import Scratch
 from megarl.text import printable
 
-PRINTED_BYTES = 1 << 16  # most that a process shows of what it prints
-LOG_BYTES = 16 << 20  # most that all processes of one log do, however often one takes another's place
-FIRST_USER = 1 << 30  # of the numbers that no account has
+PRINTED_BYTES = 1 << 16  # maximum output of one process that is shown
+LOG_BYTES = 16 << 20  # maximum size of a log, which a process shares with those that replace it
+FIRST_USER = 1 << 30  # the lowest of the user ids that no account has
 END_S, PRINTS_S, STOP_POLL_S = 10.0, 1.0, 0.001
 
 
 def check(settings: SandboxSettings, key: str) -> None:
-    """Refuses, with the key, what this machine cannot grant and what is not there."""
+    """Raise ConfigError, with the key, if this machine does not allow the required level, or if a file or variable is missing."""
     if level() < Level[settings.require.upper()]:
         raise ConfigError(f"{key}.require: {settings.require}, and this machine allows only {level()} (megarl/sandbox/README.md says why)")
     for place in settings.readable:
@@ -47,12 +47,12 @@ def check(settings: SandboxSettings, key: str) -> None:
 
 
 def guarantee(settings: SandboxSettings, key: str, code: Sequence[str] = ()) -> str:
-    """What processes with these settings are kept from on this machine, and what not, for the console. ConfigError as of `check`.
+    """Describe for the console how processes with these settings are isolated on this machine. Raises ConfigError as `check` does.
 
     Args:
-        settings: a section `sandbox`.
+        settings: a `sandbox` section.
         key: its dotted key.
-        code: "module" of functions that the processes import.
+        code: names of the user's modules that the processes import.
     """
     check(settings, key)
     return _way(settings, code).guarantee
@@ -60,7 +60,7 @@ def guarantee(settings: SandboxSettings, key: str, code: Sequence[str] = ()) -> 
 
 @dataclass(frozen=True)
 class _Way:
-    """How a process is shut in."""
+    """How a process is isolated."""
 
     places: Sequence[Path]
     program: Bubblewrap | None
@@ -81,36 +81,36 @@ def _way(settings: SandboxSettings, code: Sequence[str]) -> _Way:
 
 
 class SandboxedProcess:
-    """`python -m module N`, N being its end of `channel`; its main calls `inside.enter` before anything else.
+    """A process `python -m module N`, where N is the descriptor of its end of `channel`; its main calls `inside.enter` first.
 
-    What comes through the channel is to be read as the work of an enemy. Messages to the process are not: they may be pickles.
+    Messages from the process are untrusted: treat them as hostile. Messages to it are trusted, and may be pickles.
     """
 
     def __init__(self, module: str, settings: SandboxSettings, code: Sequence[str] = (), log: Path | None = None) -> None:
         """
         Args:
-            module: what is started; a module of megarl.
-            settings: what it may do.
-            code: modules, by dotted name, that it will import beside megarl.
-            log: the file to which what it prints is added; None: stderr.
+            module: the module of megarl to run.
+            settings: what the process may do.
+            code: dotted names of the modules that it imports besides megarl.
+            log: the file to which its output is appended; None: stderr.
         """
         way, home, here = _way(settings, code), "/tmp", Path.cwd()
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, ANSWER_BYTES)
         self._scratch = Scratch("sandbox-") if level() < Level.NAMESPACES else None
         if self._scratch is not None:
-            (inner := self._scratch.path / "home").mkdir()  # who is inside does not reach the lock
+            (inner := self._scratch.path / "home").mkdir()  # so that the process cannot reach the lock of the scratch directory
             home = str(inner)
         if not any(here.is_relative_to(place) for place in way.places):
             here = Path(home)
         self.guarantee = way.guarantee
-        """For the console: what it is kept from, and what not."""
+        """How the process is isolated, for the console."""
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         environment = {
             **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},
             **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home},
             **{"PYTHONPATH": os.pathsep.join(_importable()), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
-            "PYTHONUNBUFFERED": "1",  # what it prints is not lost where it is killed
+            "PYTHONUNBUFFERED": "1",  # so that output is not lost if it is killed
         }
         try:
             self._child = subprocess.Popen(
@@ -121,7 +121,7 @@ class SandboxedProcess:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 cwd=here if self._scratch is not None else "/",
-                start_new_session=True,  # Ctrl-C is this process's business
+                start_new_session=True,  # Ctrl-C is handled by this process alone
             )
         except BaseException:
             self.channel.close()
@@ -142,25 +142,25 @@ class SandboxedProcess:
             families=None if not filtered() else INTERNET if settings.network or way.program is not None else (),
             asked_about_signals=self._scratch is not None and kept_inside(),
         )
-        with suppress(ConnectionError, TimeoutError):  # it has ended already, as `ended` will say
+        with suppress(ConnectionError, TimeoutError):  # it has ended already, which `ended` reports
             self.channel.send(pickle.dumps(confinement), END_S)
 
     @property
     def pid(self) -> int:
-        """Of the process that all others in the sandbox end with."""
+        """The pid of the outermost process; when it ends, all others in the sandbox end too."""
         return self._child.pid
 
     def ended(self, within_s: float | None = None) -> str | None:
-        """How it ended: `SIGSEGV`, `exit status 3`; None where it has not, and does not within these seconds."""
+        """Return how it ended, such as `SIGSEGV` or `exit status 3`; None if it does not end within `within_s` seconds (None: 0)."""
         try:
             code = self._child.wait(0 if within_s is None else within_s)
         except subprocess.TimeoutExpired:
             return None
-        number = -code if code < 0 else code - 128  # bubblewrap ends as a shell does
+        number = -code if code < 0 else code - 128  # bubblewrap reports a signal as a shell does
         return signal.Signals(number).name if number in list(signal.Signals) else f"exit status {code}"
 
     def stopped(self) -> bool:
-        """Whether a signal has stopped one of its processes."""
+        """Return whether one of its processes is stopped by a signal."""
         for pid in _with_children(self._child.pid):
             with suppress(psutil.Error):  # it has ended
                 if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
@@ -168,21 +168,22 @@ class SandboxedProcess:
         return False
 
     def death(self) -> str:
-        """What is said of a process whose channel has closed."""
+        """Return the message about a process whose channel has closed."""
         return f"worker died: {self.ended(END_S) or 'it closed its channel'}"
 
     def kill(self) -> None:
-        """Ends it and all that it has started. Can be called twice."""
+        """Kill the process and everything that it has started. Can be called twice."""
         if self._scratch is None and self._child.poll() is None:
-            # bubblewrap's inner process asks to end with the outer one only once that has let it go on (bubblewrap 0.11, main): both here.
+            # bubblewrap's inner process sets its parent-death signal only after the outer one has let it continue (bubblewrap 0.11, main).
+            # So both are killed here; the outer one is stopped first, so that it starts nothing meanwhile.
             self._child.send_signal(signal.SIGSTOP)
             deadline, state = time.monotonic() + END_S, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
-            while os.waitid(os.P_PID, self._child.pid, state) is None and time.monotonic() < deadline:  # the disk may hold it up
+            while os.waitid(os.P_PID, self._child.pid, state) is None and time.monotonic() < deadline:  # disk access can delay the stop
                 time.sleep(STOP_POLL_S)
             with suppress(psutil.Error):  # it has ended by itself
                 for inner in psutil.Process(self._child.pid).children():
                     inner.kill()
-        # Without namespaces the parent inside ends the others, which SIGKILL would not let it do.
+        # Without namespaces, the keeper ends the others on SIGTERM; SIGKILL would not let it.
         for number in (signal.SIGTERM, signal.SIGKILL) if self._scratch is not None else (signal.SIGKILL,):
             self._child.send_signal(number)
             try:
@@ -197,18 +198,18 @@ class SandboxedProcess:
 
 
 def _with_children(pid: int) -> Iterator[int]:
-    """A process and what it has started. psutil would read every process of the machine for that, of each sandbox."""
+    """Yield the pids of a process and its descendants. psutil would read every process of the machine each time."""
     yield pid
-    with suppress(OSError):  # it has ended, or the kernel has no such file
+    with suppress(OSError):  # it has ended, or the kernel does not provide this file
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             yield from _with_children(int(child))
 
 
 def _show(prints: IO[bytes], log: Path | None) -> None:
-    """Copies what a process prints: line by line, without control characters, `PRINTED_BYTES` at most."""
+    """Copy the output of a process to the log or stderr, line by line, without control characters, at most `PRINTED_BYTES`."""
     left = PRINTED_BYTES
     with prints:
-        while line := prints.readline(1 << 12):  # read it is in any case, or the process would wait for that
+        while line := prints.readline(1 << 12):  # also read what is not shown, or the process would block on a full pipe
             if left <= 0:
                 continue
             said = printable(line.decode(errors="replace").rstrip("\n")) + "\n"
@@ -218,12 +219,12 @@ def _show(prints: IO[bytes], log: Path | None) -> None:
             with (
                 suppress(OSError),
                 nullcontext(sys.stderr) if log is None else open(log, "a") as out,
-            ):  # a full disk, a console that has gone
+            ):  # for example a full disk, or a console that is gone
                 if log is None or os.fstat(out.fileno()).st_size < LOG_BYTES:
                     out.write(said)
 
 
 def _importable() -> Iterator[str]:
-    """Python's path, and where megarl lies, which an editable installation may not have on it."""
+    """Yield the directories on Python's path, and megarl's, which an editable installation may not have on it."""
     yield from (os.path.abspath(path) for path in sys.path if path)
     yield str(PACKAGE.parent)

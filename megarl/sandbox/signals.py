@@ -1,7 +1,7 @@
-"""Signals stay inside a sandbox that has no namespace of processes: its keeper, their parent, is asked about each one (Linux 5.5).
+"""Confine signals to a sandbox without a PID namespace: its keeper, the parent of its processes, decides on each one (Linux 5.5).
 
-A filter of the kernel cannot tell a process's own children from those of others: it makes the call wait, and tells the keeper. Imports
-nothing of megarl but its neighbours.
+A seccomp filter cannot distinguish the sandbox's processes from others, so it suspends the call and notifies the keeper. Of megarl, this
+module imports only this package.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from functools import cache
 from megarl.sandbox.calls import ALLOW, LOAD, NUMBER, RETURN, SIGNALLING, filtered, in_c, number, of
 from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, at_least, prctl
 
-SECCOMP_SET_MODE_FILTER, NEW_LISTENER, USER_NOTIF = 1, 8, 0x7FC00000  # of linux/seccomp.h, as what follows
+SECCOMP_SET_MODE_FILTER, NEW_LISTENER, USER_NOTIF = 1, 8, 0x7FC00000  # from linux/seccomp.h, as are the following
 RECEIVE, SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
-ASKED = struct.Struct("=QIIiIQ6Q")  # struct seccomp_notif: id, pid, flags; then number, architecture, place, arguments
-ANSWER = struct.Struct("=QqiI")  # struct seccomp_notif_resp: id, value, error, flags
+ASKED = struct.Struct("=QIIiIQ6Q")  # struct seccomp_notif: id, pid, flags; then nr, arch, instruction_pointer, args
+ANSWER = struct.Struct("=QqiI")  # struct seccomp_notif_resp: id, val, error, flags
 EVERYBODY = -1
 
 
 @cache
 def kept_inside() -> bool:
-    """Whether this kernel lets a keeper decide. Tried on a thread, which is all that its filter holds for."""
+    """Return whether this kernel supports such a keeper. Tried in a thread, so that the filter applies to nothing else."""
     tried: list[bool] = []
 
     def attempt() -> None:
@@ -45,7 +45,7 @@ def kept_inside() -> bool:
 
 
 def listener() -> int:
-    """A descriptor that tells of each signal which this thread and its children send from now on. OSError where the kernel has none."""
+    """Install the filter for this thread and its children. Return the descriptor that reports their signals. Raises OSError if refused."""
     asked = [one for call in SIGNALLING for one in of(call, [(RETURN, 0, 0, USER_NOTIF)])]
     with_length, _kept = in_c([(LOAD, 0, 0, NUMBER), *asked, (RETURN, 0, 0, ALLOW)])
     libc = ctypes.CDLL(None, use_errno=True)
@@ -56,32 +56,32 @@ def listener() -> int:
 
 
 def judge(listener: int) -> None:
-    """Lets signals through to what this process has started, directly or not, and to nobody else."""
+    """Answer the filter's notifications forever: allow signals to descendants of this process, and refuse all others."""
     while True:
         asked = bytearray(ASKED.size)
         try:
             fcntl.ioctl(listener, RECEIVE, asked)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EINTR):  # who asked has gone, or was interrupted
+            if error.errno in (errno.ENOENT, errno.EINTR):  # the sender has ended, or was interrupted
                 continue
             raise
         name, _, _, _, _, _, first, *_ = ASKED.unpack(asked)
         [target] = struct.unpack("=i", struct.pack("=I", first & 0xFFFFFFFF))
         refusal = _refusal(target)
-        with suppress(OSError):  # who asked has gone
+        with suppress(OSError):  # the sender has ended
             fcntl.ioctl(listener, SEND, ANSWER.pack(name, 0, -refusal, 0 if refusal else CONTINUE))
 
 
 def _refusal(target: int) -> int:
-    """The error that a signal to this process, or to this group of processes (below 0), gets; 0: none."""
+    """Return the errno for a signal to the process `target`, or if that is negative, to the process group -`target`; 0 if it is allowed."""
     if target == EVERYBODY:
         return errno.EPERM
-    if target == 0:  # the sender's own group, of a session that this process is not in
+    if target == 0:  # the sender's own group, in a session that does not include this process
         return 0
     reached = [target] if target > 0 else list(_group(-target))
     try:
         return errno.ESRCH if not reached else 0 if all(map(_inside, reached)) else errno.EPERM
-    except OSError:  # it has ended
+    except OSError:  # the target has ended
         return errno.ESRCH
 
 
@@ -101,7 +101,7 @@ def _group(number: int) -> Iterator[int]:
 
 
 def parent_and_group(pid: int) -> tuple[int, int]:
-    """Of a process. OSError where it has ended."""
+    """Return the parent's pid and the process group of a process. Raises OSError if it has ended."""
     with open(f"/proc/{pid}/stat") as file:
         _, parent, group, *_ = file.read().rpartition(")")[2].split()
     return int(parent), int(group)
