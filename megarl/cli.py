@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +21,6 @@ from megarl.text import escaped, one_line
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
 LOOKED_AT = 2000  # items that --check draws from a generated source
 MOST_SHOWN = 1500  # longest error line in characters: it may quote user input
-# System errors caused by a path that the user gave, or by what lies there.
-NAMES = {errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.EPERM, errno.EROFS}
 
 
 @dataclass(frozen=True)
@@ -103,12 +101,13 @@ class Tool:
 
     help: str
     run: str
+    reads: bool = True  # its system errors are about files that its arguments name
 
 
 TOOLS = {
     "config": Tool("the keys of a verb's configuration: accepted values, defaults, meaning (config --help)", "megarl.describe:main"),
     "init": Tool("a commented configuration for your own model and data (init --help)", "megarl.init:main"),
-    "generate": Tool("ask a model: one prompt, a file of prompts, or a chat (generate --help)", "megarl.stages.generate:main"),
+    "generate": Tool("ask a model: one prompt, a file of prompts, or a chat (generate --help)", "megarl.stages.generate:main", reads=False),
     "plan": Tool("what fits: bytes per rank, engines, seconds per step, nearest layouts (plan --help)", "megarl.plan.main:main"),
     "slurm": Tool("a run as a Slurm job that saves, requeues itself and resumes; status (slurm --help)", "megarl.slurm.main:main"),
     "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),
@@ -165,7 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with termination.raised():
             if arguments and arguments[0] in TOOLS:
-                return _guarded(lambda: find(TOOLS[arguments[0]].run)(arguments[1:]), arguments[0])
+                tool = TOOLS[arguments[0]]
+                return _guarded(lambda: find(tool.run)(arguments[1:]), arguments[0] if tool.reads else None)
             if not arguments or arguments[0] not in VERBS:
                 parser().parse_args(arguments[:1])  # prints help, the version or the error, and exits
             given = verb_parser(arguments[0]).parse_intermixed_args(arguments[1:])
@@ -209,17 +209,16 @@ def _guarded(call: Callable[[], int], reader: str | None) -> int:
 
     Args:
         call: the work.
-        reader: the verb, if all it does is read and write the files that its arguments name; None if processes run.
+        reader: the verb, if its system errors are about files that its arguments name; None if processes run.
     """
-    from megarl.errors import ConfigError, Stopped
+    from megarl.errors import ConfigError, Stopped, naming_files
 
     try:
-        return call()
+        with nullcontext() if reader is None else naming_files(reader):
+            return call()
     except ConfigError as error:
         return _refused(str(error))
     except Exception as error:
-        if reader is not None and isinstance(error, OSError) and error.errno in NAMES and error.filename is not None:
-            return _refused(f"{reader}: {os.fsdecode(error.filename)}: {error.strerror}")
         if not isinstance(error, Stopped):
             traceback.print_exc()
         print(f"megarl: failed: {type(error).__name__}: {one_line(str(error))}", file=sys.stderr)

@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+# System errors caused by a path that the user gave, or by what lies there.
+_OF_PATHS = {
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ENXIO,
+    errno.EPERM,
+    errno.EROFS,
+}
 
 
 class ConfigError(ValueError):
@@ -39,6 +55,17 @@ class ContentLost(SaveError):
 
 class Alarmed(Stopped):
     """The run was stopped by an alarm, as `train.on_alarm=stop` asks; the message is the alarm's."""
+
+
+@contextmanager
+def naming_files(verb: str) -> Iterator[None]:
+    """Mark a block that only reads and writes files which the user named. Raises ConfigError for a path that cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _OF_PATHS or error.filename is None:
+            raise
+        raise ConfigError(f"{verb}: {os.fsdecode(error.filename)}: {error.strerror}") from None
 
 
 def refuse_all(*checks: Callable[[], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import takewhile
@@ -182,7 +183,7 @@ def _between(tree: dict[str, Any], error: ValidationError, root: type[BaseModel]
         root.model_validate_json(json.dumps(rest), strict=True)
     except ValidationError as further:
         lines = [line for fault in further.errors() if fault["type"] == "value_error" for line in _line(fault, root).splitlines()]
-        return [line for line in lines if not any(name in line for name in faulty)]
+        return [line for line in lines if not faulty.intersection(re.findall(r"\w+", line))]
     return []
 
 

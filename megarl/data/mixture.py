@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megarl.data.gym import all_drawn
 from megarl.data.lazy import Item, LazySequence
+from megarl.errors import ConfigError
 
 
 class Mixture(LazySequence[Item]):
@@ -16,15 +18,24 @@ class Mixture(LazySequence[Item]):
     Args:
         parts: items and weight of each source. The integer part of a weight repeats all items; the fraction adds a random share once.
         seed: seed of the random draw.
+        key: the mixture's dotted key, such as "data.train".
+
+    Raises:
+        ConfigError: no item comes up.
     """
 
-    def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int) -> None:
+    def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int, key: str) -> None:
         self._parts = [items for items, _ in parts]
         self._chosen: list[np.ndarray] = []  # for each source, the indices of the items that come up
         for number, (items, weight) in enumerate(parts):
             whole, rest = divmod(weight, 1)
             share = sorted(random.Random(f"{seed}/{number}").sample(range(len(items)), round(rest * len(items))))
             self._chosen.append(np.concatenate([np.tile(np.arange(len(items)), int(whole)), np.array(share, dtype=np.int64)]))
+        if not any(len(chosen) for chosen in self._chosen):
+            if all_drawn():
+                most, total = max(len(items) * weight for items, weight in parts), sum(len(items) for items, _ in parts)
+                raise ConfigError(f"{key}.parts: the weights choose none of {total:,} items: of a part at most {most:g}, which rounds to 0")
+            self._chosen[0] = np.arange(1)  # of the items that were not drawn some may come up
         self._ends = np.cumsum([len(chosen) for chosen in self._chosen])
 
     def __len__(self) -> int:

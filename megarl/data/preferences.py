@@ -57,14 +57,14 @@ def load_preferences(
 
     Raises:
         ConfigError: one line: whatever `load_prompts` refuses about the prompts; the first row that lacks a response, has an empty one or
-            two equal ones, or is too long; a source without pairs.
+            two equal ones, or is too long; a source without pairs, or a mixture whose weights choose none.
     """
     if isinstance(source, PreferenceMixture):
         parts = [
             (load_preferences(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source", limit_key), part.weight)
             for n, part in enumerate(source.parts)
         ]
-        return list(Mixture(parts, source.seed))
+        return list(Mixture(parts, source.seed, key))
     overlong = Overlong(data.overlong == "drop")
     renderer = Renderer(tokenizer, data.chat, data.template, max_tokens, limit_key, data.system, overlong=overlong)
     pairs = [_read(prompt) for prompt in renderer.all(_rows(source, key))]

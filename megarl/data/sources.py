@@ -52,8 +52,8 @@ def load_prompts(
         The prompts in the order of the source; `id` counts them.
 
     Raises:
-        ConfigError: one line: the first row that is malformed, empty or too long; a source without prompts; `chat` without a chat template;
-            a template without "{prompt}".
+        ConfigError: one line: the first row that is malformed, empty or too long; a source without prompts, or a mixture whose weights
+            choose none; `chat` without a chat template; a template without "{prompt}".
     """
     if isinstance(source, EpisodeSource):
         return _Episodes(source)
@@ -63,7 +63,7 @@ def load_prompts(
             (load_prompts(part.source, *rest, f"{key}.parts.{n}.source", limit_key, system, tools, drop), part.weight)
             for n, part in enumerate(source.parts)
         ]
-        return _PromptMixture(parts, source.seed)
+        return _PromptMixture(parts, source.seed, key)
     overlong = Overlong(drop)
     renderer = Renderer(tokenizer, chat, template, max_prompt_tokens, limit_key, system, tools, overlong)
     table = large_table(source, key) if isinstance(source, FileSource) else None

@@ -139,5 +139,5 @@ def text_of(said: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase
         ends: the model's end tokens besides the tokenizer's (`models.hf.end_tokens`).
     """
     tokens = said.tokens[said.prompt_length :].tolist()
-    by_token = not sampling.stop or tokens[-1] in (tokenizer.eos_token_id, *ends, *sampling.stop_token_ids)
+    by_token = not (sampling.stop and tokens) or tokens[-1] in (tokenizer.eos_token_id, *ends, *sampling.stop_token_ids)
     return decode(tokenizer, tokens, finished=said.finish_reason == "stop" and by_token)

@@ -116,8 +116,8 @@ class Responder:
             raise late
 
     def _resolve(self, number: RequestId, result: Sample | Exception) -> None:
-        future = self._taken.pop(number)
-        if future.done():  # the caller was cancelled
+        future = self._taken.pop(number, None)
+        if future is None or future.done():  # the caller has been told of a failure while this was being submitted, or was cancelled
             return
         if isinstance(result, Exception):
             future.set_exception(result)

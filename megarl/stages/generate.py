@@ -26,6 +26,7 @@ from megarl.data.columns import at
 from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, Renderer, Row, checked
 from megarl.data.tokenizer import Message, load_tokenizer
+from megarl.errors import naming_files
 from megarl.models.families import check_checkpoint, check_room
 from megarl.models.hf import end_tokens
 from megarl.rollout.engine import RolloutError
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the verb. Raises ConfigError for unusable input, RolloutError if the engine fails."""
     given = parser().parse_args(list(arguments))
     try:
-        job = check(given)
+        with naming_files("generate"):
+            job = check(given)
     except ConfigError as error:
         raise ConfigError(_in_options(str(error))) from None
     with Speaker(job) as speaker:
@@ -271,7 +273,9 @@ def answer(speaker: Speaker, out: Path | None) -> None:
         return
     partial = out.with_name(f"{out.name}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("x", encoding="utf-8") as file:
+        with naming_files("generate"):
+            file = partial.open("x", encoding="utf-8")
+        with file:
             responses = sum(1 for _ in _answered(speaker, file))
         os.replace(partial, out)
     finally:

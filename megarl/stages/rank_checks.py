@@ -60,7 +60,7 @@ def check_sft(config: SftConfig) -> Conversations:
     def conversations(source: SftSource, key: str) -> list[Conversation]:
         if isinstance(source, SftMixture):
             parts = [(conversations(part.source, f"{key}.parts.{n}.source"), part.weight) for n, part in enumerate(source.parts)]
-            return list(Mixture(parts, source.seed))
+            return list(Mixture(parts, source.seed, key))
         if isinstance(source, ConversationSource):
             if not data.chat:
                 raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
@@ -74,12 +76,16 @@ def fail_then_recover(grid: Grid, path: Path, root: Path) -> tuple[str, str, str
 
 
 def fail_on_one_rank_alone(grid: Grid, path: Path, root: Path) -> tuple[str, list[bool]]:
-    """The last rank does not write step 1 in time; step 2 is saved. What the failure said, and of which of the saves a verdict is kept."""
+    """The last rank stops short in step 1; step 2 is saved. What the failure said, and of which of the saves a verdict is kept."""
+
+    def stop_short(*_: object) -> None:
+        raise SaveError("not written in 5 s")
+
     part = {"policy": build_part(grid, path)}
     saver, said = Saver(root, replace(grid, timeout_s=5.0), settings()), ""
     with pytest.MonkeyPatch.context() as patch:
         if grid.rank == grid.world - 1:
-            patch.setattr(StagedWriter, "written", lambda *_: False)
+            patch.setattr(StagedWriter, "written", stop_short)
         try:
             saver.save(1, part, {})
         except SaveError as error:
@@ -87,3 +93,26 @@ def fail_on_one_rank_alone(grid: Grid, path: Path, root: Path) -> tuple[str, lis
     saver.save(2, part, {})
     dist.barrier()
     return said, [grid.store.check([f"checkpoint/{root}/{number}/verdict"]) for number in (0, 1)]
+
+
+def stand_still(grid: Grid, path: Path, root: Path, rank: int) -> tuple[str, bool, int]:
+    """The disk of one rank stands still in a save that is not asynchronous, then the step is saved.
+
+    What the failure said, whether the memory for copies is another, and how many threads that write are left.
+    """
+    part, goes_on, write = {"policy": build_part(grid, path)}, threading.Event(), torch.save
+    saver, before = Saver(root, replace(grid, timeout_s=5.0), settings()), set(threading.enumerate())
+    memory = saver._memory
+    with pytest.MonkeyPatch.context() as patch:
+        if grid.rank == rank:
+            patch.setattr(torch, "save", lambda *given: goes_on.wait(60.0) and write(*given))
+        with pytest.raises(SaveError) as failed:
+            saver.save(1, part, {})
+        goes_on.set()
+        writing = set(threading.enumerate()) - before
+        for thread in writing:
+            thread.join(10.0)
+    dist.barrier()
+    assert list(root.iterdir()) == []
+    saver.save(1, part, {})
+    return str(failed.value), saver._memory is not memory, sum(thread.is_alive() for thread in writing)

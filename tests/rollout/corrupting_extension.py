@@ -60,6 +60,16 @@ class CorruptingExtension(WorkerExtension):
         held = list(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
         return max(held), experts.w13_weight.nbytes + experts.w2_weight.nbytes
 
+    def megarl_fail_next_load(self) -> None:
+        """The next tensors that the model is given do not get into it."""
+        model = self.get_model()
+
+        def fail(_: object) -> None:
+            del model.load_weights  # the model's own is there again
+            raise MemoryError("no room")
+
+        model.load_weights = fail
+
     def megarl_temporary(self) -> bool:
         """Whether what is compiled later would find a directory for its files."""
         return os.path.isdir(tempfile.gettempdir())

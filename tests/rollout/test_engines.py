@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.config import ConfigError, RolloutSettings, RoutingSettings
 from megarl.models.hf import read_config
 from megarl.rollout import registry
-from megarl.rollout.engine import RolloutTimeout
+from megarl.rollout.engine import EngineDead, Finished, Request, RolloutTimeout
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.rollout.responder import Responder
 from megarl.stages.checks import check_reported_experts
@@ -79,3 +82,39 @@ def test_several_callers_share_an_engine_and_each_gets_its_own() -> None:
     for answers, said in ((first, [6, 5]), (last, [9, 8, 7])):
         assert isinstance(answers, list)
         assert [sample.tokens[sample.prompt_length :].tolist() for sample in answers[0].samples] == [said] * 2
+
+
+class Doomed(BackwardsEngine):
+    """Dies while it takes its second requests, which `receive` tells first."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label)
+        self._taking = asyncio.Event()
+
+    async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
+        if self.open:
+            self._taking.set()
+            await asyncio.sleep(0.05)
+            raise EngineDead(f"{self.label}: died")
+        await super().submit(requests, timeout_s)
+
+    async def receive(self, timeout_s: float) -> list[Finished]:
+        await self._taking.wait()
+        raise EngineDead(f"{self.label}: died")
+
+
+def test_the_death_of_an_engine_is_the_only_error_of_those_who_wait_and_of_those_who_come() -> None:
+    others = list[dict[str, Any]]()
+
+    async def both() -> list[object]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: others.append(context))
+        responder, prompts = Responder(Doomed("engine 0"), 60.0), [TokenPrompt(0, [5, 6])]
+        waits = asyncio.create_task(generate(responder, prompts, SAMPLING, 60.0))
+        await asyncio.sleep(0.05)
+        told = await asyncio.gather(waits, generate(responder, prompts, SAMPLING, 60.0), return_exceptions=True)
+        await asyncio.sleep(0.1)
+        gc.collect()  # a task's error that nobody has taken is told when the task is forgotten
+        return list(told)
+
+    assert [repr(error) for error in asyncio.run(both())] == ["EngineDead('engine 0: died')"] * 2
+    assert others == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,10 @@ class Corruptible(VllmEngine):
     extension = "tests.rollout.corrupting_extension.CorruptingExtension"
 
 
-async def _start(tiny: Path, dtype: str = "float32", tp: int = 1, blank: bool = False) -> Corruptible:
-    engine = Corruptible("engine 0")
+async def _start(
+    tiny: Path, dtype: str = "float32", tp: int = 1, blank: bool = False, kind: type[Corruptible] = Corruptible
+) -> Corruptible:
+    engine = kind("engine 0")
     await engine.start(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False, report_experts=True, blank=blank)
     return engine
 
@@ -251,6 +254,32 @@ async def _faulty_streams(tiny: Path) -> None:
 
 def test_faulty_updates_are_refused_by_name_and_mended_by_a_good_one(host: Host, tiny: Path) -> None:
     host.run(_faulty_streams, tiny)
+
+
+class Heedless(Corruptible):
+    """Goes on after a bucket that was refused."""
+
+    async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
+        with suppress(WeightSyncError):
+            await super().load_bucket(header, timeout_s)
+
+
+async def _failed_load(tiny: Path) -> None:
+    engine = await _start(tiny, kind=Heedless)
+    trainer = Trainer(engine, "shm")
+    model = other_weights(tiny, 1)
+    try:
+        await engine._call("megarl_fail_next_load", timeout_s=TIMEOUT_S)
+        with pytest.raises(WeightSyncError, match=r"^engine 0: finish: no update has been started, or it failed$"):
+            await trainer.update(checkpoint(model))
+        await _check_update(engine, trainer, model)
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+def test_an_update_one_of_whose_buckets_was_not_loaded_is_not_finished(host: Host, tiny: Path) -> None:
+    host.run(_failed_load, tiny)
 
 
 def test_an_update_brings_every_tensor_exactly_once() -> None:

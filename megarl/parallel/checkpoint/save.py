@@ -84,14 +84,18 @@ class Saver:
         still, budget = not self._settings.asynchronous, self._settings.staging_mb << 20
         self._memory.restart()
         staged = StagedWriter(writer.path, self._grid.rank, budget, self._memory if size <= budget else None, still)
-        for name in reversed(planned):  # the last model is awake
-            models[name].wake()
-            for tensor in planned[name]:
-                staged.put(name, tensor, self._grid.timeout_s)
-            if still and not staged.written(self._grid.timeout_s):  # before the next model takes this one's place in memory
-                staged.give_up()
-                raise SaveError(f"checkpoint: step {step} was not saved: {writer.path}: not written in {self._grid.timeout_s:g} s")
-        staged.close()
+        try:
+            for name in reversed(planned):  # the last model is awake
+                models[name].wake()
+                for tensor in planned[name]:
+                    staged.put(name, tensor, self._grid.timeout_s)
+                if still and not staged.written(self._grid.timeout_s):  # the next model would take this one's place in memory
+                    break
+        except Exception:
+            self._give_up(staged)
+            raise
+        finally:
+            staged.close()
         barrier = SaveBarrier(self._grid, self._root, number)
         work = (writer, staged, random_states(), described, {**files, **extra}, barrier)
         thread = threading.Thread(target=self._finish, args=work, daemon=True)
@@ -109,10 +113,13 @@ class Saver:
         self._pending = None
         fault, lost = barrier.verdict(2 * self._grid.timeout_s)
         if fault:
-            staged.give_up()
-            self._memory = StagingMemory()  # a thread may still be reading the old one
+            self._give_up(staged)
             raise (ContentLost if lost else SaveError)(f"checkpoint: step {step} was not saved: {fault}")
         thread.join()
+
+    def _give_up(self, staged: StagedWriter) -> None:
+        staged.give_up()
+        self._memory = StagingMemory()  # a thread may still be reading the old one
 
     def _plan(self, name: str, model: ModelState) -> list[Tensor]:
         """This rank's tensors of one model."""

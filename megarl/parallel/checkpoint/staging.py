@@ -94,19 +94,24 @@ class StagedWriter:
                 self._error = SaveError(f"{self._directory}: the threads that write have made no room in {timeout_s:g} s")
             if self._error is not None:
                 return
-            self._held += tensor.nbytes
         if not (self._still and tensor.is_cpu and tensor.is_contiguous()):
             new = self._backend.staging_buffer if self._memory is None else self._memory.take
             tensor = new(tensor.shape, tensor.dtype).copy_(tensor)
+        with self._room:
+            self._held += tensor.nbytes  # not before: there may be no memory for the copy
         locations = self._locations.setdefault(model, [])
         locations.append(None)
         self._queue.put((model, len(locations) - 1, tensor))
 
     def written(self, timeout_s: float) -> bool:
-        """Wait until no thread reads the tensors any more: they are written, or a write has failed. Returns False on timeout."""
+        """Wait until no thread reads the tensors any more: they are written, or a write has failed. Returns whether that was in time.
+
+        If not, `finish` raises.
+        """
         self._begin.set()
         with self._room:
             if not self._room.wait_for(lambda: self._error or not self._held, timeout_s):
+                self._error = SaveError(f"{self._directory}: not written in {timeout_s:g} s")
                 return False
         if self._error is None:
             return True
@@ -130,7 +135,8 @@ class StagedWriter:
     def finish(self) -> Written:
         """Wait until everything is on disk; call it after `close`. Raises the error of a failed write: an OSError names its file."""
         for thread in self._threads:
-            thread.join()
+            if self._error is None:  # else it may be one that does not return from its write
+                thread.join()
         if self._error is not None:
             raise self._error
         whole = {model: [one for one in locations if one is not None] for model, locations in self._locations.items()}
@@ -144,11 +150,11 @@ class StagedWriter:
         try:
             while (item := self._queue.get()) is not None:
                 model, index, tensor = item
+                if self._error is not None:
+                    break
                 if model not in files:
                     files[model] = HashedFile(self._directory / model / name)
                 file = files[model]
-                if self._error is not None:
-                    break
                 torch.save(_alone(tensor), file)  # type: ignore[arg-type]  # it only calls `write` and `flush`
                 file.check()
                 self._locations[model][index] = Location(name, *file.end_part())

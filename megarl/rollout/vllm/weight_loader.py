@@ -27,7 +27,8 @@ class WeightLoader:
     def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
         self._model, self._config, self._device = model, vllm_config, device
         self._buckets, self._experts = BucketReceiver(device), ExpertLoader(model)
-        self._inventory: Inventory | None = None
+        self._inventory: Inventory | None = None  # of the update under way; None after a failure
+        self._begun = False  # vLLM may have buffered tensors
 
     def connect(self, rendezvous: Rendezvous, rank: int) -> None:
         """Join the trainer's broadcast group as `rank`."""
@@ -36,38 +37,40 @@ class WeightLoader:
     def start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
         """Begin an update that must bring exactly the expected tensors: (shape, dtype) by name."""
         with set_current_vllm_config(self._config):
-            if self._inventory is not None:  # the last update failed midway: drop what vLLM has buffered
+            if self._begun:  # the last update failed midway: drop what vLLM has buffered
                 finalize_layerwise_reload(self._model, self._config.model_config)
             if self._device.type == "cpu":
                 reset_moe_kernels(self._model)
             initialize_layerwise_reload(self._model)
-        self._inventory = Inventory(expected)
+        self._inventory, self._begun = Inventory(expected), True
 
     def load_bucket(self, header: Header) -> None:
         """Receive one bucket and load it. Raises WeightError naming a tensor that does not fit."""
         tensors = self._buckets.receive_stacks(header)  # before any check: the trainer is already sending
-        if self._inventory is None:
-            raise WeightError(f"{header.first}: came outside of an update")
+        inventory, self._inventory = self._inventory, None  # which stays so if this bucket fails
+        if inventory is None:
+            raise WeightError(f"{header.first}: came outside of an update, or after it failed")
         for name, tensor in tensors:
             shape, dtype = tensor.shape if isinstance(name, str) else tensor.shape[1:], str(tensor.dtype).removeprefix("torch.")
             for one in [name] if isinstance(name, str) else name:
-                self._inventory.take(one, shape, dtype)
+                inventory.take(one, shape, dtype)
         with set_current_vllm_config(self._config):
             others = [one for name, tensor in tensors if not self._experts.load(name, tensor) for one in each(name, tensor)]
             # vLLM keeps views of the tensors until their layer is complete: their memory must not be reused.
             if others:
                 self._model.load_weights(iter(others))
+        self._inventory = inventory
 
     def finish(self) -> None:
         """Finish the update. Raises WeightError naming a tensor that has not arrived."""
         if self._inventory is None:
-            raise WeightError("finish: no update has been started")
+            raise WeightError("finish: no update has been started, or it failed")
         self._inventory.complete()
         with set_current_vllm_config(self._config):
             finalize_layerwise_reload(self._model, self._config.model_config)
             if self._device.type == "cpu":
                 repack_tied_output(self._model)
-        self._inventory = None
+        self._inventory, self._begun = None, False
 
 
 def reset_moe_kernels(model: nn.Module) -> None:

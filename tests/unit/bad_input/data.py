@@ -18,7 +18,9 @@ from tests.unit.bad_input.cases import (
     rows,
 )
 from tests.unit.bad_input.configurations import DEEP, LONG
+from tests.unit.data.written import ROW
 
+SAID = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 DEEP_ROW = b'{"prompt": ' + DEEP
 
 
@@ -52,6 +54,18 @@ def on_disk(columns: Callable[[], dict[str, Any]]) -> Make:
             stream.write_table(table)
         (place / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
         return [str(room.config()), f"data.train={{type: file, path: {place}}}"]
+
+    return make
+
+
+def mixture(row: dict[str, Any], key: str, more: str = "") -> Make:
+    """A mixture of two rows and of one, whose weights choose none."""
+
+    def make(room: Room) -> list[str]:
+        (room.here / "rows.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+        source = f"path: {room.here}/rows.jsonl{more}"
+        parts = f"{{weight: 0.2, source: {{{source}}}}}, {{weight: 0.3, source: {{{source}, rows: 1}}}}"
+        return [str(room.config()), f"{key}={{type: mixture, parts: [{parts}]}}"]
 
     return make
 
@@ -187,6 +201,20 @@ TABLE = [
         "dpo",
         rows('{"prompt": "1", "level": 3}\n', "data.eval", ", where: {level: 2}"),
         r"^data\.eval\.where: selects none of the 1 rows of \S+, where level is 3$",
+    ),
+    *(
+        Case(
+            f"a mixture for {verb} of which nothing comes up",
+            verb,
+            make,
+            r"^data\.(train|eval)\.parts: the weights choose none of 3 items: of a part at most 0\.4, which rounds to 0$",
+        )
+        for verb, make in (
+            ("train", mixture(ROW, "data.train", ", type: file")),
+            ("eval", mixture(ROW, "data.eval", ", type: file")),
+            ("sft", mixture({"messages": SAID}, "data.train", ", type: conversations")),
+            ("dpo", mixture({"prompt": "1", "chosen": "2", "rejected": "3"}, "data.eval")),
+        )
     ),
     Case("a pipe of prompts", "train", pipe_of_rows, r"^data\.train\.path: no such file: "),
     Case(

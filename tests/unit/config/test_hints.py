@@ -148,3 +148,11 @@ def test_the_default_of_a_value_at_fault_contradicts_nothing(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as refused:  # mini_batches=64 would be too many for the default of prompts_per_step
         load(tmp_path / "a.yaml", ["train.mini_batches=1000", "train.prompts_per_step=lots"], TrainConfig)
     assert [line.partition(":")[0] for line in str(refused.value).splitlines()] == ["train.prompts_per_step"]
+
+
+def test_a_name_within_a_longer_one_is_not_the_value_at_fault(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(CONFIG)
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path / "a.yaml", ["train.mini_batches=7", "log.samples=many"], TrainConfig)
+    fault, contradiction = str(refused.value).splitlines()
+    assert fault.startswith("log.samples: ") and "samples_per_prompt" in contradiction

@@ -170,6 +170,7 @@ def test_a_check_draws_the_first_items_and_says_so(load: Load) -> None:
         assert len(load(source.model_copy(update={"exclude": source.model_copy(update={"items": 30})}))) == 20, (
             "20 of those not drawn are left"
         )
+        assert load(MixtureSource(parts=[PromptPart(source=source, weight=0.02)])), "one of the 50 comes up"
 
 
 def test_several_sources_are_one_by_their_weights(load: Load, tmp_path: Path) -> None:

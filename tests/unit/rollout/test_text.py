@@ -24,6 +24,8 @@ def test_each_token_that_ends_a_response_is_left_out(stop: tuple[str, ...], tiny
         assert text_of(sample, sampling, tokenizer, {second}) == tokenizer.decode(said)
     completed = Sample(np.array([7, *said, last], np.int32), 1, np.zeros(3, np.float32), "stop")
     assert text_of(completed, sampling, tokenizer, {second}) == tokenizer.decode([*said, last] if stop else said)
+    nothing = Sample(np.array([7], np.int32), 1, np.zeros(0, np.float32), "abort")
+    assert text_of(nothing, sampling, tokenizer, {second}) == ""
 
 
 def test_the_end_tokens_are_those_of_the_generation_defaults(tmp_path: Path) -> None:

@@ -73,3 +73,12 @@ def test_names_that_no_job_has_are_left_out(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "slurm" / "\N{SUPERSCRIPT TWO}.out").touch()
     assert status(run(tmp_path, GOOD)) == 0
     assert "restarts: 0\n" in capsys.readouterr().out
+
+
+def test_a_command_of_slurm_that_cannot_be_started_is_no_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "squeue").touch(mode=0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert status(run(tmp_path, GOOD)) == 1
+    assert capsys.readouterr().err == "megarl: failed: Stopped: slurm: squeue: Permission denied\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
+from megarl.config import ConfigError
 from megarl.data.prompts import Prompt
 from megarl.rollout.engine import RolloutError
+from megarl.rollout.vllm.engine import VllmEngine
 from megarl.stages.generate import CACHE_MB, RESPONSE, answer, check, parser
 
 REFUSED = [
@@ -105,6 +108,19 @@ def test_a_file_is_there_whole_or_not_at_all_and_nobody_elses_is_touched(tmp_pat
     answer(speaker, tmp_path / "out.jsonl")
     assert [json.loads(line)["sample"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [0, 0]
     assert others.read_text() == "half" and "wrote 2 responses to 2 prompts" in capsys.readouterr().out
+
+
+def test_a_program_that_an_engine_lacks_is_no_bad_input_and_a_place_that_cannot_be_written_is(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def start(*_: object, **named: object) -> None:
+        subprocess.run(["no-such-compiler"])
+
+    monkeypatch.setattr(VllmEngine, "start", start)
+    assert main(["generate", str(tiny_model), "x", "--cpu"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("megarl: failed: FileNotFoundError: ")
+    with pytest.raises(ConfigError, match=r"^generate: /proc/out\.jsonl\.\w+\.partial: No such file or directory$"):
+        answer(SimpleNamespace(), Path("/proc/out.jsonl"))  # type: ignore[arg-type]  # it is not asked
 
 
 def test_what_the_engine_is_asked_for(here: Path, tiny_model: Path) -> None:
