@@ -123,7 +123,6 @@ class Lab:
             patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
             patch.setattr(learner, "start_ranks", play)
             patch.setattr(learner, "must_move", lambda config, places: False)
-            patch.setattr(learner, "nodes_of", lambda places: {})
             for stage in (pairs, eval_stage):
                 patch.setattr(stage, "start_engines", engines_of)
             with self._returned(played):
