@@ -29,8 +29,8 @@ from megarl.data.large import LargeFile
 from megarl.data.sources import load_prompts
 from megarl.models.families import family_of
 from megarl.models.hf import ShardWriter
-from megarl.parallel.checkpoint.dcp import Location, Shard, write_metadata
-from megarl.parallel.checkpoint.metadata import read_metadata
+from megarl.parallel.checkpoint.dcp import write_metadata
+from megarl.parallel.checkpoint.index import Location, Shard, read_index
 from megarl.parallel.checkpoint.sharded import STATES
 from megarl.shared_memory import mapped
 from megarl.sync.fingerprint import Fingerprinter, compare
@@ -181,7 +181,7 @@ def tensors(job: Job) -> Cost:
             f"__{rank}_0.distcp": FileRecord(job.ranks * 1000, "0" * 32) for rank in range(job.ranks)
         }
         saved = SavedStep(folder.parent, Manifest(1, job.ranks, {}, {}, {}, {f"policy/{name}": record for name, record in files.items()}))
-        assert len(read_metadata(saved, "policy").storage_data) == len(sharded)
+        assert sum(len(tensor.shards) for tensor in read_index(saved, "policy").values()) == len(sharded)
         return Cost(len(sharded), time.process_time() - begun)
 
 

@@ -1,4 +1,4 @@
-"""Files that are hashed while they are written and synced to disk when they are closed, and files that are read past the page cache."""
+"""Files that are hashed while they are written, and synced to disk when they are closed; files that are read in parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,6 @@ from xxhash import xxh3_128
 _COLLECTED = 16 << 20  # bytes written at a time; a multiple of every device's block size
 _CACHED = 1 << 20  # the same for writes to the page cache
 _CHUNK = 4 << 20  # bytes read at a time
-_BLOCK = 4096  # bytes; block size of a disk
 
 
 @dataclass(frozen=True)
@@ -32,39 +30,30 @@ class FileRecord:
 class HashedFile:
     """A new file that is written sequentially. `close` syncs it to disk and returns its record.
 
-    A file of more than 16 MiB bypasses the page cache if the file system supports that (O_DIRECT): this saves a copy by the CPU, leaves in
-    the cache what the training keeps there, and leaves next to nothing for `close` to sync.
+    A failed write raises only from `check` and `close`, since torch.save calls `write` from C++, where an exception would lose its cause.
 
     Args:
         path: the file's path.
-        cached: write through the page cache even so, since the file will be read on this machine.
-
-    A failed write raises only from `check` and `close`, since torch.save calls `write` from C++, where an exception would lose its cause.
+        direct: bypass the page cache if the file system supports that (O_DIRECT). This takes less CPU time from a training that runs
+            alongside, and leaves its pages in the cache, but some disks are slower at it.
     """
 
-    def __init__(self, path: Path, cached: bool = False) -> None:
-        self.path, self.size, self._cached = path, 0, cached
+    def __init__(self, path: Path, direct: bool = False) -> None:
+        self.path, self.size, self._direct = path, 0, direct
         self._file, self._hash = path.open("xb", buffering=0), xxh3_128()
         self._part, self._part_hash = 0, xxh3_128()  # where the current part begins
-        self._room = _CACHED if cached else _COLLECTED
-        self._collected, self._filled = mmap.mmap(-1, self._room), 0  # O_DIRECT requires page-aligned memory
+        self._collected, self._filled = mmap.mmap(-1, _COLLECTED if direct else _CACHED), 0  # O_DIRECT requires page-aligned memory
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """Append all of `data`."""
         left = memoryview(data).cast("B")
-        size = len(left)
         self._hash.update(left)
         self._part_hash.update(left)
-        self.size += size
-        while left and self._error is None:
-            taken = left[: self._room - self._filled]
-            self._collected[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            left = left[len(taken) :]
-            if self._filled == self._room:
-                self._attempt(self._write_collected, direct=not self._cached)
-        return size
+        self.size += len(left)
+        if self._error is None:
+            self._attempt(self._append, left)
+        return len(left)
 
     def end_part(self) -> tuple[int, int, str]:
         """Return the offset, length and hash of what has been written since the last call."""
@@ -110,19 +99,36 @@ class HashedFile:
         except OSError as error:
             self._error = self._error or error
 
+    def _append(self, left: memoryview) -> None:
+        room = len(self._collected)
+        if not self._direct and len(left) >= room:
+            self._write_collected(direct=False)
+            self._write(left, direct=False)
+            return
+        while left:
+            taken = left[: room - self._filled]
+            self._collected[self._filled : self._filled + len(taken)] = taken
+            self._filled += len(taken)
+            left = left[len(taken) :]
+            if self._filled == room:
+                self._write_collected(self._direct)
+
     def _write_collected(self, direct: bool) -> None:
         """Write the collected bytes. `direct` must be false for the end of a file, which need not end on a block boundary."""
-        descriptor = self._file.fileno()
-        direct = _set_direct(descriptor, direct)
         with memoryview(self._collected)[: self._filled] as data:
-            self._filled, written = 0, 0
-            while written < len(data):
-                try:
-                    written += os.write(descriptor, data[written:])
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not direct:
-                        raise
-                    direct = _set_direct(descriptor, False)  # a partial write has ended within a block
+            self._filled = 0
+            self._write(data, direct)
+
+    def _write(self, data: memoryview, direct: bool) -> None:
+        descriptor = self._file.fileno()
+        direct, written = _set_direct(descriptor, direct), 0
+        while written < len(data):
+            try:
+                written += os.write(descriptor, data[written:])
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                direct = _set_direct(descriptor, False)  # a partial write has ended within a block
 
 
 def _set_direct(descriptor: int, wanted: bool) -> bool:
@@ -167,102 +173,43 @@ def read_record(path: Path) -> FileRecord:
 
 
 class StoredFile:
-    """A file that is read by one thread. Raises OSError, with the file's name, if it cannot be read.
+    """A file that is read by one thread. Raises OSError, with the file's name, if it cannot be read."""
 
-    Data that is not in the page cache is read past it if the file system supports that, since filling the cache with data that is read
-    only once costs ten times as much as the copy.
-
-    Args:
-        path: the file's path.
-        in_order: the parts are read sequentially, so more than the requested part may be read at a time.
-    """
-
-    def __init__(self, path: Path, in_order: bool = False) -> None:
-        self.path, self._in_order = path, in_order
-        self._plain, self._direct = os.open(path, os.O_RDONLY), -1
-        os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead: later parts are read directly
-        with suppress(OSError):
-            self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        self._buffer = mmap.mmap(-1, _CHUNK)  # O_DIRECT requires page-aligned memory
-        self._start = self._held = 0  # file offset and number of the bytes in the buffer
+    def __init__(self, path: Path) -> None:
+        self.path, self._descriptor = path, os.open(path, os.O_RDONLY)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # doubles the read-ahead
 
     def blocks(self) -> Iterator[memoryview]:
         """Yield the whole file in consecutive blocks; each is valid only until the next is requested."""
-        start = 0
-        while True:
-            self._fill(start, _CHUNK)
-            end = self._start + self._held
-            if end <= start:
-                return
-            with memoryview(self._buffer)[start - self._start : self._held] as data:
-                yield data
-            start = end
+        start, buffer = 0, memoryview(bytearray(_CHUNK))
+        while count := self.read_part(start, buffer):
+            yield buffer[:count]
+            start += count
 
     def read_part(self, start: int, target: memoryview) -> int:
-        """Read from `start` into the target with one system call; return the number of bytes, 0 at the end. For small, scattered parts."""
+        """Read from `start` into the target with one system call; return the number of bytes, 0 at the end."""
         try:
-            return os.preadv(self._plain, [target], start)
+            return os.preadv(self._descriptor, [target], start)
         except OSError as error:
-            raise self._named(error) from None
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def read(self, start: int, target: memoryview) -> None:
         """Fill the target from `start`. Raise OSError if the file ends too early."""
         while target:
-            if not self._start <= start < self._start + self._held:
-                if count := self._from_cache(start, target):
-                    start, target = start + count, target[count:]
-                    continue
-                self._fill(start, _CHUNK if self._in_order else len(target))
-            skipped = start - self._start
-            count = min(self._held - skipped, len(target))
-            if count <= 0:
+            count = self.read_part(start, target)
+            if count == 0:
                 raise OSError(errno.EIO, f"ends {len(target)} bytes too early", str(self.path))
-            with memoryview(self._buffer)[skipped : skipped + count] as data:
-                target[:count] = data
             start, target = start + count, target[count:]
 
     def close(self) -> None:
         """Close the file."""
-        for descriptor in (self._plain, self._direct):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._plain = self._direct = -1
-        self._buffer.close()
+        os.close(self._descriptor)
 
     def __enter__(self) -> StoredFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def _fill(self, start: int, wanted: int) -> None:
-        """Read `wanted` bytes from `start` (at most what the buffer holds), extended to whole disk blocks."""
-        self._start = start // _BLOCK * _BLOCK
-        size = -(-(start - self._start + wanted) // _BLOCK) * _BLOCK
-        with memoryview(self._buffer)[:size] as buffer:
-            self._held = self._from_cache(self._start, buffer)
-            if self._start + self._held > start:
-                return
-            if self._direct >= 0:
-                try:
-                    self._held = os.preadv(self._direct, [buffer], self._start)
-                    return
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise self._named(error) from None
-                    os.close(self._direct)  # the disk's blocks are larger, or O_DIRECT does not work after all
-                    self._direct = -1
-            self._held = self.read_part(self._start, buffer)
-
-    def _from_cache(self, start: int, target: memoryview) -> int:
-        """Read only what is already in the page cache; return the number of bytes, 0 if there are none or at the end of the file."""
-        try:
-            return os.preadv(self._plain, [target], start, os.RWF_NOWAIT)
-        except OSError:  # any other error will recur in the ordinary read
-            return 0
-
-    def _named(self, error: OSError) -> OSError:
-        return OSError(error.errno, error.strerror, str(self.path))
 
 
 def sync(path: Path) -> None:

@@ -16,7 +16,7 @@ from megarl.models.checkpoint_names import CheckpointName, boxes, checkpoint_nam
 from megarl.models.families import family_of
 from megarl.models.hf import CONFIG, read_config
 from megarl.models.weight_map import HeadKind, Shape, Weight
-from megarl.parallel.checkpoint.dcp import Shard, check_cover
+from megarl.parallel.checkpoint.index import Shard, check_cover
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name -> torch's dtype
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name -> safetensors' name

@@ -22,7 +22,8 @@ from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.families import family_of
 from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, described, read_config
 from megarl.models.weight_map import HeadKind, Weight
-from megarl.parallel.checkpoint.dcp import DcpReader, Shard, check_cover, memory_of
+from megarl.parallel.checkpoint.dcp import DcpReader, memory_of
+from megarl.parallel.checkpoint.index import Shard, check_cover
 
 _OPTIMIZER = "optimizer."  # prefix of the names of optimizer states
 _ALIGNED = 8  # bytes; alignment of the start of safetensors' data

@@ -22,7 +22,8 @@ from megarl.models.checkpoint_names import CheckpointName
 from megarl.models.families import family_of
 from megarl.models.hf import CONVERSION, described
 from megarl.models.weight_map import HeadKind, Weight
-from megarl.parallel.checkpoint.dcp import Location, Shard, check_cover, write_metadata
+from megarl.parallel.checkpoint.dcp import write_metadata
+from megarl.parallel.checkpoint.index import Location, Shard, check_cover
 
 MODELS = {"lm": "policy", "value": "critic"}  # default name of a model with this head
 STEP = 0
@@ -99,7 +100,7 @@ class ToMegatron(Conversion):
         self._file(unit).unlink(missing_ok=True)
         hashes: dict[str, str] = {}
         places: list[tuple[int, int, str]] = []
-        with HashedFile(self._file(unit), cached=True) as file:  # a small model is likely to be read again soon on this machine
+        with HashedFile(self._file(unit)) as file:
             for item in unit.items:
                 with control.parameter(item):
                     parameter = self._parameter(item, hashes)

@@ -1,26 +1,22 @@
 """The files of torch's distributed checkpoints as used by Megatron's torch_dist, without process groups, Megatron or unsafe unpickling.
 
 A folder holds `*.distcp` files, in which tensors are saved one after the other, and `.metadata`, which lists the tensors and where each of
-their rectangular chunks lies. megarl adds `hashes.json` with the hash of each chunk. Axes that Megatron puts before a parameter's own
-(layer, expert) have size 1 in every chunk.
+their rectangular chunks lies. megarl writes it for Megatron, and reads an index of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import io
-import itertools
 import json
-import math
 import os
 import pickle
 import sys
 import zipfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -39,67 +35,28 @@ from megarl.checkpoints.files import FileRecord, StoredFile, write_file
 from megarl.checkpoints.steps import COMMON, FLIPPED, SavedStep
 from megarl.errors import ConfigError, DamagedFile
 from megarl.imports import uncollected
-from megarl.parallel.checkpoint.metadata import HASHES, METADATA, read_hashes, read_metadata
+from megarl.parallel.checkpoint.index import INDEX, Location, Shard, StoredShard, encode_index, read_index
 from megarl.text import one_line
 
+METADATA = ".metadata"
 FORMAT = "metadata.json"  # from which Megatron recognises the format (dist_checkpointing/core.py)
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-
-
-class Location(NamedTuple):
-    """Where a saved tensor lies."""
-
-    file: str  # name inside the model's folder
-    offset: int  # bytes
-    length: int
-    xxh128: str  # hash of these bytes
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A piece of a tensor."""
-
-    key: str
-    shape: tuple[int, ...]  # of the whole tensor
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def check_cover(shards: Iterable[Shard]) -> None:
-    """Raise ValueError unless every element of every tensor lies in exactly one of the shards.
-
-    Shards with different offsets are taken not to overlap: they lie on a grid.
-    """
-    found: dict[str, list[Shard]] = defaultdict(list)
-    for shard in shards:
-        found[shard.key].append(shard)
-    for key, pieces in found.items():
-        if len({(piece.shape, piece.dtype) for piece in pieces}) > 1:
-            raise ValueError(f"{key}: its pieces disagree on its shape or dtype")
-        if len({piece.offset for piece in pieces}) != len(pieces):
-            raise ValueError(f"{key}: a piece of it is there twice")
-        elements, whole = sum(math.prod(piece.size) for piece in pieces), math.prod(pieces[0].shape)
-        if elements != whole:
-            raise ValueError(f"{key}: {elements} elements of {whole} in shape {list(pieces[0].shape)}")
 
 
 def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Location]]) -> dict[str, FileRecord]:
     """Write the metadata files that make the shards one checkpoint. Returns the files' records by name."""
     common = io.BytesIO()
     torch.save({}, common)
-    shards, hashes = list(shards), dict[str, dict[int, str]]()
-    for _, location in shards:
-        hashes.setdefault(location.file, {})[location.offset] = location.xxh128
+    shards = list(shards)
     return {
         METADATA: write_file(folder / METADATA, _pickled(shards)),
-        HASHES: write_file(folder / HASHES, json.dumps(hashes).encode()),
+        INDEX: write_file(folder / INDEX, encode_index(shards)),
         FORMAT: write_file(folder / FORMAT, json.dumps(_FORMAT).encode()),
         COMMON: write_file(folder / COMMON, common.getvalue()),
     }
 
 
-@uncollected()  # garbage collection would stall, for seconds, the training step that runs alongside
+@uncollected()  # as in `encode_index`
 def _pickled(shards: Iterable[tuple[Shard, Location]]) -> bytes:
     tensors: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
@@ -111,46 +68,28 @@ def _pickled(shards: Iterable[tuple[Shard, Location]]) -> bytes:
     return pickle.dumps(Metadata({**tensors}, storage_data=stored, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION))
 
 
-def tensors(metadata: Metadata) -> Mapping[str, TensorStorageMetadata]:
-    """The tensors of a checkpoint; `read_metadata` has ensured that there is nothing else."""
-    return cast(Mapping[str, TensorStorageMetadata], metadata.state_dict_metadata)
-
-
-def locations(step: SavedStep, model: str, metadata: Metadata) -> Mapping[MetadataIndex, Location]:
-    """Return where each chunk of a model lies. Raises ConfigError if HASHES is not what megarl writes."""
-    hashes = read_hashes(step, model, metadata)
-    return {
-        index: Location(info.relative_path, info.offset, info.length, hashes[info.relative_path][str(info.offset)])
-        for index, info in metadata.storage_data.items()
-    }
-
-
 class DcpReader:
     """Reads the tensors of one model of a step directory, and checks their hashes."""
 
     def __init__(self, step: SavedStep, model: str) -> None:
-        """Raises ConfigError as `read_metadata` and `locations` do."""
-        self._folder, self._metadata = step.path / model, read_metadata(step, model)
-        self._locations = locations(step, model, self._metadata)
-        self._chunks: dict[str, Chunks] = {}
-        self._finder = ChunkFinder()
-        self.shapes = {key: tuple(entry.size) for key, entry in tensors(self._metadata).items()}
-        self.dtypes = {key: entry.properties.dtype for key, entry in tensors(self._metadata).items()}
+        """Raises ConfigError as `read_index` does."""
+        self._folder, self._tensors, self._finder = step.path / model, read_index(step, model), ChunkFinder()
+        self.shapes = {key: tensor.shape for key, tensor in self._tensors.items()}
+        self.dtypes = {key: tensor.dtype for key, tensor in self._tensors.items()}
 
     def shards(self, keys: Iterable[str]) -> Iterator[Shard]:
         """Every stored piece of these tensors."""
         for key in keys:
-            for chunk in tensors(self._metadata)[key].chunks:
-                yield Shard(key, self.shapes[key], tuple(chunk.offsets), tuple(chunk.sizes), self.dtypes[key])
+            tensor = self._tensors[key]
+            for shard in tensor.shards:
+                yield Shard(key, tensor.shape, shard.offset, shard.size, tensor.dtype)
 
     def read(self, wanted: Shard) -> Tensor:
-        """Read part of a tensor, in its stored dtype. Raises ConfigError if a file is damaged or does not hold what `.metadata` says."""
-        if wanted.key not in self._chunks:
-            self._chunks[wanted.key] = Chunks(tensors(self._metadata)[wanted.key].chunks)
-        overlaps = list(self._chunks[wanted.key].overlaps(wanted))
+        """Read part of a tensor, in its stored dtype. Raises ConfigError if a file is damaged or does not hold what the index says."""
+        overlaps = list(self._tensors[wanted.key].overlaps(wanted))
         found: Tensor | None = None
-        for chunk, source, target in overlaps:
-            piece = self._read(wanted, chunk)
+        for shard, source, target in overlaps:
+            piece = self._read(wanted, shard)
             if len(overlaps) == 1 and piece[source].shape == wanted.size:
                 return piece[source]
             found = torch.empty(wanted.size, dtype=wanted.dtype) if found is None else found
@@ -159,21 +98,20 @@ class DcpReader:
         assert found is not None, f"{wanted.key} is nowhere"
         return found
 
-    def _read(self, wanted: Shard, chunk: ChunkStorageMetadata) -> Tensor:
-        location = self._locations[MetadataIndex(wanted.key, chunk.offsets)]
-        file = self._folder / location.file
+    def _read(self, wanted: Shard, shard: StoredShard) -> Tensor:
+        file = self._folder / shard.location.file
         with StoredFile(file) as stored:
-            piece = self._finder.find(stored, location, wanted.key).read()
-        if tuple(piece.shape) != tuple(chunk.sizes) or piece.dtype != wanted.dtype:
+            piece = self._finder.find(stored, shard.location, wanted.key).read()
+        if tuple(piece.shape) != shard.size or piece.dtype != wanted.dtype:
             raise ConfigError(
-                f"checkpoint: {file}: {wanted.key} is {piece.dtype} {list(piece.shape)}, declared {wanted.dtype} {list(chunk.sizes)}"
+                f"checkpoint: {file}: {wanted.key} is {piece.dtype} {list(piece.shape)}, declared {wanted.dtype} {list(shard.size)}"
             )
         return piece
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """A saved tensor whose elements are still in its file."""
+class SavedTensor:
+    """A tensor whose elements are still in their file."""
 
     file: StoredFile
     location: Location
@@ -228,7 +166,7 @@ class ChunkFinder:
     def __init__(self) -> None:
         self._known: dict[int, tuple[bytes, Tensor]] = {}  # by length: the bytes before the elements, and their layout
 
-    def find(self, file: StoredFile, location: Location, what: str) -> StoredTensor:
+    def find(self, file: StoredFile, location: Location, what: str) -> SavedTensor:
         """Find one tensor.
 
         Args:
@@ -248,7 +186,7 @@ class ChunkFinder:
                     raise DamagedFile(str(file.path), f"{what}: {FLIPPED}") from None
                 raise
             known = self._known[location.length] = _bytes(file, location, start), layout
-        return StoredTensor(file, location, what, *known)
+        return SavedTensor(file, location, what, *known)
 
 
 def _bytes(file: StoredFile, location: Location, count: int) -> bytes:
@@ -321,30 +259,3 @@ class _Window(io.RawIOBase):
         count = self._file.read_part(self._start + self._at, view) if len(view) else 0
         self._at += count
         return count
-
-
-class Chunks:
-    """The stored chunks of one tensor, indexed by the leading axes on which all of them have size 1 (layer, expert)."""
-
-    def __init__(self, chunks: list[ChunkStorageMetadata]) -> None:
-        self._lead = min(next((axis for axis, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes)) for chunk in chunks)
-        self._chunks: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
-        for chunk in chunks:
-            self._chunks[tuple(chunk.offsets[: self._lead])].append(chunk)
-
-    def overlaps(self, shard: Shard) -> Iterator[tuple[ChunkStorageMetadata, tuple[slice, ...], tuple[slice, ...]]]:
-        """Each chunk that overlaps the shard, with the overlap as slices of the chunk and of the shard."""
-        lead = [range(start, start + size) for start, size in zip(shard.offset[: self._lead], shard.size, strict=False)]
-        for index in itertools.product(*lead):
-            for chunk in self._chunks.get(index, ()):
-                starts = [max(one, two) for one, two in zip(chunk.offsets, shard.offset, strict=True)]
-                ends = [
-                    min(one + many, two + more)
-                    for one, many, two, more in zip(chunk.offsets, chunk.sizes, shard.offset, shard.size, strict=True)
-                ]
-                if all(start < end for start, end in zip(starts, ends, strict=True)):
-                    yield chunk, _slices(starts, ends, chunk.offsets), _slices(starts, ends, shard.offset)
-
-
-def _slices(starts: list[int], ends: list[int], offset: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(start - origin, end - origin) for start, end, origin in zip(starts, ends, offset, strict=True))

@@ -15,7 +15,8 @@ from torch import Tensor
 from megarl.checkpoints.files import FileRecord, HashedFile
 from megarl.errors import SaveError
 from megarl.parallel.backend import choose
-from megarl.parallel.checkpoint.dcp import Location, memory_of
+from megarl.parallel.checkpoint.dcp import memory_of
+from megarl.parallel.checkpoint.index import Location
 from megarl.parking import BLOCK
 
 ALIGN = 64
@@ -153,7 +154,7 @@ class StagedWriter:
                 if self._error is not None:
                     break
                 if model not in files:
-                    files[model] = HashedFile(self._directory / model / name)
+                    files[model] = HashedFile(self._directory / model / name, direct=not self._still)
                 file = files[model]
                 torch.save(_alone(tensor), file)  # type: ignore[arg-type]  # it only calls `write` and `flush`
                 file.check()

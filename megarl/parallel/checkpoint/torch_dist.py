@@ -1,7 +1,8 @@
 """Writes and reads Megatron's torch_dist files, without its processes, its pickles or its quadratic planning.
 
 Upstream's save starts a manager process and forks a writer for every file (strategies/filesystem_async.py:54,266), its load unpickles
-`.metadata` without restriction (see `metadata`), and both compare each of a rank's tensors with those of all ranks
+`.metadata`, which can run code (torch/distributed/checkpoint/filesystem.py:930), and both compare each of a rank's tensors with those of
+all ranks
 (strategies/torch.py:141; torch's planner_helpers.py): minutes for the experts of a large model. Megatron's own `dist_checkpointing.load`
 reads what is written here.
 """
@@ -21,13 +22,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megarl.checkpoints.files import StoredFile
 from megarl.checkpoints.steps import SavedStep
 from megarl.errors import ConfigError, DamagedFile
-from megarl.parallel.checkpoint.dcp import ChunkFinder, Chunks, Location, Shard, check_cover, locations, tensors
-from megarl.parallel.checkpoint.metadata import read_metadata
+from megarl.parallel.checkpoint.dcp import ChunkFinder
+from megarl.parallel.checkpoint.index import Location, Shard, StoredTensor, check_cover, read_index
 from megarl.parallel.checkpoint.sharded import Sharded
 from megarl.parallel.grid import Grid
 from megarl.text import one_line
@@ -90,13 +90,12 @@ def read(step: SavedStep, model: str, state: Sharded, vocabulary: int, allowed_e
         ConfigError: on every rank. Before anything is filled, for a tensor that the checkpoint lacks or has in another shape, or that no
             rank reads and `allowed_extra` does not allow; later, DamagedFile for a file that is damaged or cannot be read.
     """
-    metadata = agreed(grid, lambda: read_metadata(step, model))
-    places = agreed(grid, lambda: locations(step, model, metadata))
+    stored = agreed(grid, lambda: read_index(step, model))
     wanted = list(nested_values(load_preprocess(state)[0]))
     storages = {leaf.data.untyped_storage().data_ptr() for leaf in nested_values(state)}
     assert all(leaf.data.untyped_storage().data_ptr() in storages for leaf in wanted), "a factory of Megatron's copies its tensor"
-    _refuse(step.path / model, metadata, wanted, vocabulary, allowed_extra, grid)
-    agreed(grid, lambda: _fill(step.path / model, metadata, places, wanted))
+    _refuse(step.path / model, stored, wanted, vocabulary, allowed_extra, grid)
+    agreed(grid, lambda: _fill(step.path / model, stored, wanted))
 
 
 def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
@@ -129,9 +128,14 @@ def _shard(leaf: ShardedTensor) -> Shard:
 
 
 def _refuse(
-    folder: Path, metadata: Metadata, wanted: list[ShardedTensor], vocabulary: int, allowed_extra: tuple[str, ...], grid: Grid
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    wanted: list[ShardedTensor],
+    vocabulary: int,
+    allowed_extra: tuple[str, ...],
+    grid: Grid,
 ) -> None:
-    stored = {key: tuple(entry.size) for key, entry in tensors(metadata).items()}
+    stored = {key: tensor.shape for key, tensor in tensors.items()}
     every: list[Any] = [None] * grid.world
     dist.all_gather_object(
         every, {leaf.key: (tuple(leaf.global_shape), leaf.allow_shape_mismatch) for leaf in wanted}, group=grid.groups.control
@@ -159,19 +163,16 @@ class _Copy:
 
 
 @torch.no_grad()
-def _fill(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Location], wanted: list[ShardedTensor]) -> None:
-    """Read every stored chunk that overlaps a wanted tensor, once, a few at a time, and check its hash."""
+def _fill(folder: Path, stored: Mapping[str, StoredTensor], wanted: list[ShardedTensor]) -> None:
+    """Read every stored shard that overlaps a wanted tensor, once, a few at a time, and check its hash."""
     reads: dict[Location, tuple[str, tuple[int, ...], list[_Copy]]] = {}
-    stored = tensors(metadata)
-    chunks = {key: Chunks(stored[key].chunks) for key in {leaf.key for leaf in wanted}}
     for leaf in wanted:
         shard, missing = _shard(leaf), leaf.data.numel()
         data = leaf.data.detach().view(shard.size)
         if leaf.allow_shape_mismatch:
             data.zero_()  # rows that pad the vocabulary here but not in the file
-        for chunk, source, target in chunks[leaf.key].overlaps(shard):
-            location = places[MetadataIndex(leaf.key, chunk.offsets)]
-            copies = reads.setdefault(location, (leaf.key, tuple(chunk.sizes), []))[2]
+        for found, source, target in stored[leaf.key].overlaps(shard):
+            copies = reads.setdefault(found.location, (leaf.key, found.size, []))[2]
             copies.append(_Copy(source, data[target]))
             missing -= copies[-1].target.numel()
         if missing and not leaf.allow_shape_mismatch:
@@ -190,7 +191,7 @@ def _fill(folder: Path, metadata: Metadata, places: Mapping[MetadataIndex, Locat
 def _read_part(
     folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, tuple[int, ...], list[_Copy]]], finder: ChunkFinder
 ) -> None:
-    with StoredFile(folder / locations[0].file, in_order=True) as file:
+    with StoredFile(folder / locations[0].file) as file:
         for location in locations:
             key, sizes, copies = reads[location]
             stored = finder.find(file, location, key)

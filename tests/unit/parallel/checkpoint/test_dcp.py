@@ -13,7 +13,8 @@ from xxhash import xxh3_128_hexdigest
 
 from megarl.checkpoints.files import StoredFile
 from megarl.errors import ConfigError, DamagedFile
-from megarl.parallel.checkpoint.dcp import ChunkFinder, Location
+from megarl.parallel.checkpoint.dcp import ChunkFinder
+from megarl.parallel.checkpoint.index import Location
 
 
 @pytest.fixture(autouse=True)
