@@ -42,21 +42,25 @@ class HashedFile:
         self.path, self.size, self._direct = path, 0, direct
         self._file, self._hash = path.open("xb", buffering=0), xxh3_128()
         self._part, self._part_hash = 0, xxh3_128()  # where the current part begins
-        self._collected, self._filled = mmap.mmap(-1, _COLLECTED if direct else _CACHED), 0  # O_DIRECT requires page-aligned memory
+        self._collected = mmap.mmap(-1, _COLLECTED if direct else _CACHED)  # O_DIRECT requires page-aligned memory
+        self._filled = self._hashed = 0  # bytes in it, and how many of them are hashed
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """Append all of `data`."""
-        left = memoryview(data).cast("B")
-        self._hash.update(left)
-        self._part_hash.update(left)
-        self.size += len(left)
-        if self._error is None:
-            self._attempt(self._append, left)
-        return len(left)
+        data = memoryview(data).cast("B")
+        size = len(data)
+        self.size += size
+        if size < len(self._collected) - self._filled:  # torch.save writes dozens of small pieces for each tensor
+            self._collected[self._filled : self._filled + size] = data
+            self._filled += size
+        elif self._error is None:
+            self._attempt(self._append, data)
+        return size
 
     def end_part(self) -> tuple[int, int, str]:
         """Return the offset, length and hash of what has been written since the last call."""
+        self._hash_collected()
         offset, found = self._part, self._part_hash.hexdigest()
         self._part = self.size
         self._part_hash.reset()
@@ -103,6 +107,7 @@ class HashedFile:
         room = len(self._collected)
         if not self._direct and len(left) >= room:
             self._write_collected(direct=False)
+            self._update(left)
             self._write(left, direct=False)
             return
         while left:
@@ -115,9 +120,19 @@ class HashedFile:
 
     def _write_collected(self, direct: bool) -> None:
         """Write the collected bytes. `direct` must be false for the end of a file, which need not end on a block boundary."""
+        self._hash_collected()
         with memoryview(self._collected)[: self._filled] as data:
-            self._filled = 0
+            self._filled = self._hashed = 0
             self._write(data, direct)
+
+    def _hash_collected(self) -> None:
+        with memoryview(self._collected)[self._hashed : self._filled] as data:
+            self._update(data)
+            self._hashed = self._filled
+
+    def _update(self, data: memoryview) -> None:
+        self._hash.update(data)
+        self._part_hash.update(data)
 
     def _write(self, data: memoryview, direct: bool) -> None:
         descriptor = self._file.fileno()
