@@ -55,7 +55,7 @@ class _Trainer(BaseModel):
     run: _Run
     where: dict[str, Annotated[str, Field(pattern=r"^[\w\-]+$")]]
     config: Annotated[dict[str, Any], BeforeValidator(yaml_text.read)]
-    held: dict[str, str] = {}  # fingerprints of what the configuration's paths lead to; older checkpoints have none
+    held: dict[str, str]  # fingerprints of what the configuration's paths lead to
 
 
 class State(Protocol):

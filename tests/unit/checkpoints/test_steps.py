@@ -188,13 +188,23 @@ def test_a_file_that_does_not_fit_says_so_when_it_is_closed(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 4095, LARGE - 1, LARGE, LARGE + 1, 2 * LARGE + 12_345])
-def test_a_file_is_what_was_written_whatever_passes_the_page_cache(tmp_path: Path, size: int) -> None:
-    data = random.Random(size).randbytes(size)
-    with HashedFile(tmp_path / "file") as file:
+def test_a_file_and_its_parts_are_what_was_written(tmp_path: Path, size: int, direct: bool) -> None:
+    """In pieces that are collected and in larger ones, whether they pass the page cache or not."""
+    data, parts = random.Random(size).randbytes(size), []
+    with HashedFile(tmp_path / "file", direct=direct) as file:
         for start in range(0, size, 5_000_011):
-            file.write(memoryview(data)[start : start + 5_000_011])
+            part = memoryview(data)[start : start + 5_000_011]
+            for end in (0, 7, 1000, 3_000_000, len(part)):
+                file.write(part[:end])
+                part = part[end:]
+            parts.append(file.end_part())
         record = file.close()
+    starts = range(0, size, 5_000_011)
+    lengths = [min(5_000_011, size - start) for start in starts]
+    hashes = [xxh3_128_hexdigest(data[start : start + 5_000_011]) for start in starts]
+    assert parts == list(zip(starts, lengths, hashes, strict=True))
     assert (tmp_path / "file").read_bytes() == data and record == FileRecord(size, xxh3_128_hexdigest(data))
     with StoredFile(tmp_path / "file") as stored:
         assert b"".join(bytes(block) for block in stored.blocks()) == data
@@ -210,7 +220,7 @@ def test_a_disk_that_is_full_within_a_block_says_so(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE - 1001, hard))
     try:
-        with HashedFile(tmp_path / "shard") as file:
+        with HashedFile(tmp_path / "shard", direct=True) as file:
             file.write(bytes(LARGE))
             with pytest.raises(OSError, match="File too large: .*/shard'$"):
                 file.check()
