@@ -2,8 +2,8 @@
 
 A bfloat16 model with its optimizer on CPU ranks (gloo), 14 bytes per parameter. torch.distributed.checkpoint (DCP) gets as many bytes in as
 many tensors, each rank its own, and syncs them to disk, too; it hashes nothing. Each figure is that of the slowest rank, and the median of
-runs that alternate between the two sides, so that a busy machine slows both; in brackets, the spread of the runs' ratios. Neither side reads
-from the page cache, as for a run that resumes on another machine. Exit status: 1 if a bound is missed.
+runs that alternate between the two sides, so that a busy machine slows both; in brackets, the spread of the runs' ratios. Neither side
+reads from the page cache, as for a run that resumes on another machine. Exit status: 1 if a bound is missed.
 """
 
 from __future__ import annotations
