@@ -40,6 +40,7 @@ from megarl.text import one_line
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"  # from which Megatron recognises the format (dist_checkpointing/core.py)
+METADATA_FILES = (METADATA, INDEX, FORMAT, COMMON)  # what `write_metadata` writes
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
