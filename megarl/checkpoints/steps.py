@@ -84,11 +84,18 @@ class SavedStep:
         return {self.path / name: record for name, record in self.manifest.files.items()}
 
     def read(self, name: str) -> bytes:
-        """Return a file's content. Raise ConfigError if it is not in the manifest, DamagedFile if it has changed since it was written."""
+        """Return a file's content.
+
+        Raises:
+            ConfigError: it is not in the manifest; DamagedFile if it cannot be read or has changed since it was written.
+        """
         record = self.manifest.files.get(name)
         if record is None:
             raise ConfigError(f"checkpoint: {self.path} has no {name}")
-        data = (self.path / name).read_bytes()
+        try:
+            data = (self.path / name).read_bytes()
+        except OSError as error:
+            raise DamagedFile(str(self.path / name), f"unreadable: {error.strerror}") from None
         if xxh3_128_hexdigest(data) != record.xxh128:
             raise DamagedFile(str(self.path / name), FLIPPED)
         return data

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import random
 import resource
@@ -19,10 +21,11 @@ from megarl.checkpoints.step_writer import StepWriter
 from megarl.checkpoints.steps import Entry, Manifest, encode, listing, verify
 from megarl.checkpoints.verify import main
 from megarl.config import ConfigError
+from megarl.errors import DamagedFile
 from tests.whole_steps import newest
 
 SHARD = bytes(range(256)) * 40
-LARGE = 16 << 20  # from this size on a file passes the page cache
+LARGE = 16 << 20  # bytes that are written at a time past the page cache
 
 
 def save(root: Path, step: int, keep_last: int = 100, keep_every: int = 0) -> Path:
@@ -132,6 +135,21 @@ def test_a_file_that_changes_after_it_was_verified_is_not_read(tmp_path: Path) -
         good.read("trainer.json")
     with pytest.raises(ConfigError, match=r"step_000001 has no critic\.json"):
         good.read("critic.json")
+
+
+def test_a_file_that_cannot_be_read_is_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's error of a read, unlike that of an open, names no file."""
+    save(tmp_path, 1)
+    good = newest(tmp_path, lambda entry: None)
+
+    def failing(_: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    assert good is not None
+    with pytest.raises(DamagedFile, match=r"step_000001/trainer\.json: unreadable: Input/output error") as error:
+        good.read("trainer.json")
+    assert Path(error.value.file) in good.files
 
 
 def test_the_newest_steps_and_every_nth_are_kept(tmp_path: Path) -> None:
