@@ -30,6 +30,7 @@ CHECKPOINTS = "checkpoints"  # a run's folder that contains the step directories
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
 HF = "hf"  # folder of each model, with config.json, generation defaults and tokenizer, as in a Hugging Face directory
 COMMON = "common.pt"  # file of each model that Megatron's own tools expect; megarl never opens it
+DAMAGED = "damaged.txt"  # added to a step directory of which a file was found damaged as it was loaded: says which
 FORMAT = 2
 FLIPPED = "flipped: its hash is not the manifest's"
 _STEP = re.compile(r"step_(\d{6,})")
@@ -222,6 +223,8 @@ def _fault(file: Path, record: FileRecord, contents: bool) -> str | None:
 def _extra(name: str, file: Path) -> str:
     pickled = file.suffix in _PICKLES
     if file.is_file() and not file.is_symlink():
+        if name == DAMAGED:
+            return f"{name}: {one_line(file.read_text(errors='replace'))}"
         with file.open("rb") as stream:
             pickled |= stream.read(1) == b"\x80"  # the first byte of every pickle of protocol 2 and later
     return f"{name}: extra: not in the manifest" + (", a pickle" if pickled else "")

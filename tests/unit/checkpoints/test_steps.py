@@ -17,7 +17,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from megarl.checkpoints.files import FileRecord, HashedFile, StoredFile, write_file
-from megarl.checkpoints.step_writer import StepWriter
+from megarl.checkpoints.step_writer import StepWriter, mark_damaged
 from megarl.checkpoints.steps import Entry, Manifest, encode, listing, verify
 from megarl.checkpoints.verify import main
 from megarl.config import ConfigError
@@ -89,6 +89,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated manifest": ("manifest.json", lambda path: path.write_bytes(path.read_bytes()[:100]), "manifest.json: damaged: "),
     "manifest of lists": ("manifest.json", lambda path: path.write_text("[]"), "manifest.json: damaged: "),
     "another step's": ("manifest.json", other_step, "manifest.json: of step 9, in a directory of step 2"),
+    "found when it was loaded": (
+        "damaged.txt",
+        lambda path: mark_damaged(path.parent, "policy/__0_0.distcp: w: flipped"),
+        "damaged.txt: policy/__0_0.distcp: w: flipped",
+    ),
     "a way out": ("manifest.json", outside, "manifest.json: names '../step_000001/trainer.json', which is not inside the directory"),
 }
 
@@ -106,6 +111,7 @@ def test_damage_is_named_and_the_step_before_is_used(tmp_path: Path, capsys: pyt
     assert main([str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert fault in shown and "damaged" in shown and "good" in shown
+    assert verify(save(tmp_path, 2)).saved is not None, "saved again, it is whole"
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
