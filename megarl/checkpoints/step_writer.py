@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoints.files import sync, write_file
-from megarl.checkpoints.steps import LATEST, MANIFEST, PARTIAL, Manifest, encode, listing, step_name
+from megarl.checkpoints.steps import DAMAGED, LATEST, MANIFEST, PARTIAL, Manifest, encode, listing, step_name
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,12 @@ class StepWriter:
                 shrinking = entry.path.with_name(entry.path.name + ".deleted")  # must not look like a complete step
                 entry.path.rename(shrinking)
                 shutil.rmtree(shrinking)
+
+
+def mark_damaged(step: Path, fault: str) -> None:
+    """Mark a step directory as damaged, so that it is skipped from now on, until it is saved again."""
+    (step / DAMAGED).write_text(f"{fault}\n")
+    sync(step)
 
 
 def point(root: Path, name: str) -> None:

@@ -30,6 +30,7 @@ CHECKPOINTS = "checkpoints"  # a run's folder that contains the step directories
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"
 HF = "hf"  # folder of each model, with config.json, generation defaults and tokenizer, as in a Hugging Face directory
 COMMON = "common.pt"  # file of each model that Megatron's own tools expect; megarl never opens it
+DAMAGED = "damaged.txt"  # added to a step directory of which a file was found damaged as it was loaded: says which
 FORMAT = 2
 FLIPPED = "flipped: its hash is not the manifest's"
 _STEP = re.compile(r"step_(\d{6,})")
@@ -84,11 +85,18 @@ class SavedStep:
         return {self.path / name: record for name, record in self.manifest.files.items()}
 
     def read(self, name: str) -> bytes:
-        """Return a file's content. Raise ConfigError if it is not in the manifest, DamagedFile if it has changed since it was written."""
+        """Return a file's content.
+
+        Raises:
+            ConfigError: it is not in the manifest; DamagedFile if it cannot be read or has changed since it was written.
+        """
         record = self.manifest.files.get(name)
         if record is None:
             raise ConfigError(f"checkpoint: {self.path} has no {name}")
-        data = (self.path / name).read_bytes()
+        try:
+            data = (self.path / name).read_bytes()
+        except OSError as error:
+            raise DamagedFile(str(self.path / name), f"unreadable: {error.strerror}") from None
         if xxh3_128_hexdigest(data) != record.xxh128:
             raise DamagedFile(str(self.path / name), FLIPPED)
         return data
@@ -215,6 +223,8 @@ def _fault(file: Path, record: FileRecord, contents: bool) -> str | None:
 def _extra(name: str, file: Path) -> str:
     pickled = file.suffix in _PICKLES
     if file.is_file() and not file.is_symlink():
+        if name == DAMAGED:
+            return f"{name}: {one_line(file.read_text(errors='replace'))}"
         with file.open("rb") as stream:
             pickled |= stream.read(1) == b"\x80"  # the first byte of every pickle of protocol 2 and later
     return f"{name}: extra: not in the manifest" + (", a pickle" if pickled else "")

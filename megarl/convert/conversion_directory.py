@@ -68,11 +68,11 @@ class ConversionDirectory:
 
     @property
     def checked(self) -> bool:
-        """Whether the source, identified in the plan by its files' sizes and times, has been found intact."""
+        """Whether `check_source` has found the source, identified in the plan by its files' sizes and times, intact."""
         return (self.journal / _CHECKED).exists()
 
     def check(self) -> None:
-        """Record that the source has been found intact."""
+        """Record that `check_source` has found the source intact."""
         (self.journal / _CHECKED).touch()
 
     def record(self, unit: int) -> UnitRecord | None:

@@ -22,7 +22,7 @@ from megarl.models.checkpoint_names import CheckpointName
 from megarl.models.families import family_of
 from megarl.models.hf import CONVERSION, described
 from megarl.models.weight_map import HeadKind, Weight
-from megarl.parallel.checkpoint.dcp import write_metadata
+from megarl.parallel.checkpoint.dcp import METADATA_FILES, write_metadata
 from megarl.parallel.checkpoint.index import Location, Shard, check_cover
 
 MODELS = {"lm": "policy", "value": "critic"}  # default name of a model with this head
@@ -151,7 +151,7 @@ class ToMegatron(Conversion):
         _rewrite(self._directory.partial / MANIFEST, encode(manifest))
 
     def _metadata(self, written: list[tuple[Shard, Location]]) -> dict[str, FileRecord]:
-        for name in (".metadata", "metadata.json", "common.pt"):
+        for name in METADATA_FILES:  # left by an interrupted attempt
             (self._folder / name).unlink(missing_ok=True)
         return write_metadata(self._folder, written)
 

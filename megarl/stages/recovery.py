@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from ray.exceptions import ObjectLostError
 
 from megarl import termination
+from megarl.checkpoints.step_writer import mark_damaged
 from megarl.checkpoints.steps import damaged
 from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, TrainingSettings
-from megarl.errors import ContentLost, DamagedFile
+from megarl.errors import ContentLost, DamagedFile, naming_files
 from megarl.observe.run import Run
 from megarl.restarts import Restarts
-from megarl.stages.saving import ResumePoint, passed_over, resume_point
+from megarl.stages.saving import ResumePoint, resume_point
 from megarl.workers.copies import Copies
 
 
@@ -47,32 +49,31 @@ class Context(Protocol):
         """
 
 
-Find = Callable[[Collection[Path]], ResumePoint | None]
+Find = Callable[[], ResumePoint | None]
 
 
 def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, ctx: Context, find: Find) -> None:
     """Do the work of a run to the end, however often its ranks fail, as far as `cluster.restarts` allows.
 
     A failure during a restart counts as another one. During a restart, SIGTERM ends the run at the next wait: there is nothing to save.
-    A checkpoint of which the ranks find a damaged file is skipped, which is no failure.
+    A checkpoint of which the ranks find a damaged file is marked and skipped, which is no failure.
 
     Args:
         work: does the work from a checkpoint, or from the beginning, with newly started ranks.
         resume: where to start; None: from the beginning.
         ctx: the run's context.
-        find: returns the newest checkpoint outside the given step directories, if there is one.
+        find: returns the newest checkpoint that is not known to be damaged, if there is one.
     """
     fault: Exception | None = None
-    skipped = set[Path]()
     while True:
         try:
             with termination.polled():
                 if fault is not None:
-                    resume = _recovered(fault, ctx, find, skipped)
+                    resume = _recovered(fault, ctx, find)
             work(resume)
             return
         except DamagedFile as error:
-            resume, fault = _before(error, resume, ctx, find, skipped), None
+            resume, fault = _before(error, resume, ctx, find), None
         except curable() as error:
             if _ray_is_gone(error):
                 raise
@@ -93,15 +94,16 @@ def _ray_is_gone(fault: Exception) -> bool:
     return isinstance(fault, StandsStill) and fault.session
 
 
-def _before(error: DamagedFile, resume: ResumePoint | None, ctx: Context, find: Find, skipped: set[Path]) -> ResumePoint:
+def _before(error: DamagedFile, resume: ResumePoint | None, ctx: Context, find: Find) -> ResumePoint:
     """Return the checkpoint before one of which a file is damaged, after rewinding the run to it.
+
+    The metrics after it are lost, so the damaged one is marked: another start of the run could not go on from it either.
 
     Args:
         error: names the file.
         resume: the checkpoint that was being loaded.
         ctx: the run's context.
         find: see `recovering`.
-        skipped: step directories that were skipped before; this one is added.
 
     Raises:
         DamagedFile: the file is of no checkpoint, or intact if read on this machine.
@@ -113,17 +115,17 @@ def _before(error: DamagedFile, resume: ResumePoint | None, ctx: Context, find: 
         raise error
     if not damaged({file: step.files[file]}):
         raise DamagedFile(error.file, f"{error.what}, as another machine reads it; on this machine it is intact")
-    passed_over(step.path, f"{file.relative_to(step.path)}: {error.what}")
-    skipped.add(step.path)
-    found = newer(ctx.copies.newest(), find, skipped)
+    with naming_files("checkpoint"):
+        mark_damaged(step.path, f"{file.relative_to(step.path)}: {error.what}")
+    found = newer(ctx.copies.newest(), find)
     assert found is not None, "where some are damaged and none is intact, it raises"
     ctx.run.rewind(found.run)
     return found
 
 
-def _recovered(fault: Exception, ctx: Context, find: Find, skipped: Collection[Path]) -> ResumePoint | None:
+def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None:
     with ctx.restarts.recovery("rank", fault) as told, ctx.run.phase("recovery"):
-        resume = newer(ctx.copies.newest(), find, skipped)
+        resume = newer(ctx.copies.newest(), find)
         told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
         if resume is None:
             ctx.run.note("nothing is saved yet: the run starts over")
@@ -134,7 +136,7 @@ def _recovered(fault: Exception, ctx: Context, find: Find, skipped: Collection[P
     return resume
 
 
-def newer(copied: tuple[int, Any] | None, find: Find, damaged: Collection[Path]) -> ResumePoint | None:
+def newer(copied: tuple[int, Any] | None, find: Find) -> ResumePoint | None:
     """Return the copy in memory or the newest checkpoint, whichever has the later step.
 
     The copy may be the older one, since there may have been no room for copies for many steps.
@@ -142,13 +144,12 @@ def newer(copied: tuple[int, Any] | None, find: Find, damaged: Collection[Path])
     Args:
         copied: the copy's step and its record; None if there is none.
         find: see `recovering`.
-        damaged: step directories to ignore.
     """
     if copied is None:
-        return find(damaged)
+        return find()
     copy = ResumePoint({}, **copied[1], copy=copied[0])
     try:
-        saved = find(damaged)
+        saved = find()
     except ConfigError:  # all of them are damaged
         return copy
     return saved if saved is not None and saved.progress["step"] > copied[0] else copy
@@ -165,4 +166,4 @@ def newest(config: TrainingSettings, verb: str, items: int) -> Find:
         items: number of its training items.
     """
     own = config.model_copy(update={"save": config.save.model_copy(update={"resume": True})})
-    return lambda damaged: resume_point(own, verb, items, damaged)
+    return partial(resume_point, own, verb, items)

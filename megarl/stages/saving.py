@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
@@ -103,7 +103,7 @@ class ResumePoint:
     files: Mapping[str, PathLike[str]] = field(default_factory=dict)  # the files of `State.files`
 
 
-def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Collection[Path] = ()) -> ResumePoint | None:
+def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint | None:
     """Find the newest checkpoint of the run, if `save.resume` is set. A damaged one is reported and skipped.
 
     Only names and sizes are checked against the manifest, and the content of TRAINER: the other files are checked when they are loaded.
@@ -112,7 +112,6 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
         config: the run's configuration.
         verb: the run's verb, say "train".
         items: number of items in `data.train`.
-        damaged: further step directories to skip.
 
     Returns:
         The checkpoint, with the run's progress; None if no save has ever finished.
@@ -120,7 +119,7 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
     Raises:
         ConfigError: as in `check_resume`, for the chosen checkpoint; or all of them are damaged.
     """
-    root, faulty = config.directory / CHECKPOINTS, bool(damaged)
+    root, faulty = config.directory / CHECKPOINTS, False
     if not config.save.resume or not root.is_dir():
         return None
 
@@ -131,8 +130,6 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
             passed_over(entry.path, fault)
 
     for step in verified(root, skip):
-        if step.path in damaged:
-            continue
         try:
             trainer = step.read(TRAINER)
         except ConfigError as error:
@@ -141,7 +138,7 @@ def resume_point(config: TrainingSettings, verb: str, items: int, damaged: Colle
             continue
         saved = _trainer(trainer, step.path)
         steps = {role: step if folder == CHECKPOINTS else _beside(step, folder, skip) for role, folder in saved.where.items()}
-        if any(found is None or found.path in damaged for found in steps.values()):
+        if None in steps.values():
             continue
         _refuse_another(saved, step.path, config, verb, items)
         whole = {role: found for role, found in steps.items() if found is not None}

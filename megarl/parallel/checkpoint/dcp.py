@@ -40,6 +40,7 @@ from megarl.text import one_line
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"  # from which Megatron recognises the format (dist_checkpointing/core.py)
+METADATA_FILES = (METADATA, INDEX, FORMAT, COMMON)  # what `write_metadata` writes
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
@@ -85,7 +86,7 @@ class DcpReader:
                 yield Shard(key, tensor.shape, shard.offset, shard.size, tensor.dtype)
 
     def read(self, wanted: Shard) -> Tensor:
-        """Read part of a tensor, in its stored dtype. Raises ConfigError if a file is damaged or does not hold what the index says."""
+        """Read part of a tensor, in its stored dtype. Raises ConfigError if a file cannot be read, or does not hold what was saved."""
         overlaps = list(self._tensors[wanted.key].overlaps(wanted))
         found: Tensor | None = None
         for shard, source, target in overlaps:
@@ -100,8 +101,11 @@ class DcpReader:
 
     def _read(self, wanted: Shard, shard: StoredShard) -> Tensor:
         file = self._folder / shard.location.file
-        with StoredFile(file) as stored:
-            piece = self._finder.find(stored, shard.location, wanted.key).read()
+        try:
+            with StoredFile(file) as stored:
+                piece = self._finder.find(stored, shard.location, wanted.key).read()
+        except OSError as error:
+            raise DamagedFile(str(file), f"unreadable: {error.strerror}") from None
         if tuple(piece.shape) != shard.size or piece.dtype != wanted.dtype:
             raise ConfigError(
                 f"checkpoint: {file}: {wanted.key} is {piece.dtype} {list(piece.shape)}, declared {wanted.dtype} {list(shard.size)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import random
 import resource
@@ -15,14 +17,15 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from megarl.checkpoints.files import FileRecord, HashedFile, StoredFile, write_file
-from megarl.checkpoints.step_writer import StepWriter
+from megarl.checkpoints.step_writer import StepWriter, mark_damaged
 from megarl.checkpoints.steps import Entry, Manifest, encode, listing, verify
 from megarl.checkpoints.verify import main
 from megarl.config import ConfigError
+from megarl.errors import DamagedFile
 from tests.whole_steps import newest
 
 SHARD = bytes(range(256)) * 40
-LARGE = 16 << 20  # from this size on a file passes the page cache
+LARGE = 16 << 20  # bytes that are written at a time past the page cache
 
 
 def save(root: Path, step: int, keep_last: int = 100, keep_every: int = 0) -> Path:
@@ -86,6 +89,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "truncated manifest": ("manifest.json", lambda path: path.write_bytes(path.read_bytes()[:100]), "manifest.json: damaged: "),
     "manifest of lists": ("manifest.json", lambda path: path.write_text("[]"), "manifest.json: damaged: "),
     "another step's": ("manifest.json", other_step, "manifest.json: of step 9, in a directory of step 2"),
+    "found when it was loaded": (
+        "damaged.txt",
+        lambda path: mark_damaged(path.parent, "policy/__0_0.distcp: w: flipped"),
+        "damaged.txt: policy/__0_0.distcp: w: flipped",
+    ),
     "a way out": ("manifest.json", outside, "manifest.json: names '../step_000001/trainer.json', which is not inside the directory"),
 }
 
@@ -103,6 +111,7 @@ def test_damage_is_named_and_the_step_before_is_used(tmp_path: Path, capsys: pyt
     assert main([str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert fault in shown and "damaged" in shown and "good" in shown
+    assert verify(save(tmp_path, 2)).saved is not None, "saved again, it is whole"
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
@@ -132,6 +141,21 @@ def test_a_file_that_changes_after_it_was_verified_is_not_read(tmp_path: Path) -
         good.read("trainer.json")
     with pytest.raises(ConfigError, match=r"step_000001 has no critic\.json"):
         good.read("critic.json")
+
+
+def test_a_file_that_cannot_be_read_is_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's error of a read, unlike that of an open, names no file."""
+    save(tmp_path, 1)
+    good = newest(tmp_path, lambda entry: None)
+
+    def failing(_: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    assert good is not None
+    with pytest.raises(DamagedFile, match=r"step_000001/trainer\.json: unreadable: Input/output error") as error:
+        good.read("trainer.json")
+    assert Path(error.value.file) in good.files
 
 
 def test_the_newest_steps_and_every_nth_are_kept(tmp_path: Path) -> None:

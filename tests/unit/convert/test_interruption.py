@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import resource
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.convert import engine, plan
+from megarl.convert import engine, plan, to_megatron
 from megarl.convert.conversion_directory import ConversionDirectory
 from megarl.convert.to_hf import ToHF
 from megarl.errors import ConfigError
@@ -122,6 +123,20 @@ def test_a_killed_conversion_goes_on_where_it_was(
         monkeypatch.undo()
         convert("megatron-to-hf", out, tmp_path / "back")
     assert stored(tmp_path / "back" if direction == "hf-to-megatron" else out) == stored(models["qwen3_moe"])
+
+
+def test_a_conversion_that_fails_at_its_last_file_goes_on(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it has written after the last unit is written again."""
+
+    def full(_: object) -> bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(to_megatron, "encode", full)
+        assert "No space left on device" in refused(capsys, "hf-to-megatron", models["qwen3_moe"], tmp_path / "steps")
+    convert("hf-to-megatron", models["qwen3_moe"], tmp_path / "steps")
 
 
 def test_processes_share_one_conversion(models: dict[str, Path], tmp_path: Path) -> None:

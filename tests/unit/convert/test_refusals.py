@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.checkpoints.files import StoredFile
 from tests.unit.convert.converting import WEIGHTS, change, convert, refused
 
 
@@ -80,9 +82,15 @@ def test_an_output_layer_that_is_not_the_embedding_it_is_tied_to_is_refused(
 
 
 def test_a_damaged_step_is_named_and_nothing_is_made_of_it(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert("hf-to-megatron", models["qwen3_moe"], tmp_path / "whole")
+    read_part = StoredFile.read_part
+
+    def unreadable(self: StoredFile, start: int, target: memoryview) -> int:
+        if self.path.suffix == ".distcp":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
+        return read_part(self, start, target)
 
     def says(damage: Callable[[Path], Any]) -> str:
         shutil.rmtree(tmp_path / "steps", ignore_errors=True)
@@ -102,6 +110,9 @@ def test_a_damaged_step_is_named_and_nothing_is_made_of_it(
         (step / shard).write_bytes(data)
 
     assert re.search(rf"{shard}: \S+: flipped: ", says(flip))  # names the tensor
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredFile, "read_part", unreadable)
+        assert f"{shard}: unreadable: Input/output error" in says(lambda step: None)
     assert f"{shard}: missing" in says(lambda step: (step / shard).unlink())
     assert f"{shard}: truncated" in says(lambda step: os.truncate(step / shard, 1000))
     assert "more.safetensors: extra" in says(lambda step: (step / "policy" / "more.safetensors").write_bytes(b"x"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from xxhash import xxh3_128_hexdigest
 from megarl import restarts as restarts_module
 from megarl import termination
 from megarl.checkpoints.files import FileRecord
-from megarl.checkpoints.steps import damaged
+from megarl.checkpoints.steps import DAMAGED, damaged
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
 from megarl.cluster.watch import StandsStill
 from megarl.config import ConfigError, SftConfig, load
@@ -79,7 +81,7 @@ def done(
     with Run(load(tmp_path / "job.yaml", [], SftConfig)) as run:
         ctx = Ranks(run, most, failing)
         work = Steps(ctx, faults)
-        recovering(work, None, ctx, lambda damaged: work.saved)
+        recovering(work, None, ctx, lambda: work.saved)
     directory = tmp_path / "job"
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return rows, ctx.started, json.loads((directory / "summary.json").read_text())
@@ -193,8 +195,8 @@ class Saved:
                 name = f"{folder}/{path.name}"
                 (path / "a").write_text("other" if name in flipped else "right")
 
-    def find(self, skipped: Collection[Path]) -> Any:
-        good = [step for step in (3, 2, 1) if not {one.path for one in self.point(step).steps.values()} & set(skipped)]
+    def find(self) -> Any:
+        good = [step for step in (3, 2, 1) if not any((one.path / DAMAGED).exists() for one in self.point(step).steps.values())]
         if not good:
             raise ConfigError("none is intact")
         return self.point(good[0])
@@ -213,7 +215,7 @@ def load_steps(resume: Any) -> None:
             raise DamagedFile(str(file), fault)
 
 
-def test_a_checkpoint_that_has_changed_is_told_and_the_one_before_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_has_changed_is_marked_and_the_one_before_taken(tmp_path: Path) -> None:
     """Of three one has changed in the policy's files and one in the critic's; then there is none that has not."""
     bad = ["checkpoints/step_000003", "checkpoints-critic/step_000002"]
     saved, rewound, loaded = Saved(tmp_path / "two", bad), list[int](), list[int]()
@@ -223,14 +225,35 @@ def test_a_checkpoint_that_has_changed_is_told_and_the_one_before_taken(tmp_path
         load_steps(resume)
         loaded.append(resume.run)
 
-    recovering(work, saved.find(()), ctx, saved.find)
+    recovering(work, saved.find(), ctx, saved.find)
     assert (rewound, loaded) == ([2, 1], [1])
-    said = capsys.readouterr().out.splitlines()
-    assert [name in line and "is skipped: a: flipped" in line for name, line in zip(bad, said, strict=True)] == [True, True]
+    assert {path.parent: path.read_text().startswith("a: flipped: ") for path in (tmp_path / "two").rglob(DAMAGED)} == {
+        tmp_path / "two" / name: True for name in bad
+    }
     saved = Saved(tmp_path / "three", [*bad, "checkpoints/step_000001"])
     with pytest.raises(ConfigError, match="none is intact"):
-        recovering(work, saved.find(()), ctx, saved.find)
+        recovering(work, saved.find(), ctx, saved.find)
     assert loaded == [1]
+
+
+def test_a_damaged_checkpoint_that_was_saved_again_is_taken(tmp_path: Path) -> None:
+    """When the ranks fail after that."""
+    saved, loaded = Saved(tmp_path, ["checkpoints/step_000003"]), list[int]()
+    run: Any = SimpleNamespace(rewind=lambda _: 0, phase=lambda _: nullcontext())
+    budget = Restarts(1, lambda _: None, lambda _: None)
+    ctx: Any = SimpleNamespace(run=run, copies=Copies(peers=False), restarts=budget, restart=lambda _: False)
+
+    def work(resume: Any) -> None:
+        load_steps(resume)
+        loaded.append(resume.run)
+        if resume.run == 2:
+            shutil.rmtree(step := tmp_path / "checkpoints" / "step_000003")
+            step.mkdir()
+            (step / "a").write_text("right")
+            raise WorkerDied("update: rank 0 died")
+
+    recovering(work, saved.find(), ctx, saved.find)
+    assert loaded == [2, 3]
 
 
 @pytest.mark.parametrize(("file", "says"), [("checkpoints/step_000003/a", "on this machine it is intact$"), ("weights/a", "flipped$")])
@@ -243,7 +266,7 @@ def test_a_damaged_file_that_no_earlier_checkpoint_helps_against_ends_the_run(tm
         raise DamagedFile(str(tmp_path / file), "flipped")
 
     with pytest.raises(DamagedFile, match=says):
-        recovering(work, saved.find(()), ctx, saved.find)
+        recovering(work, saved.find(), ctx, saved.find)
     with pytest.raises(DamagedFile, match="flipped$"):
         recovering(work, None, ctx, saved.find)
 
@@ -254,16 +277,16 @@ def test_of_copy_and_checkpoint_the_later_counts() -> None:
     copy = ResumePoint({}, {"step": 4}, {}, copy=4)
     for step, expected in ((3, copy), (4, copy), (5, ResumePoint({}, {"step": 5}, {}))):
         saved = ResumePoint({}, {"step": step}, {})
-        assert newer(copied, lambda damaged: saved, ()) == expected  # noqa: B023
-        assert newer(None, lambda damaged: saved, ()) == saved  # noqa: B023
-    assert newer(copied, lambda damaged: None, ()) == copy
+        assert newer(copied, lambda: saved) == expected  # noqa: B023
+        assert newer(None, lambda: saved) == saved  # noqa: B023
+    assert newer(copied, lambda: None) == copy
 
-    def all_damaged(damaged: Collection[Path]) -> ResumePoint:
+    def all_damaged() -> ResumePoint:
         raise ConfigError("all are damaged")
 
-    assert newer(copied, all_damaged, ()) == copy
+    assert newer(copied, all_damaged) == copy
     with pytest.raises(ConfigError):
-        newer(None, all_damaged, ())
+        newer(None, all_damaged)
 
 
 @pytest.mark.parametrize("failing", ["", "checkpoint", "wait_for_save"])
