@@ -223,9 +223,9 @@ def _fault(file: Path, record: FileRecord, contents: bool) -> str | None:
 def _extra(name: str, file: Path) -> str:
     pickled = file.suffix in _PICKLES
     if file.is_file() and not file.is_symlink():
-        if name == DAMAGED:
-            return f"{name}: {one_line(file.read_text(errors='replace'))}"
         with file.open("rb") as stream:
+            if name == DAMAGED:
+                return f"{name}: {one_line(stream.read(1000).decode(errors='replace'))}"
             pickled |= stream.read(1) == b"\x80"  # the first byte of every pickle of protocol 2 and later
     return f"{name}: extra: not in the manifest" + (", a pickle" if pickled else "")
 
