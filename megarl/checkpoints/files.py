@@ -136,7 +136,7 @@ class HashedFile:
 
     def _write(self, data: memoryview, direct: bool) -> None:
         descriptor = self._file.fileno()
-        direct, written = _set_direct(descriptor, direct), 0
+        direct, written = self._direct and _set_direct(descriptor, direct), 0
         while written < len(data):
             try:
                 written += os.write(descriptor, data[written:])

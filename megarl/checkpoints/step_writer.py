@@ -78,7 +78,7 @@ class StepWriter:
 
 def mark_damaged(step: Path, fault: str) -> None:
     """Mark a step directory as damaged, so that it is skipped from now on, until it is saved again."""
-    (step / DAMAGED).write_text(f"{fault}\n")
+    write_file(step / DAMAGED, f"{fault}\n".encode())
     sync(step)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,22 @@ async def _start(
     return engine
 
 
+@asynccontextmanager
+async def _engine_and_trainer(
+    tiny: Path, transport: str = "shm", dtype: str = "float32", tp: int = 1, blank: bool = False, kind: type[Corruptible] = Corruptible
+) -> AsyncIterator[tuple[Corruptible, Trainer]]:
+    """An engine, and a trainer that sends it weights; both are closed afterwards."""
+    engine = await _start(tiny, dtype, tp, blank, kind)
+    try:
+        trainer = Trainer(engine, transport, tp)
+        try:
+            yield engine, trainer
+        finally:
+            trainer.close()
+    finally:
+        await engine.close()
+
+
 def assert_all_greedy(model: Any, generated: Sequence[Generated]) -> None:
     for prompt, answer in zip(PROMPTS, generated, strict=True):
         [sample] = answer.samples
@@ -79,9 +95,7 @@ async def check_plan(engine: VllmEngine, path: Path, tp: int) -> None:
 
 
 async def _five_updates(tiny: Path, bare: Path, transport: str, tp: int) -> None:
-    engine = await _start(bare, tp=tp, blank=True)
-    trainer = Trainer(engine, transport, tp)
-    try:
+    async with _engine_and_trainer(bare, transport, tp=tp, blank=True) as (engine, trainer):
         with pytest.raises(RolloutError, match=r"^engine 0: has no weights before the next update$"):
             await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         for seed in (1, 2, 3, 1, 4):
@@ -89,9 +103,6 @@ async def _five_updates(tiny: Path, bare: Path, transport: str, tp: int) -> None
         last = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         assert {answer.samples[0].weight_versions[0].version for answer in last} == {5}
         await check_plan(engine, tiny, tp)
-    finally:
-        trainer.close()
-        await engine.close()
 
 
 @pytest.mark.parametrize(("transport", "tp"), rows([("gloo", 1), ("shm", 1), ("gloo", 2)], [("shm", 1), ("gloo", 2)]))
@@ -136,9 +147,7 @@ async def _tied(tiny: Path, tied: Path, dtype: str) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tied)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny / name, tied)
-    engine = await _start(tied, dtype)
-    trainer = Trainer(engine, "shm")
-    try:
+    async with _engine_and_trainer(tied, dtype=dtype) as (engine, trainer):
         for seed in (1, 2):
             model = other_weights(tied, seed, getattr(torch, dtype))
             digest = await trainer.update([(name, weight) for name, weight in checkpoint(model) if name != "lm_head.weight"])
@@ -148,8 +157,6 @@ async def _tied(tiny: Path, tied: Path, dtype: str) -> None:
             generated = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=24, seed=0))
             if dtype == "float32":
                 assert_all_greedy(model, generated)
-    finally:
-        await engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -158,14 +165,10 @@ def test_tied_embeddings_and_padded_experts_follow_updates(host: Host, tiny: Pat
 
 
 async def _fingerprints_follow_bf16(tiny: Path) -> None:
-    engine = await _start(tiny, "bfloat16")
-    trainer = Trainer(engine, "shm")
-    try:
+    async with _engine_and_trainer(tiny, dtype="bfloat16") as (engine, trainer):
         for seed in range(1, 6):
             digest = await trainer.update(checkpoint(other_weights(tiny, seed, torch.bfloat16)))
             assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == []
-    finally:
-        await engine.close()
 
 
 def test_fingerprints_agree_after_five_updates_in_bf16(host: Host, tiny: Path) -> None:
@@ -173,8 +176,6 @@ def test_fingerprints_agree_after_five_updates_in_bf16(host: Host, tiny: Path) -
 
 
 async def _corruptions_are_named(tiny: Path, dtype: str, tp: int) -> None:
-    engine = await _start(tiny, dtype, tp)
-    trainer = Trainer(engine, "shm")
     tensors = checkpoint(other_weights(tiny, 1, getattr(torch, dtype)))
     weights = dict(tensors)
     experts = [f"model.layers.1.mlp.experts.{e}.{part}_proj.weight" for e in (2, 3) for part in ("down", "gate", "up")]
@@ -185,7 +186,7 @@ async def _corruptions_are_named(tiny: Path, dtype: str, tp: int) -> None:
         "down": ["model.layers.1.mlp.experts.5.down_proj.weight"],
         "swap": experts,
     }
-    try:
+    async with _engine_and_trainer(tiny, dtype=dtype, tp=tp) as (engine, trainer):
         for what, names in cases.items():
             digest = await trainer.update(tensors)
             await engine._call("megarl_corrupt", what, timeout_s=TIMEOUT_S)
@@ -196,8 +197,6 @@ async def _corruptions_are_named(tiny: Path, dtype: str, tp: int) -> None:
             digest = await trainer.update(tensors)
             await engine._call("megarl_corrupt_linear", "self_attn.qkv_proj", torch.cat(qkv).tolist(), timeout_s=TIMEOUT_S)
             assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == ["model.layers.1.self_attn.k_proj.weight"]
-    finally:
-        await engine.close()
 
 
 @pytest.mark.parametrize(("dtype", "tp"), rows([("float32", 1), ("bfloat16", 1), ("float32", 2)], [("bfloat16", 1), ("float32", 2)]))
@@ -228,8 +227,6 @@ def test_upstreams_reload_without_the_mend_is_caught(host: Host, tiny: Path, dty
 
 async def _faulty_streams(tiny: Path) -> None:
     """Each faulty update is refused by the tensor's name, nothing is generated from its half, and a good one mends all."""
-    engine = await _start(tiny)
-    trainer = Trainer(engine, "shm")
     model = other_weights(tiny, 1)
     tensors = checkpoint(model)
     index = next(i for i, (name, _) in enumerate(tensors) if name == "model.layers.1.mlp.experts.3.up_proj.weight")
@@ -240,16 +237,13 @@ async def _faulty_streams(tiny: Path) -> None:
         f"{name}: came as bfloat16": [*tensors[:index], (name, weight.bfloat16())],
         "model.layers.9.norm.weight: the engine's model has no such tensor": [*tensors[:index], ("model.layers.9.norm.weight", weight)],
     }
-    try:
+    async with _engine_and_trainer(tiny) as (engine, trainer):
         for message, stream in faults.items():
             with pytest.raises(WeightSyncError, match=message):
                 await trainer.update(stream)
             with pytest.raises(WeightSyncError, match="not finished"):
                 await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         await _check_update(engine, trainer, model)
-    finally:
-        trainer.close()
-        await engine.close()
 
 
 def test_faulty_updates_are_refused_by_name_and_mended_by_a_good_one(host: Host, tiny: Path) -> None:
@@ -265,17 +259,12 @@ class Heedless(Corruptible):
 
 
 async def _failed_load(tiny: Path) -> None:
-    engine = await _start(tiny, kind=Heedless)
-    trainer = Trainer(engine, "shm")
     model = other_weights(tiny, 1)
-    try:
+    async with _engine_and_trainer(tiny, kind=Heedless) as (engine, trainer):
         await engine._call("megarl_fail_next_load", timeout_s=TIMEOUT_S)
         with pytest.raises(WeightSyncError, match=r"^engine 0: finish: no update has been started, or it failed$"):
             await trainer.update(checkpoint(model))
         await _check_update(engine, trainer, model)
-    finally:
-        trainer.close()
-        await engine.close()
 
 
 def test_an_update_one_of_whose_buckets_was_not_loaded_is_not_finished(host: Host, tiny: Path) -> None:

@@ -14,6 +14,7 @@ import pickle
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -101,16 +102,23 @@ class DcpReader:
 
     def _read(self, wanted: Shard, shard: StoredShard) -> Tensor:
         file = self._folder / shard.location.file
-        try:
-            with StoredFile(file) as stored:
-                piece = self._finder.find(stored, shard.location, wanted.key).read()
-        except OSError as error:
-            raise DamagedFile(str(file), f"unreadable: {error.strerror}") from None
+        with open_shards(file) as stored:
+            piece = self._finder.find(stored, shard.location, wanted.key).read()
         if tuple(piece.shape) != shard.size or piece.dtype != wanted.dtype:
             raise ConfigError(
                 f"checkpoint: {file}: {wanted.key} is {piece.dtype} {list(piece.shape)}, declared {wanted.dtype} {list(shard.size)}"
             )
         return piece
+
+
+@contextmanager
+def open_shards(file: Path) -> Iterator[StoredFile]:
+    """Open a file of saved tensors. Raises DamagedFile if it cannot be read."""
+    try:
+        with StoredFile(file) as stored:
+            yield stored
+    except OSError as error:
+        raise DamagedFile(str(file), f"unreadable: {error.strerror}") from None
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from torch import Tensor
 
-from megarl.checkpoints.files import StoredFile
 from megarl.checkpoints.steps import SavedStep
-from megarl.errors import ConfigError, DamagedFile
-from megarl.parallel.checkpoint.dcp import ChunkFinder
+from megarl.errors import ConfigError
+from megarl.parallel.checkpoint.dcp import ChunkFinder, open_shards
 from megarl.parallel.checkpoint.index import Location, Shard, StoredTensor, check_cover, read_index
 from megarl.parallel.checkpoint.sharded import Sharded
 from megarl.parallel.grid import Grid
@@ -99,16 +98,11 @@ def read(step: SavedStep, model: str, state: Sharded, vocabulary: int, allowed_e
 
 
 def agreed(grid: Grid, call: Callable[[], Result]) -> Result:
-    """Run call() on every rank. Collective: the error of the lowest rank that fails is raised on all of them, as a ConfigError.
-
-    An OSError becomes a DamagedFile.
-    """
+    """Run call() on every rank. Collective: the error of the lowest rank that fails is raised on all of them, as a ConfigError."""
     result: Result | None = None
     fault: ConfigError | None = None
     try:
         result = call()
-    except OSError as error:
-        fault = DamagedFile(str(error.filename), str(error.strerror))
     except ConfigError as error:
         fault = error
     except Exception as error:  # otherwise the other ranks would wait for this one
@@ -191,7 +185,7 @@ def _fill(folder: Path, stored: Mapping[str, StoredTensor], wanted: list[Sharded
 def _read_part(
     folder: Path, locations: list[Location], reads: Mapping[Location, tuple[str, tuple[int, ...], list[_Copy]]], finder: ChunkFinder
 ) -> None:
-    with StoredFile(folder / locations[0].file) as file:
+    with open_shards(folder / locations[0].file) as file:
         for location in locations:
             key, sizes, copies = reads[location]
             stored = finder.find(file, location, key)
