@@ -232,8 +232,6 @@ def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards | _Packed]:
             yield _plain([f"{path.removesuffix('.routed_experts').removesuffix('.experts')}.gate.{_BIAS}"], 0, 0, parameter)
         elif name not in ("w13_weight", "w2_weight"):
             raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights and the bias are not known here")
-    if layer.expert_map is not None:
-        raise NotImplementedError(f"{path}: expert parallel engines are not supported")
     gate, up, down, padding13, padding2 = _parts(layer)
     w13_BP, w2_BP = layer.w13_weight.flatten(1), layer.w2_weight.flatten(1)
     for stack_BP, padding in ((w13_BP, padding13), (w2_BP, padding2)):
