@@ -108,8 +108,9 @@ class Member(Protocol):
             RolloutError: they cannot be started.
         """
 
-    def settle(self) -> None:
-        """Remove the files that the start has left; to be called once the engine has started."""
+    def settle(self) -> list[int]:
+        """Remove the files that the start has left, once the engine has started; return the pids of the member's processes."""
+        ...
 
     async def ended(self) -> str:
         """Wait until a process has ended, and say which; an engine cannot go on without it."""

@@ -43,7 +43,7 @@ async def _updated(tiny: Path) -> list[Sample]:
         first = asyncio.create_task(responder.all(requests(range(24)), TIMEOUT_S))
         counts = list[int]()
         while sum(count >= 12 for count in counts) < 8:
-            counts = list((await engine._llm.engine_core.call_utility_async("megarl_counts")).values())
+            counts = [count for core in await engine._on_cores("megarl_counts") for count in core.values()]
         async with engine._lock:  # for which both wait, the update first
             update = asyncio.create_task(trainer.update(checkpoint(other_weights(tiny, 2))))
             await _until(lambda: len(engine._lock._waiters or ()) == 1)

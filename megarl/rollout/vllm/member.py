@@ -19,6 +19,8 @@ _ENDED_S = 10.0  # longest wait for a killed process to end
 class VllmMember(Member):
     """vLLM's engine core for one data-parallel rank, with its workers. The first member's front end schedules and calls it."""
 
+    extension = EXTENSION
+
     def __init__(self, label: str) -> None:
         self._label = label
         self._manager: Any = None
@@ -28,13 +30,15 @@ class VllmMember(Member):
         """Must run in a thread that lives as long as the engine, as VllmEngine.start."""
         hf = read_config(setup.model)
         self._directory = open_directory(setup.gpu, own_address(meeting.host))
-        arguments = engine_arguments(setup, hf) | {"worker_extension_cls": EXTENSION}
+        arguments = engine_arguments(setup, hf) | {"worker_extension_cls": self.extension}
         self._manager = launch_member(self._label, arguments, hf, meeting, rank, gpu=setup.gpu)
 
-    def settle(self) -> None:
+    def settle(self) -> list[int]:
         [core] = self._manager.processes
-        unlink_shared_memory([core.pid, *(worker.pid for worker in psutil.Process(core.pid).children(recursive=True))])
+        pids = [core.pid, *(worker.pid for worker in psutil.Process(core.pid).children(recursive=True))]
+        unlink_shared_memory(pids)
         self._remove_files()
+        return pids
 
     async def ended(self) -> str:
         [process] = self._manager.processes

@@ -14,6 +14,7 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
+import zmq
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -67,10 +68,22 @@ def _rest() -> None:
     """Let tensor-parallel workers wait on a socket instead of spinning, since others need the CPU's cores.
 
     vLLM's own spin for a second after each call (vllm/distributed/device_communicators/shm_broadcast.py:203); ours spin only in their
-    first second, while the sockets connect.
+    first second, while the sockets connect. One that does not spin needs every wake-up, but vLLM drops those that follow
+    another within a millisecond (line 172: a queue of one, which ZeroMQ does not find empty before), and the reader looks again only after
+    5 s. So the queue has no limit here; it stays short, since a writer waits for readers that are ten messages late.
     """
     expect(SpinCondition.record_read, "self.last_read = time.monotonic()")
-    SpinCondition.record_read = lambda self: None
+    prepare = SpinCondition.__init__
+    expect(prepare, "setsockopt(zmq.SNDHWM, 1)", "self.local_notify_socket.bind(notify_address)")
+
+    def prepared(self: Any, is_reader: bool, context: zmq.Context[Any], notify_address: str, *arguments: Any, **named: Any) -> None:
+        prepare(self, is_reader, context, notify_address, *arguments, **named)
+        if not is_reader:
+            self.local_notify_socket.unbind(notify_address)  # the limit counts for what is bound after it
+            self.local_notify_socket.setsockopt(zmq.SNDHWM, 0)
+            self.local_notify_socket.bind(notify_address)
+
+    SpinCondition.__init__, SpinCondition.record_read = prepared, lambda self: None
 
 
 @contextmanager
