@@ -31,6 +31,9 @@ class RolloutSettings(Section):
     """Data type of the engine's weights and activations; null: model.dtype."""
     fp32_head: bool = False
     """Compute the engine's logits in float32, as model.fp32_head does in the trainer."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: the engine's linear layers and experts hold float8 e4m3 values in blocks of 128 x 128 with a float32 scale each, which the
+    trainer computes at each sync, and quantise their inputs alike; null: weights in rollout.dtype."""
     samples_per_prompt: Annotated[int, Field(gt=0, le=65_536)] = 8
     """Responses to each prompt (the group size)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0

@@ -102,7 +102,7 @@ class VllmEngine(Engine):
         self.check(hf, dtype, settings, gpu=gpu)
         self._limit = settings.max_prompt_tokens + settings.max_response_tokens
         self._tied = bool(hf.get("tie_word_embeddings", False))
-        self._expected = family_of(hf).update(hf, dtype)
+        self._expected = family_of(hf).update(hf, dtype, settings.quantization)
         self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
         self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._updated.set()

@@ -17,6 +17,8 @@ from typing import Any
 
 from megarl.config import RolloutSettings
 from megarl.imports import uncollected
+from megarl.models.families import family_of
+from megarl.models.weight_map import BLOCK
 from megarl.rollout.engine import RolloutError
 from megarl.rollout.overheard import overheard
 from megarl.text import one_line
@@ -78,7 +80,7 @@ def engine_arguments(
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from, after temperature
         "enable_return_routed_experts": report_experts and _has_experts(hf),
-        "hf_overrides": {"head_dtype": "float32"} if settings.fp32_head else {},
+        "hf_overrides": _overrides(hf, settings),
         "trust_remote_code": False,
         "disable_log_stats": True,
         **settings.engine.args,
@@ -95,6 +97,19 @@ def engine_arguments(
         "max_num_batched_tokens": max(_CPU_STEP_TOKENS, common["max_model_len"]),
         "use_tqdm_on_load": False,
     }
+
+
+def _overrides(hf: Mapping[str, Any], settings: RolloutSettings) -> dict[str, Any]:
+    """Return what vLLM is to read in config.json instead of what it says."""
+    overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.fp32_head else {}
+    if settings.quantization == "fp8":
+        overrides["quantization_config"] = {  # as in published checkpoints
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": family_of(dict(hf)).unquantized(dict(hf)),
+        }
+    return overrides
 
 
 def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu: bool) -> Any:
@@ -141,6 +156,10 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
             import vllm.v1.worker.cpu_worker
 
             _register_model(hf)
+            if "quantization_config" in arguments["hf_overrides"]:
+                from megarl.rollout.vllm import cpu_fp8
+
+                cpu_fp8.install()  # before vLLM looks at its settings; its processes are forked from this one
     settings = AsyncEngineArgs(**arguments)
     executor = SingleExecutor if settings.tensor_parallel_size == 1 else TensorParallelExecutor
     with overheard() as said:  # if its process has died, vLLM's own error is only "see the stack trace above"
