@@ -22,7 +22,7 @@ from megarl.models.rope import Rope
 Shape = tuple[int, ...]
 HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number per token (critic, reward model)
 OUTPUT = "output_layer.weight"  # Megatron's name of the single parameter of any head
-BLOCK = 128  # an fp8 engine's quantised matrices have one scale for each block of BLOCK x BLOCK elements (sync/quantize.py)
+FP8_BLOCK = 128  # an fp8 engine's quantised matrices have one scale for each block of this size both ways (sync/quantize.py)
 FP8, SCALES = "float8_e4m3fn", "_scale_inv"  # their dtype, and what the name of a matrix's scales adds to its own
 _MOST_PARTS = 1 << 18  # layers x experts; ten times what the largest models have
 ReadSlice = Callable[[int, int | None, int, int], Tensor]  # (index of the Hugging Face tensor, dimension or None for all, start, stop)
@@ -372,12 +372,14 @@ class Family:
             for name, shape in zip(weight.hf, weight.op.shapes, strict=True):
                 expected[name] = list(shape), FP8 if quantized else "float32" if weight.float32 else dtype
                 if quantized:
-                    expected[name + SCALES] = [-(-size // BLOCK) for size in shape], "float32"
+                    expected[name + SCALES] = [-(-size // FP8_BLOCK) for size in shape], "float32"
         return expected
 
     def unquantized(self, hf: dict[str, Any]) -> list[str]:
         """Return the Hugging Face names of the layers' modules that an fp8 engine does not quantise (routers, norms)."""
-        weights = [weight for weight in self.weights(hf) if weight.layer is not None and not weight.linear and not weight.name.endswith(".bias")]
+        weights = [
+            weight for weight in self.weights(hf) if weight.layer is not None and not weight.linear and not weight.name.endswith(".bias")
+        ]
         return sorted({name.rpartition(".")[0] for weight in weights for name in weight.hf})
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megarl.lazy_torch import Tensor, torch
-from megarl.models.weight_map import BLOCK, FP8, SCALES
+from megarl.models.weight_map import FP8, FP8_BLOCK, SCALES
 
 if TYPE_CHECKING:
     from megarl.sync.wire import TensorName
@@ -47,10 +47,10 @@ def quantize(stack_BRC: Tensor) -> tuple[Tensor, Tensor]:
     value_BRC = torch.empty(stack_BRC.shape, dtype=torch.float8_e4m3fn, device=stack_BRC.device)
     scale_BIJ = torch.empty(count, *blocks((rows, columns)), dtype=torch.float32, device=stack_BRC.device)
     together = max(1, _AT_ONCE // max(1, rows * columns))
-    strip = max(1, _AT_ONCE // max(1, columns) // BLOCK)  # rows of blocks, where one matrix is too large
+    strip = max(1, _AT_ONCE // max(1, columns) // FP8_BLOCK)  # rows of blocks, where one matrix is too large
     for first in range(0, count, together):
         for start in range(0, scale_BIJ.shape[1], strip):
-            part = slice(first, first + together), slice(start * BLOCK, (start + strip) * BLOCK)
+            part = slice(first, first + together), slice(start * FP8_BLOCK, (start + strip) * FP8_BLOCK)
             value, scale = _quantized(stack_BRC[part])
             value_BRC[part] = value
             scale_BIJ[first : first + together, start : start + strip] = scale
@@ -88,14 +88,14 @@ def as_expected(
 def blocks(shape: Sequence[int]) -> list[int]:
     """Return the shape of the scales of a tensor of this shape."""
     *count, rows, columns = shape
-    return [*count, -(-rows // BLOCK), -(-columns // BLOCK)]
+    return [*count, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)]
 
 
 def _quantized(stack_BRC: Tensor) -> tuple[Tensor, Tensor]:
     count, rows, columns = stack_BRC.shape
     down, across = blocks((rows, columns))
-    padded = torch.nn.functional.pad(stack_BRC.float(), (0, across * BLOCK - columns, 0, down * BLOCK - rows))
-    block_BIRJC = padded.view(count, down, BLOCK, across, BLOCK)
+    padded = torch.nn.functional.pad(stack_BRC.float(), (0, across * FP8_BLOCK - columns, 0, down * FP8_BLOCK - rows))
+    block_BIRJC = padded.view(count, down, FP8_BLOCK, across, FP8_BLOCK)
     low, high = block_BIRJC.amin((2, 4)), block_BIRJC.amax((2, 4))  # less memory than the absolute values
     scale_BIJ = (torch.maximum(-low, high) / LARGEST).clamp_(min=_SMALLEST)
     value = (block_BIRJC / scale_BIJ[:, :, None, :, None]).view(padded.shape)[:, :rows, :columns]
@@ -104,4 +104,4 @@ def _quantized(stack_BRC: Tensor) -> tuple[Tensor, Tensor]:
 
 def _spread(scale_BIJ: Tensor, shape: Sequence[int]) -> Tensor:
     rows, columns = shape[-2:]
-    return scale_BIJ.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+    return scale_BIJ.repeat_interleave(FP8_BLOCK, -2)[..., :rows, :].repeat_interleave(FP8_BLOCK, -1)[..., :columns]

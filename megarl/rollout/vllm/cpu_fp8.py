@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
-from megarl.models.weight_map import BLOCK
+from megarl.models.weight_map import FP8_BLOCK
 from megarl.patching import expect
 from megarl.sync.quantize import LARGEST, dequantize
 
@@ -121,7 +121,7 @@ def product(input_TC: Tensor, weight_OC: Tensor, scale_IJ: Tensor) -> Tensor:
 def dequantized_inputs(input_TC: Tensor) -> Tensor:
     """Quantise each token's inputs to e4m3 in groups of 128 columns, scale = max(max|x|, 1e-10) / 448, and return values * scales."""
     tokens, columns = input_TC.shape
-    group_TJC = pad(input_TC.float(), (0, -columns % BLOCK)).view(tokens, -1, BLOCK)
+    group_TJC = pad(input_TC.float(), (0, -columns % FP8_BLOCK)).view(tokens, -1, FP8_BLOCK)
     scale_TJ = group_TJC.abs().amax(-1, keepdim=True).clamp_(min=_LEAST) / LARGEST
     value_TJC = (group_TJC / scale_TJ).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return (value_TJC.float() * scale_TJ).view(tokens, -1)[:, :columns]

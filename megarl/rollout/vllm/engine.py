@@ -113,12 +113,15 @@ class VllmEngine(Engine):
         arguments = engine_arguments(model, hf, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
         arguments["worker_extension_cls"] = self.extension
         self._blank = blank
-        if blank:
+        quantized = settings.quantization is not None
+        if blank or quantized:  # vLLM would copy the directory's weights into fp8 ones without a scale
             arguments["load_format"] = "dummy"  # arbitrary values
         try:
             self._llm = launch(self.label, arguments, hf, gpu=gpu)
             self._watch()
             workers = await self._call("megarl_pid", timeout_s=settings.timeout_s)
+            if quantized and not blank:
+                await self._weights("megarl_read", str(model), self._expected, timeout_s=settings.timeout_s)
         except BaseException:
             await self.close()
             raise

@@ -18,7 +18,7 @@ from typing import Any
 from megarl.config import RolloutSettings
 from megarl.imports import uncollected
 from megarl.models.families import family_of
-from megarl.models.weight_map import BLOCK
+from megarl.models.weight_map import FP8_BLOCK
 from megarl.rollout.engine import RolloutError
 from megarl.rollout.overheard import overheard
 from megarl.text import one_line
@@ -42,7 +42,9 @@ def environment(gpu: bool) -> dict[str, str]:
     }
     if gpu:
         # Otherwise the monitor of torch's NCCL groups polls the rendezvous file every second, and that file has been removed.
-        return {**safe, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+        # DeepGEMM would round the scales of an fp8 engine to powers of two and its weights once more
+        # (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1126), whatever the trainer has sent.
+        return {**safe, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "VLLM_USE_DEEP_GEMM": "0"}
     return {
         **safe,
         "OMP_NUM_THREADS": "1",
@@ -83,6 +85,7 @@ def engine_arguments(
         "hf_overrides": _overrides(hf, settings),
         "trust_remote_code": False,
         "disable_log_stats": True,
+        **({"moe_backend": "triton"} if gpu and settings.quantization else {}),  # it takes fp8 experts in the layout of a checkpoint
         **settings.engine.args,
     }
     if gpu:
@@ -106,7 +109,7 @@ def _overrides(hf: Mapping[str, Any], settings: RolloutSettings) -> dict[str, An
         overrides["quantization_config"] = {  # as in published checkpoints
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
             "modules_to_not_convert": family_of(dict(hf)).unquantized(dict(hf)),
         }
     return overrides

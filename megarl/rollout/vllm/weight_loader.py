@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from megarl.models.hf import Checkpoint
 from megarl.rollout.vllm.expert_loader import ExpertLoader
+from megarl.sync.quantize import as_expected
 from megarl.sync.receive import BucketReceiver, Inventory, WeightError
-from megarl.sync.wire import Header, Rendezvous, each
+from megarl.sync.wire import Header, Rendezvous, TensorName, each
 
 
 class WeightLoader:
@@ -50,6 +53,22 @@ class WeightLoader:
         inventory, self._inventory = self._inventory, None  # which stays so if this bucket fails
         if inventory is None:
             raise WeightError(f"{header.first}: came outside of an update, or after it failed")
+        self._load(tensors, inventory)
+        self._inventory = inventory
+
+    def read(self, directory: Path, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
+        """Load a Hugging Face directory as an update would bring it: quantised where that is expected."""
+        self.start(expected)
+        inventory, self._inventory = self._inventory, None
+        assert inventory is not None
+        with Checkpoint(directory) as checkpoint:
+            stored = ((name, checkpoint.read(name)) for name in expected if name in checkpoint.tensors)
+            for name, tensor in as_expected(stored, expected):
+                self._load([(name, tensor.to(self._device))], inventory)
+        self._inventory = inventory
+        self.finish()
+
+    def _load(self, tensors: Sequence[tuple[TensorName, Tensor]], inventory: Inventory) -> None:
         for name, tensor in tensors:
             shape, dtype = tensor.shape if isinstance(name, str) else tensor.shape[1:], str(tensor.dtype).removeprefix("torch.")
             for one in [name] if isinstance(name, str) else name:
@@ -59,7 +78,6 @@ class WeightLoader:
             # vLLM keeps views of the tensors until their layer is complete: their memory must not be reused.
             if others:
                 self._model.load_weights(iter(others))
-        self._inventory = inventory
 
     def finish(self) -> None:
         """Finish the update. Raises WeightError naming a tensor that has not arrived."""

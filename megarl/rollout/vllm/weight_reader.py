@@ -35,7 +35,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEM
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from megarl.models.weight_map import BLOCK, SCALES
+from megarl.models.weight_map import FP8_BLOCK, SCALES
 from megarl.rollout.vllm.expert_loader import expert_names, parts_of
 from megarl.sync.fingerprint import Piece, fingerprints, keys, rearranged_fingerprints
 
@@ -176,8 +176,8 @@ def _linear(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> Itera
         if bias_O is not None:  # CPU kernels may widen the bias to fp32, which is lossless
             yield _plain([f"{parent}.{name}.bias"], 0, row, bias_O[start : start + rows].to(layer.params_dtype), name == last)
         if isinstance(layer.quant_method, Fp8LinearMethod):
-            scale_JI = layer.weight_scale_inv[start // BLOCK : -(-(start + rows) // BLOCK)]
-            yield _plain([f"{parent}.{name}.weight{SCALES}"], row // BLOCK, column // BLOCK, scale_JI, name == last)
+            scale_JI = layer.weight_scale_inv[start // FP8_BLOCK : -(-(start + rows) // FP8_BLOCK)]
+            yield _plain([f"{parent}.{name}.weight{SCALES}"], row // FP8_BLOCK, column // FP8_BLOCK, scale_JI, name == last)
         start, last = start + rows, name
     if start != weight_OI.shape[0]:
         raise NotImplementedError(f"{path}: {start} of its {weight_OI.shape[0]} output rows belong to known tensors")
