@@ -22,7 +22,7 @@ from megarl.models.rope import Rope
 Shape = tuple[int, ...]
 HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number per token (critic, reward model)
 OUTPUT = "output_layer.weight"  # Megatron's name of the single parameter of any head
-FP8_BLOCK = 128  # an fp8 engine's quantised matrices have one scale for each block of this size both ways (sync/quantize.py)
+FP8_BLOCK = 128  # rows and columns of the blocks in which fp8 engines quantise matrices (sync/quantize.py)
 FP8, SCALES = "float8_e4m3fn", "_scale_inv"  # their dtype, and what the name of a matrix's scales adds to its own
 _MOST_PARTS = 1 << 18  # layers x experts; ten times what the largest models have
 ReadSlice = Callable[[int, int | None, int, int], Tensor]  # (index of the Hugging Face tensor, dimension or None for all, start, stop)
@@ -376,11 +376,12 @@ class Family:
         return expected
 
     def unquantized(self, hf: dict[str, Any]) -> list[str]:
-        """Return the Hugging Face names of the layers' modules that an fp8 engine does not quantise (routers, norms)."""
-        weights = [
-            weight for weight in self.weights(hf) if weight.layer is not None and not weight.linear and not weight.name.endswith(".bias")
-        ]
-        return sorted({name.rpartition(".")[0] for weight in weights for name in weight.hf})
+        """Return the Hugging Face names of the modules in the layers that multiply by a matrix which an fp8 engine does not quantise.
+
+        These are the routers. Some of vLLM's models would quantise theirs.
+        """
+        kept = (weight for weight in self.weights(hf) if weight.layer is not None and not weight.linear)
+        return [name.removesuffix(".weight") for weight in kept for name in weight.hf if len(weight.op.packed_shape) == 2]
 
 
 def _expand(mapping: WeightMapping, layer: int | None, experts: int) -> Iterator[Weight]:

@@ -16,9 +16,8 @@ def check_gap(metrics: Mapping[str, Metric], sync: SyncSettings, rollout: Rollou
     """Check how far engines and trainer disagree about the log-probs of the first step's responses.
 
     In float32 both compute the same. In bfloat16 they round differently (the trainer routes in float32, vLLM's gate in bfloat16); by how
-    much has not yet been measured on a GPU, so without a user's limit only a gap too large for rounding ends the run. In fp8 engines weights
-    and inputs are rounded to 3 bits after the leading one, which no trainer's dtype does: the gap is real, and a run that learns from such
-    samples corrects for it (algorithm.correction). Engines that sample
+    much has not yet been measured on a GPU, so without a user's limit only a gap too large for rounding ends the run. fp8 engines round
+    weights and inputs to four significant bits: their gap is larger, and algorithm.correction accounts for it. Engines that sample
     from a truncated distribution (rollout.top_p and the like) report that distribution's log-probs: then only a user's limit applies.
 
     Args:

@@ -5,9 +5,9 @@ single changed element always changes it, moved or swapped elements change it, a
 It is linear, so the fingerprints of the shards of a matrix, each taken at its own offset, add up to that of the whole: a
 tensor-parallel engine is checked without gathering its weights.
 
-Bits are the raw pattern of the element. In 16 and 32 bits zeros and subnormal numbers all count as 0, since matrix units flush them, and some
-weights are read through one. Weights of 8 bits (fp8 engines) are read from memory, and 14 of e4m3's 254 numbers are subnormal: there every bit
-counts.
+Bits are the raw pattern of the element. In 16 and 32 bits zeros and subnormal numbers all count as 0, since matrix units flush them, and
+some weights are read through one. Weights of 8 bits (fp8 engines) are read from memory, and 14 of e4m3's 254 numbers are subnormal: there
+every bit counts.
 
 Both sides import this file.
 """
@@ -129,7 +129,7 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
 
 
 class _Patterns:
-    """Converts elements to their bit patterns as int64 (zeros and subnormal numbers of 16 and 32 bits to 0), in memory that each call reuses.
+    """Converts elements to their bit patterns as int64, in memory that each call reuses; see above for zeros and subnormal numbers.
 
     Args:
         like: a tensor of their dtype on their device. Raises TypeError for a dtype that is not in `_BITS`.

@@ -185,7 +185,7 @@ class Model:
         return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
     def quantized(self, stream: Any, dtype: str | None, quantization: str) -> Any:
-        """Return `stream` as engines with quantised weights expect it. `dtype`: of the weights that are not quantised; None: the model's."""
+        """Return `stream` as quantised engines expect it. `dtype`: that of weights that are not quantised; None: the model's."""
         rest = dtype or str(self._config.params_dtype).removeprefix("torch.")
         return as_expected(stream, family_of(self.hf).update(self.hf, rest, quantization))
 

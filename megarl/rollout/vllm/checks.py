@@ -57,8 +57,8 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
 def _check_blocks(hf: Mapping[str, Any], tp: int) -> None:
     """Raise ConfigError unless every worker of an engine holds whole blocks of every quantised matrix.
 
-    vLLM requires it of matrices that are split or merged (model_executor/layers/quantization/utils/fp8_utils.py:1209 and :1260), and of every
-    matrix's columns, whose inputs are quantised 128 at a time (:583). Only the rows of a matrix that is neither may end in a part of a block.
+    vLLM requires it of matrices that are split or merged (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1209, :1260), and of
+    all columns, whose inputs are quantised 128 at a time (:583). Only the rows of replicated matrices may end in a part of a block.
     """
     config = dict(hf)
     for weight in family_of(config).weights(config):

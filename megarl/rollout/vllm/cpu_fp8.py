@@ -1,8 +1,8 @@
 """Block-wise fp8 on any CPU: vLLM 0.30.0's own CPU kernels need AMX, and leave activations in bfloat16.
 
-These compute what its GPU kernels do (DeepGEMM, CUTLASS, Triton): the inputs are quantised to e4m3 with a scale for every token and 128
-columns, and the products of quantised inputs and weights are added up in float32. So the gap between an fp8 engine and its trainer is that of
-a GPU engine, up to the order of summation. Values times scales are multiplied in float32, which rounds 2^20 times less than e4m3 does.
+These compute what its GPU kernels do (CUTLASS, Triton): the inputs are quantised to e4m3 with a scale for every token and 128 columns, and
+the products of quantised inputs and weights are added up in float32. So the gap between an fp8 engine and its trainer is that of a GPU
+engine, up to the order of summation. Values times scales are multiplied in float32, which rounds 2^20 times less than e4m3 does.
 
 Only vLLM's own processes import this file. Axes: T tokens, O output rows, C input columns, J blocks of columns, E experts.
 """
