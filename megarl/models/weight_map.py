@@ -381,7 +381,7 @@ class Family:
         These are the routers. Some of vLLM's models would quantise theirs.
         """
         kept = (weight for weight in self.weights(hf) if weight.layer is not None and not weight.linear)
-        return [name.removesuffix(".weight") for weight in kept for name in weight.hf if len(weight.op.packed_shape) == 2]
+        return [name.removesuffix(".weight") for weight in kept for name in weight.hf if len(weight.op.shapes[0]) == 2]
 
 
 def _expand(mapping: WeightMapping, layer: int | None, experts: int) -> Iterator[Weight]:
