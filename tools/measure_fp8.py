@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from megarl.sync.send import Sender
 from megarl.sync.wire import TensorName
 
 TIMEOUT_S = 600.0
+Quantization = Literal["fp8"] | None
 
 
 class Row(NamedTuple):
@@ -50,7 +51,7 @@ def stream(model: Path, quantization: str | None) -> Iterator[tuple[TensorName, 
         yield from as_expected(((name, checkpoint.read(name)) for name in expected if name in checkpoint.tensors), expected)
 
 
-async def measured(model: Path, prompts: list[TokenPrompt], tokens: int, quantization: str | None, reference: Any) -> Row:
+async def measured(model: Path, prompts: list[TokenPrompt], tokens: int, quantization: Quantization, reference: Any) -> Row:
     """Sync an engine, let it answer, and compare its log-probs."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     settings = RolloutSettings(
@@ -129,7 +130,8 @@ def main() -> None:
     prompts = questions(given.model, given.prompts)
     reference = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     print("| engine | tokens | mean gap | max gap | mean log-ratio | MB sent |\n|---|---|---|---|---|---|")
-    for quantization in (None, "fp8"):
+    kinds: tuple[Quantization, ...] = (None, "fp8")
+    for quantization in kinds:
         row = asyncio.run(measured(given.model, prompts, given.tokens, quantization, reference))
         print(f"| {row.engine} | {row.tokens} | {row.mean:.2e} | {row.worst:.2e} | {row.kl:.1e} | {row.megabytes:.2f} |")
     print(f"quantisation of 1 GB of bfloat16: {seconds_per_gb():.1f} s on {torch.get_num_threads()} thread(s) of this CPU")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tests.rollout.test_updates import Corruptible
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
 from tools.make_tiny_model import build
 
-SIZES = {"layers": 2, "hidden": 512, "experts": 4, "expert_hidden": 256}  # on two workers, too, each holds whole blocks
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 512, "experts": 4, "expert_hidden": 256}  # on two workers, too, each holds whole blocks
 KEPT = 13  # tensors that are not quantised: embedding, head, final norm, and four norms and a router in each layer
 SAMPLED = Sampling(n=4, temperature=1.0, max_tokens=24, seed=0)
 Stream = list[tuple[str, Tensor]]
@@ -197,7 +197,29 @@ def test_a_tensor_in_the_wrong_form_is_refused_by_name(host: Host, tmp_path: Pat
     host.run(_faulty, tmp_path / "model")
 
 
-async def _family(path: Path, tp: int, stream: Stream, attention: Mapping[str, Any]) -> list[str]:
+def test_a_router_that_vllm_would_quantise_is_refused_even_without_verification(host: Host, tmp_path: Path) -> None:
+    """vLLM's Qwen3-MoE does, unless it is told which modules to leave."""
+    build(tmp_path / "model", **SIZES, seed=1)
+    host.run(_disagreement_of_a_router, tmp_path / "model")
+
+
+async def _disagreement_of_a_router(path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = engines.engine_arguments
+
+        def all_converted(*given: Any, **named: Any) -> dict[str, Any]:
+            made = arguments(*given, **named)
+            del made["hf_overrides"]["quantization_config"]["modules_to_not_convert"]
+            return made
+
+        patch.setattr(engines, "engine_arguments", all_converted)
+        async with started(path) as (_, trainer):
+            message = r"^engine 0: model\.layers\.0\.mlp\.gate\.weight: the engine holds it in float8_e4m3fn, and .* would send float32$"
+            with pytest.raises(WeightSyncError, match=message):
+                await trainer.update(quantized(path, "float32", stored(path)))
+
+
+async def _family(path: Path, tp: int, stream: Stream, attention: dict[str, Any]) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         arguments = engines.engine_arguments
         patch.setattr(engines, "engine_arguments", lambda *given, **named: arguments(*given, **named) | attention)
@@ -260,7 +282,7 @@ async def _experts() -> None:
     def computed(first: int, expert_map: Tensor | None) -> Tensor:
         experts = TorchBlockExperts.__new__(TorchBlockExperts)
         held = slice(first, first + (4 if expert_map is None else 2))
-        experts.quant_config = SimpleNamespace(w1_scale=s13[held], w2_scale=s2[held])  # type: ignore[assignment]
+        experts.quant_config = SimpleNamespace(w1_scale=s13[held], w2_scale=s2[held])
         output = torch.empty(6, 128)
         nothing = torch.empty(0)
         experts.apply(

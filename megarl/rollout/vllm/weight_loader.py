@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megarl.models.hf import Checkpoint
-from megarl.rollout.vllm.expert_loader import ExpertLoader
+from megarl.models.weight_map import FP8
+from megarl.rollout.vllm.expert_loader import ExpertLoader, expert_names
 from megarl.sync.quantize import as_expected
 from megarl.sync.receive import BucketReceiver, Inventory, WeightError
 from megarl.sync.wire import Header, Rendezvous, TensorName, each
@@ -38,7 +40,13 @@ class WeightLoader:
         self._buckets.connect(rendezvous, rank)
 
     def start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
-        """Begin an update that must bring exactly the expected tensors: (shape, dtype) by name."""
+        """Begin an update that must bring exactly the expected tensors: (shape, dtype) by name.
+
+        Raises WeightError if one of them is not expected in the fp8 in which vLLM holds it: vLLM would convert it without a scale.
+        """
+        for name in fp8_names(self._model):
+            if name in expected and expected[name][1] != FP8:
+                raise WeightError(f"{name}: the engine holds it in {FP8}, and the trainer would send {expected[name][1]}")
         with set_current_vllm_config(self._config):
             if self._begun:  # the last update failed midway: drop what vLLM has buffered
                 finalize_layerwise_reload(self._model, self._config.model_config)
@@ -89,6 +97,18 @@ class WeightLoader:
             if self._device.type == "cpu":
                 repack_tied_output(self._model)
         self._inventory, self._begun = None, False
+
+
+def fp8_names(model: nn.Module) -> Iterator[str]:
+    """Yield the Hugging Face names of the matrices that a model holds in block-wise fp8."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    for path, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, Fp8LinearMethod):
+            parent, _, leaf = path.rpartition(".")
+            yield from (f"{parent}.{name}.weight" for name in packed.get(leaf, [leaf]))
+        elif isinstance(method, Fp8MoEMethod):
+            yield from (name for names in expert_names(path, layer) for name in names)
 
 
 def reset_moe_kernels(model: nn.Module) -> None:

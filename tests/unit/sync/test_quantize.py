@@ -9,6 +9,7 @@ import torch
 
 from megarl.sync import quantize as module
 from megarl.sync.quantize import as_expected, blocks, dequantize, quantize
+from megarl.sync.wire import TensorName
 
 EVERY = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)  # every number of the format, with its two NaN
 
@@ -76,7 +77,13 @@ def test_what_is_not_finite_shows_in_the_scale(value: float) -> None:
 
 def test_a_stream_takes_the_dtypes_that_the_engine_expects() -> None:
     stack = torch.stack([_matrix(128, 256, seed=seed) for seed in (1, 2)])
-    stream = [("norm", torch.ones(4)), (["a", "b"], stack), ("proj", stack[0]), ("bias", torch.ones(3)), ("unknown", torch.ones(2))]
+    stream: list[tuple[TensorName, torch.Tensor]] = [
+        ("norm", torch.ones(4)),
+        (["a", "b"], stack),
+        ("proj", stack[0]),
+        ("bias", torch.ones(3)),
+        ("unknown", torch.ones(2)),
+    ]
     fp8 = ([128, 256], "float8_e4m3fn")
     expected = {"norm": ([4], "bfloat16"), "a": fp8, "b": fp8, "proj": fp8, "bias": ([3], "float32")}
     found = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in as_expected(stream, expected)]
