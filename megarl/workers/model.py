@@ -185,7 +185,16 @@ class Model:
         return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
 
     def quantized(self, stream: Any, dtype: str | None, quantization: str) -> Any:
-        """Return `stream` as quantised engines expect it. `dtype`: that of weights that are not quantised; None: the model's."""
+        """Quantise a weight stream on rank 0.
+
+        Args:
+            stream: from `stream`, in the model's dtype.
+            dtype: the dtype of the engines' weights that are not quantised; None: the model's.
+            quantization: `rollout.quantization`.
+
+        Returns:
+            The stream that engines of this quantisation expect.
+        """
         rest = dtype or str(self._config.params_dtype).removeprefix("torch.")
         return as_expected(stream, family_of(self.hf).update(self.hf, rest, quantization))
 

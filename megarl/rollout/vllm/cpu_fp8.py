@@ -60,6 +60,14 @@ class TorchBlockLinear(Fp8BlockScaledMMLinearKernel):
         """The weight stays as it was loaded."""
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+        """Multiply.
+
+        Args:
+            A: the inputs, not quantised.
+            B: the weight's values.
+            As: not used.
+            Bs: the weight's scales.
+        """
         return product(A, B, Bs)
 
 
