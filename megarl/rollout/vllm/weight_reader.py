@@ -217,6 +217,8 @@ def _output_layer(model: nn.Module) -> VocabParallelEmbedding:
 
 def _matrix(layer: LinearBase | VocabParallelEmbedding) -> Tensor:
     """Return the weight [O, I] that the layer multiplies with."""
+    if isinstance(layer.quant_method, Fp8LinearMethod) and layer.quant_method.use_marlin:
+        raise NotImplementedError("fp8 weights as rearranged for GPUs without fp8 (Marlin) are not known here")
     if not hasattr(layer, "cpu_linear"):  # vllm/model_executor/layers/utils.py:452: only the CPU backend repacks linear layers
         return layer.weight
     columns, dtype = _input_size(layer), layer.params_dtype

@@ -54,7 +54,7 @@ def test_stacks_and_strips_make_no_difference(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(alone[0].view(torch.uint8), value_RC.view(torch.uint8)) and torch.equal(alone[1], scale_IJ)
     assert torch.equal(dequantize(value_BRC, scale_BIJ)[1], dequantize(value_BRC[1], scale_BIJ[1]))
     for at_once in (1, 200 * 128, 200 * 300, 2 * 200 * 300):
-        monkeypatch.setattr(module, "_AT_ONCE", at_once)
+        monkeypatch.setitem(module._AT_ONCE, "cpu", at_once)
         values, scales = quantize(stack_BRC)
         assert torch.equal(values.view(torch.uint8), value_BRC.view(torch.uint8)) and torch.equal(scales, scale_BIJ)
 
