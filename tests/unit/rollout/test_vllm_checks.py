@@ -16,6 +16,7 @@ from megarl.config import ConfigError, RolloutSettings
 from megarl.models.families import FAMILIES
 from megarl.models.hf import read_config
 from megarl.rollout.vllm.checks import HEAD_SIZES, check, native_architectures
+from megarl.rollout.vllm.launch import engine_arguments
 
 
 def test_the_head_sizes_are_those_of_vllm() -> None:
@@ -88,3 +89,16 @@ def test_fp8_engines_on_gpus_compute_in_bfloat16(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.quantization=fp8: on GPUs it computes in bfloat16, and rollout\.dtype is float32$"):
         check(hf, "float32", settings, gpu=True)
     check(hf, "bfloat16", settings, gpu=True)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_vllm_is_told_the_format_of_fp8_weights_and_which_modules_have_none(tiny_model: Path, gpu: bool) -> None:
+    hf, given = read_config(tiny_model), RolloutSettings(quantization="fp8", fp32_head=True)
+    arguments = engine_arguments(tiny_model, hf, "bfloat16", given, 1, gpu=gpu, report_experts=False, sleeps=False)
+    told = arguments["hf_overrides"]["quantization_config"]
+    assert told["quant_method"] == "fp8" and told["weight_block_size"] == [128, 128] and told["activation_scheme"] == "dynamic"
+    assert told["modules_to_not_convert"] == [f"model.layers.{layer}.mlp.gate" for layer in range(hf["num_hidden_layers"])]
+    assert arguments["hf_overrides"]["head_dtype"] == "float32"
+    assert arguments.get("moe_backend") == ("triton" if gpu else None)
+    plain = engine_arguments(tiny_model, hf, "bfloat16", RolloutSettings(), 1, gpu=gpu, report_experts=False, sleeps=False)
+    assert plain["hf_overrides"] == {} and "moe_backend" not in plain
