@@ -21,6 +21,7 @@ from torch import Tensor
 from megarl.config import RolloutSettings
 from megarl.models.families import family_of
 from megarl.models.hf import Checkpoint, read_config
+from megarl.rollout.engine import Setup
 from megarl.rollout.generate import Sampling, TokenPrompt, generate
 from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.engine import VllmEngine
@@ -58,7 +59,7 @@ async def measured(model: Path, prompts: list[TokenPrompt], tokens: int, quantiz
         max_prompt_tokens=longest, max_response_tokens=tokens, kv_cache_mb=256, timeout_s=TIMEOUT_S, quantization=quantization
     )
     engine, prints = VllmEngine(f"engine {quantization or 'float32'}"), Fingerprinter()
-    await engine.start(model, "float32", settings, 1, gpu=False, blank=True)
+    await engine.start(Setup(model, "float32", settings, 1, gpu=False, blank=True))
     try:
         loop, sender = (
             asyncio.get_running_loop(),

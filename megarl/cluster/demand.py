@@ -76,5 +76,6 @@ def rank_kind(name: str, layout: Layout, gpus: bool) -> ProcessKind:
 
 
 def engine_kind(settings: RolloutSettings, gpus: bool) -> ProcessKind:
-    """The engines; all GPUs of an engine are on one node."""
-    return ProcessKind(ENGINES, settings.replicas, settings.tp if gpus else 0)
+    """The members of the engines, each on one node; as many of an engine as fit share one."""
+    together = tuple(size for size in range(settings.dp, 0, -1) if settings.dp % size == 0)
+    return ProcessKind(ENGINES, settings.replicas * settings.dp, settings.tp if gpus else 0, together)

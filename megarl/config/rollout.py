@@ -26,7 +26,12 @@ class RolloutSettings(Section):
     replicas: Annotated[int, Field(gt=0, le=65_536)] = 1
     """Number of engines; the prompts are distributed over them."""
     tp: PositiveInt = 1
-    """Tensor parallel size of one engine."""
+    """Tensor parallel size of one engine; these devices share a node."""
+    dp: PositiveInt = 1
+    """Data parallel size of one engine's attention: the engine has dp times tp devices, on one or several nodes, and spreads its experts
+    over all of them. Each data parallel rank keeps sequences of its own."""
+    expert_parallel: bool = False
+    """Spread whole experts over the devices of an engine, instead of a slice of every expert."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the engine's weights and activations; null: model.dtype."""
     fp32_head: bool = False
@@ -61,6 +66,11 @@ class RolloutSettings(Section):
     """Share of a GPU's memory for the engine."""
     timeout_s: Seconds = 1800.0
     """Time limit for an engine to return the responses to a prompt."""
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of one engine, each with a process that holds a part of the weights."""
+        return self.dp * self.tp
 
     @property
     def cut(self) -> str | None:

@@ -117,7 +117,7 @@ class WorkerGroup:
         Raises:
             FingerprintMismatch: an engine holds other bits than were sent.
         """
-        told = (engines.actors, rollout.tp, rollout.dtype, version, settings, rollout.quantization)
+        told = (engines.actors, rollout.devices, rollout.dtype, version, settings, rollout.quantization)
         calls = self.group.start("sync", *told)
         return merge(self.group.wait(calls, "sync", settings.timeout_s, {engines.kind: engines.actors}))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
+from megarl.rollout.engine import Setup
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import check_engine
 from megarl.rollout.vllm import engine
@@ -125,7 +126,7 @@ async def _latents(tmp_path: Path) -> list[list[str]]:
         arguments = engine.engine_arguments
         patch.setattr(engine, "engine_arguments", lambda *given, **named: arguments(*given, **named) | {"attention_backend": "CPU_MLA"})
         latent = Latent("engine 0")
-        await latent.start(tmp_path / "model", "float32", SETTINGS, 1, gpu=False, blank=True)
+        await latent.start(Setup(tmp_path / "model", "float32", SETTINGS, 1, gpu=False, blank=True))
     try:
         digest = await Trainer(latent, "shm").update(stored(tmp_path / "other"))
         updated = compare(digest, await latent.fingerprints(TIMEOUT_S))

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from megarl.config import RolloutSettings
 from megarl.models.families import family_of
 from megarl.models.hf import read_config
-from megarl.rollout.engine import WeightSyncError
+from megarl.rollout.engine import Setup, WeightSyncError
 from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm import engine as engines
 from megarl.sync.fingerprint import Fingerprinter, Print, compare
@@ -46,13 +46,13 @@ def quantized(path: Path, dtype: str, stream: Iterable[tuple[str, Tensor]]) -> S
 
 @asynccontextmanager
 async def started(
-    path: Path, dtype: str = "float32", tp: int = 1, kind: type[Corruptible] = Corruptible, blank: bool = True
+    path: Path, dtype: str = "float32", tp: int = 1, kind: type[Corruptible] = Corruptible, blank: bool = True, spread: bool = False
 ) -> AsyncIterator[tuple[Corruptible, Trainer]]:
     settings = RolloutSettings(
         max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=64, quantization="fp8", fp32_head=True, tp=tp
-    )
+    ).model_copy(update={"expert_parallel": spread})
     engine = kind("engine 0")
-    await engine.start(path, dtype, settings, 1, gpu=False, report_experts=True, blank=blank)
+    await engine.start(Setup(path, dtype, settings, 1, gpu=False, report_experts=True, blank=blank))
     trainer = Trainer(engine, "shm", tp)
     try:
         yield engine, trainer
@@ -100,10 +100,10 @@ def gap(model: Any, generated: Sequence[Generated]) -> float:
     return float(torch.cat(gaps).abs().mean())
 
 
-async def _gaps(model: Path, other: Path, tp: int) -> list[float]:
+async def _gaps(model: Path, other: Path, tp: int, spread: bool) -> list[float]:
     """Of two updates: to transformers with quantised weights and inputs, and to the unquantised model."""
     found = []
-    async with started(model, tp=tp) as (engine, trainer):
+    async with started(model, tp=tp, spread=spread) as (engine, trainer):
         for path in (model, other):
             digest = await trainer.update(quantized(model, "float32", stored(path)))
             held = await engine.fingerprints(TIMEOUT_S)
@@ -125,13 +125,13 @@ async def _gaps(model: Path, other: Path, tp: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_fp8_engine_computes_what_quantised_weights_and_inputs_give(host: Host, tmp_path: Path, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "spread"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-experts-spread"])
+def test_an_fp8_engine_computes_what_quantised_weights_and_inputs_give(host: Host, tmp_path: Path, tp: int, spread: bool) -> None:
     """Where a sum in another order lands on the other side of a rounding boundary, the step is an e4m3 one: so the gap to transformers is
     not float32's, but far below that of the quantisation itself."""
     for name, seed in (("model", 1), ("other", 2)):
         build(tmp_path / name, **SIZES, seed=seed)
-    whole, computed, whole_again, computed_again = host.run(_gaps, tmp_path / "model", tmp_path / "other", tp)
+    whole, computed, whole_again, computed_again = host.run(_gaps, tmp_path / "model", tmp_path / "other", tp, spread)
     assert 0.02 <= whole <= 0.5 and 0.02 <= whole_again <= 0.5
     assert computed <= min(5e-3, whole / 10) and computed_again <= min(5e-3, whole_again / 10)
 

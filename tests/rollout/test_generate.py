@@ -19,7 +19,7 @@ import pytest
 from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
-from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout
+from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout, Setup
 from megarl.rollout.generate import Generated, Sampling, TokenPrompt, request_seed
 from megarl.rollout.generate import generate as generate_within
 from megarl.rollout.registry import check_engine
@@ -35,7 +35,7 @@ END = 1
 
 async def _start(tiny: Path, **settings: object) -> tuple[VllmEngine, list[int]]:
     engine = VllmEngine("engine 0")
-    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False, report_experts=True)
+    pids = await engine.start(Setup(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False, report_experts=True))
     return engine, pids
 
 

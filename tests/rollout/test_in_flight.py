@@ -12,7 +12,7 @@ import torch
 
 from megarl.batch import Sample, VersionSpan
 from megarl.config import TrainRolloutSettings
-from megarl.rollout.engine import Request
+from megarl.rollout.engine import Request, Setup
 from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.engine import VllmEngine
 from tests.rollout.engine_host import Host
@@ -32,7 +32,7 @@ async def _updated(tiny: Path) -> list[Sample]:
     """24 responses, of which 8 at most are under way when the second weights come, and 4 that are asked for when the update is about to
     begin."""
     engine = VllmEngine("engine 0")
-    await engine.start(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True)
+    await engine.start(Setup(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True))
     trainer, responder = Trainer(engine, "shm"), Responder(engine, TIMEOUT_S)
 
     def requests(numbers: range) -> list[Request]:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from megarl.config import RolloutSettings
-from megarl.rollout.engine import RolloutError
+from megarl.rollout.engine import RolloutError, Setup
 from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.sync.fingerprint import compare
@@ -33,7 +33,7 @@ def memory_mb(pids: list[int]) -> float:
 async def _sleeps(model: Path, weights_mb: float) -> None:
     settings = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=CACHE_MB)
     engine = VllmEngine("engine 0")
-    pids = await engine.start(model, "float32", settings, 1, gpu=False, sleeps=True)
+    pids = await engine.start(Setup(model, "float32", settings, 1, gpu=False, sleeps=True))
     trainer = Trainer(engine, "shm")
     try:
         first, held = bits(await generate(engine, PROMPTS, SAMPLING)), await engine.fingerprints(TIMEOUT_S)

@@ -17,7 +17,7 @@ from megarl.config import RolloutSettings
 from megarl.models.hf import read_config
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
-from megarl.rollout.engine import RolloutError, WeightSyncError
+from megarl.rollout.engine import RolloutError, Setup, WeightSyncError
 from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.sync import receive, wire
@@ -40,7 +40,7 @@ async def _start(
     tiny: Path, dtype: str = "float32", tp: int = 1, blank: bool = False, kind: type[Corruptible] = Corruptible
 ) -> Corruptible:
     engine = kind("engine 0")
-    await engine.start(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False, report_experts=True, blank=blank)
+    await engine.start(Setup(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False, report_experts=True, blank=blank))
     return engine
 
 

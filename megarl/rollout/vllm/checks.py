@@ -31,7 +31,7 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
         if hf.get(key) and int(hf[key]) % settings.tp:
             raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {key}={hf[key]}")
     if settings.quantization is not None:
-        _check_blocks(hf, settings.tp)
+        _check_blocks(hf, settings)
         if gpu and dtype != "bfloat16":
             raise ConfigError(f"rollout.quantization=fp8: on GPUs it computes in bfloat16, and rollout.dtype is {dtype}")
     if gpu:
@@ -54,7 +54,7 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
         )
 
 
-def _check_blocks(hf: Mapping[str, Any], tp: int) -> None:
+def _check_blocks(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
     """Raise ConfigError unless every worker of an engine holds whole blocks of every quantised matrix.
 
     vLLM requires it of matrices that are split or merged (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1209, :1260), and of
@@ -64,6 +64,11 @@ def _check_blocks(hf: Mapping[str, Any], tp: int) -> None:
     for weight in family_of(config).weights(config):
         if not weight.linear:
             continue
+        if weight.expert is None:
+            tp, key = settings.tp, f"rollout.tp={settings.tp}"
+        else:
+            tp = 1 if settings.expert_parallel else settings.devices
+            key = f"rollout.dp={settings.dp}, rollout.tp={settings.tp}, rollout.expert_parallel={str(settings.expert_parallel).lower()}"
         parts = weight.op.parts if isinstance(weight.op, Fused) else weight.op
         names = weight.hf * (len(parts.shapes) // len(weight.hf))
         for index, (name, shape) in enumerate(zip(names, parts.shapes, strict=True)):
@@ -73,8 +78,7 @@ def _check_blocks(hf: Mapping[str, Any], tp: int) -> None:
             for axis, what in enumerate(("rows", "columns")):
                 if held[axis] % FP8_BLOCK and (what == "columns" or parts.dim == axis):
                     raise ConfigError(
-                        f"rollout.quantization=fp8: with rollout.tp={tp} a worker holds {held[axis]} {what} of {name}, not a multiple of "
-                        f"{FP8_BLOCK}"
+                        f"rollout.quantization=fp8: with {key} a worker holds {held[axis]} {what} of {name}, not a multiple of {FP8_BLOCK}"
                     )
 
 

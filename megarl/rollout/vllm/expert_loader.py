@@ -23,10 +23,8 @@ _KINDS = ("w1", "w3", "w2")  # vLLM's names for the gate, up and down projection
 
 
 def expert_names(path: str, layer: RoutedExperts) -> tuple[list[str], list[str], list[str]]:
-    """Return the Hugging Face names of the gate, up and down projections of every expert of the layer at `path`."""
-    prefix = path.removesuffix(".routed_experts")
-    kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-    gate, up, down = ([f"{prefix}.{expert}.{kind}.weight" for expert in range(layer.local_num_experts)] for kind in kinds)
+    """Return the Hugging Face names of the gate, up and down projections of this worker's experts in the layer at `path`."""
+    gate, up, down = ([name for name, place in names.items() if place is not None] for names in _placed(path, layer))
     return gate, up, down
 
 
@@ -41,17 +39,31 @@ def parts_of(layer: RoutedExperts) -> tuple[str, ...]:
     return ("", SCALES) if isinstance(method, Fp8MoEMethod) and method.block_quant and method.weight_scale_refine is None else ()
 
 
+def _placed(path: str, layer: RoutedExperts) -> list[dict[str, int | None]]:
+    """Return, for gate, up and down projection, the place of every expert's in the layer's memory; None: another worker holds the expert.
+
+    With expert parallelism a worker holds some experts, in their order; its `expert_map` has -1 for the others.
+    """
+    prefix = path.removesuffix(".routed_experts")
+    local = list(range(layer.local_num_experts)) if layer.expert_map is None else layer.expert_map.tolist()
+    own = [place for place in local if place >= 0]
+    if own != list(range(layer.local_num_experts)):
+        raise NotImplementedError(f"{path}: its experts are placed as {local}, not in their order")
+    kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+    return [{f"{prefix}.{expert}.{kind}.weight": None if place < 0 else place for expert, place in enumerate(local)} for kind in kinds]
+
+
 class ExpertLoader:
     """Loads the experts of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = {
-            name + scales: (layer, kind, expert, f"{'w2' if kind == 'w2' else 'w13'}_weight{scales}")
+            name + scales: (layer, kind, place, f"{'w2' if kind == 'w2' else 'w13'}_weight{scales}")
             for path, layer in model.named_modules()
             if isinstance(layer, RoutedExperts)
             for scales in parts_of(layer)
-            for kind, names in zip(_KINDS, expert_names(path, layer), strict=True)
-            for expert, name in enumerate(names)
+            for kind, names in zip(_KINDS, _placed(path, layer), strict=True)
+            for name, place in names.items()
         }
 
     def load(self, name: TensorName, tensor: Tensor) -> bool:
@@ -62,14 +74,18 @@ class ExpertLoader:
             tensor: the whole tensor, not sharded for tensor parallelism. It is read at once and not kept.
 
         Returns:
-            Whether these are experts; if not, nothing has been loaded.
+            Whether these are experts; if not, nothing has been loaded. Other workers' experts are passed over.
         """
         names, stack = ([name], tensor[None]) if isinstance(name, str) else (name, tensor)
-        places = [self._places.get(one) for one in names]
-        if places[0] is None:
+        if names[0] not in self._places:
             return False
-        layer, kind, first, parameter = places[0]
-        if places != [(layer, kind, first + index, parameter) for index in range(len(names))]:
+        own = [index for index, one in enumerate(names) if self._places[one][2] is not None]
+        if not own:
+            return True
+        names, stack = names[own[0] : own[-1] + 1], stack[own[0] : own[-1] + 1]
+        layer, kind, first, parameter = self._places[names[0]]
+        assert first is not None
+        if [self._places[one] for one in names] != [(layer, kind, first + index, parameter) for index in range(len(names))]:
             return all([self.load(*one) for one in each(names, stack)])
         info = get_layerwise_info(layer)
         assert info.load_numel_total is not None, "start comes before load"

@@ -244,8 +244,6 @@ def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards | _Packed]:
             yield _plain([f"{path.removesuffix('.routed_experts').removesuffix('.experts')}.gate.{_BIAS}"], 0, 0, parameter)
         elif name not in {f"{stack}_weight{scales}" for stack in ("w13", "w2") for scales in parts_of(layer)}:
             raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights and the bias are not known here")
-    if layer.expert_map is not None:
-        raise NotImplementedError(f"{path}: expert parallel engines are not supported")
     if isinstance(layer.quant_method, Fp8MoEMethod):
         yield from _fp8_experts(path, layer)
         return

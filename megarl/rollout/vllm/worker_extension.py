@@ -5,11 +5,8 @@ Only vLLM's own processes import this file.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import multiprocessing
 import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +21,8 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from megarl.patching import expect
-from megarl.rollout.vllm import cpu_sleep
+from megarl.rollout.vllm import cpu_experts, cpu_sleep
+from megarl.rollout.vllm.lifetime import die_with_parent
 from megarl.rollout.vllm.requests import BY_POSITION
 from megarl.rollout.vllm.weight_loader import WeightLoader
 from megarl.rollout.vllm.weight_reader import engine_weights
@@ -33,8 +31,6 @@ from megarl.sync.gloo import one_device
 from megarl.sync.receive import WeightError
 from megarl.sync.wire import Header, Rendezvous
 from megarl.text import one_line
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class SingleExecutor(UniProcExecutor):
@@ -61,20 +57,11 @@ def enter_engine_process() -> None:
     WholeResponses().install()
     if current_platform.is_cpu():
         cpu_sleep.install()
+        cpu_experts.install()
         _rest()
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             # vLLM's AMX kernels (bf16) do not ask Linux for the tile registers first, and die of SIGILL. Workers inherit the permission.
             raise RuntimeError("Linux grants this process no AMX tile registers")
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process as soon as its parent ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "an engine's core and its workers run in processes of their own"
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent.pid:  # the parent died before the signal was set
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _rest() -> None:
@@ -120,7 +107,8 @@ class WorkerExtension:
     use_v2_model_runner: bool
 
     def megarl_connect(self, rendezvous: dict[str, Any], first_rank: int) -> str | None:
-        return _refusal(lambda: self._megarl_loader().connect(Rendezvous(**rendezvous), first_rank + self.rank))
+        rank = self.vllm_config.parallel_config.data_parallel_rank * self.vllm_config.parallel_config.world_size + self.rank
+        return _refusal(lambda: self._megarl_loader().connect(Rendezvous(**rendezvous), first_rank + rank))
 
     def megarl_read(self, directory: str, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().read(Path(directory), expected))
