@@ -29,6 +29,16 @@ class CorruptingExtension(WorkerExtension):
         elif what == "down":  # one block of the packed memory of expert 5: whatever its layout, that is expert 5's down projection
             for five in self._places(5):
                 experts.w2_weight[five].view(-1)[64:80] += 0.5
+        elif what == "fp8_expert":
+            experts.w2_weight[3].view(torch.uint8)[7, 9] ^= 1  # the last bit of the mantissa
+        elif what == "fp8_expert_scale":
+            experts.w13_weight_scale_inv[2, 0, 1] *= 1.01
+        elif what == "fp8_kernel_scale":  # of which the kernel has a copy after a reload
+            experts.quant_method.moe_kernel.fused_experts.w1_scale[2, 0, 1] *= 1.01
+        elif what == "fp8_linear":
+            layer.self_attn.qkv_proj.weight.view(torch.uint8)[5, 6] ^= 1
+        elif what == "fp8_linear_scale":
+            layer.self_attn.qkv_proj.weight_scale_inv[-1, 2] *= 1.01
         elif what == "expert_bias":  # of the router, after the layers were loaded
             layer.mlp.gate.e_score_correction_bias[3] += 1e-3
         elif what == "absorbed":  # what multi-latent attention decodes with, which vLLM has made of kv_b_proj

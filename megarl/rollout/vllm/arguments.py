@@ -37,7 +37,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "set by rollout.kv_cache_mb": ("kv_cache_memory_bytes",),
     "set by placement.engines": ("enable_sleep_mode", "enable_cumem_allocator"),
     "set by routing": ("enable_return_routed_experts",),
-    "set by rollout.fp32_head": ("hf_overrides",),
+    "set by rollout.fp32_head and rollout.quantization": ("hf_overrides",),
     "code in a model directory is never run": ("trust_remote_code",),
     _ONE: ("pipeline_parallel_size", "nnodes", "node_rank", "device_ids", "enable_expert_parallel", "enable_eplb", "enable_dbo"),
     _WEIGHTS: ("load_format", "model_loader_extra_config", "enable_lora", "default_mm_loras", "weight_transfer_config", "offload_params"),

@@ -95,7 +95,7 @@ class VllmEngine(Engine):
         self.check(hf, setup.dtype, settings, gpu=setup.gpu)
         self._limit = settings.max_prompt_tokens + settings.max_response_tokens
         self._tied = bool(hf.get("tie_word_embeddings", False))
-        self._expected = family_of(hf).update(hf, setup.dtype)
+        self._expected = family_of(hf).update(hf, setup.dtype, settings.quantization)
         self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
         self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._updated.set()
@@ -106,6 +106,8 @@ class VllmEngine(Engine):
             self._llm = launch(self.label, arguments, hf, gpu=setup.gpu, meeting=meeting)
             self._watch()
             workers = (await self._call("megarl_pid", timeout_s=settings.timeout_s))[: settings.tp]
+            if settings.quantization and not setup.blank:
+                await self._weights("megarl_read", str(setup.model), self._expected, timeout_s=settings.timeout_s)
         except BaseException as error:
             await self.close()
             if self._failure is not None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import CopyCounter, materialize_layer
 
+from megarl.models.weight_map import SCALES
 from megarl.sync.wire import TensorName, each
 
 _KINDS = ("w1", "w3", "w2")  # vLLM's names for the gate, up and down projections
@@ -24,6 +26,17 @@ def expert_names(path: str, layer: RoutedExperts) -> tuple[list[str], list[str],
     """Return the Hugging Face names of the gate, up and down projections of this worker's experts in the layer at `path`."""
     gate, up, down = ([name for name, place in names.items() if place is not None] for names in _placed(path, layer))
     return gate, up, down
+
+
+def parts_of(layer: RoutedExperts) -> tuple[str, ...]:
+    """Return what the names of the parameters of one projection add to "weight": "" for the weight itself, and SCALES for fp8 scales.
+
+    Other quantisations are left to vLLM's own `load_weights`: then it is ().
+    """
+    method = layer.quant_method
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return ("",)
+    return ("", SCALES) if isinstance(method, Fp8MoEMethod) and method.block_quant and method.weight_scale_refine is None else ()
 
 
 def _placed(path: str, layer: RoutedExperts) -> list[dict[str, int | None]]:
@@ -45,9 +58,10 @@ class ExpertLoader:
 
     def __init__(self, model: nn.Module) -> None:
         self._places = {
-            name: (layer, kind, place)
+            name + scales: (layer, kind, place, f"{'w2' if kind == 'w2' else 'w13'}_weight{scales}")
             for path, layer in model.named_modules()
-            if isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+            if isinstance(layer, RoutedExperts)
+            for scales in parts_of(layer)
             for kind, names in zip(_KINDS, _placed(path, layer), strict=True)
             for name, place in names.items()
         }
@@ -69,18 +83,17 @@ class ExpertLoader:
         if not own:
             return True
         names, stack = names[own[0] : own[-1] + 1], stack[own[0] : own[-1] + 1]
-        layer, kind, first = self._places[names[0]]
+        layer, kind, first, parameter = self._places[names[0]]
         assert first is not None
-        if [self._places[one] for one in names] != [(layer, kind, first + index) for index in range(len(names))]:
+        if [self._places[one] for one in names] != [(layer, kind, first + index, parameter) for index in range(len(names))]:
             return all([self.load(*one) for one in each(names, stack)])
         info = get_layerwise_info(layer)
         assert info.load_numel_total is not None, "start comes before load"
         materialize_layer(layer, info)
-        weight = layer.w2_weight if kind == "w2" else layer.w13_weight
         with CopyCounter() as counter:
             layer._load_model_weight_or_group_weight_scale(
                 shard_dim=2 if kind == "w2" else 1,
-                expert_data=weight.data[first : first + len(names)],
+                expert_data=getattr(layer, parameter).data[first : first + len(names)],
                 shard_id=kind,
                 loaded_weight=stack,
                 tp_rank=layer.moe_config.tp_rank,

@@ -16,7 +16,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from megarl.config import RolloutSettings
 from megarl.imports import uncollected
+from megarl.models.families import family_of
+from megarl.models.weight_map import FP8_BLOCK
 from megarl.network import interface_towards
 from megarl.rollout.engine import Meeting, RolloutError, Setup
 from megarl.rollout.overheard import overheard
@@ -47,7 +50,9 @@ def environment(gpu: bool, address: str = "127.0.0.1") -> dict[str, str]:
     }
     if gpu:
         # Otherwise the monitor of torch's NCCL groups polls the rendezvous file every second, and that file has been removed.
-        return {**safe, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+        # DeepGEMM would round the scales of an fp8 engine to powers of two and its weights once more
+        # (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1126), whatever the trainer has sent.
+        return {**safe, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "VLLM_USE_DEEP_GEMM": "0"}
     return {
         **safe,
         "OMP_NUM_THREADS": "1",
@@ -91,10 +96,12 @@ def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from, after temperature
         "enable_return_routed_experts": setup.report_experts and _has_experts(hf),
-        "hf_overrides": {"head_dtype": "float32"} if settings.fp32_head else {},
+        "hf_overrides": _overrides(hf, settings),
         "trust_remote_code": False,
         "disable_log_stats": True,
-        **({"load_format": "dummy"} if setup.blank else {}),  # arbitrary values
+        # Arbitrary values; vLLM would copy a directory's weights into fp8 ones without a scale.
+        **({"load_format": "dummy"} if setup.blank or settings.quantization else {}),
+        **({"moe_backend": "triton"} if setup.gpu and settings.quantization else {}),  # it takes fp8 experts in the layout of a checkpoint
         **settings.engine.args,
     }
     if setup.gpu:
@@ -109,6 +116,19 @@ def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:
         "max_num_batched_tokens": max(_CPU_STEP_TOKENS, common["max_model_len"]),
         "use_tqdm_on_load": False,
     }
+
+
+def _overrides(hf: Mapping[str, Any], settings: RolloutSettings) -> dict[str, Any]:
+    """Return what vLLM is to read in config.json instead of what it says."""
+    overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.fp32_head else {}
+    if settings.quantization == "fp8":
+        overrides["quantization_config"] = {  # as in published checkpoints
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": family_of(dict(hf)).unquantized(dict(hf)),
+        }
+    return overrides
 
 
 def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu: bool, meeting: Meeting | None = None) -> Any:
@@ -127,7 +147,7 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
     Raises:
         RolloutError: the wrong version or platform of vLLM is installed, or it does not start.
     """
-    with _starting(label, hf, gpu=gpu):
+    with _starting(label, arguments, hf, gpu=gpu):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config, executor = _configure(arguments | ({} if meeting is None else _place(meeting)))
@@ -152,7 +172,7 @@ def launch_member(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], 
     Raises:
         RolloutError: as in `launch`.
     """
-    with _starting(label, hf, gpu=gpu):
+    with _starting(label, arguments, hf, gpu=gpu):
         from vllm.utils.network_utils import get_tcp_uri
         from vllm.v1.engine.utils import CoreEngineProcManager
 
@@ -187,7 +207,7 @@ def _configure(arguments: dict[str, Any], *, headless: bool = False) -> tuple[An
 
 
 @contextmanager
-def _starting(label: str, hf: Mapping[str, Any], *, gpu: bool) -> Iterator[None]:
+def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *, gpu: bool) -> Iterator[None]:
     """Import vLLM and check its version and platform; turn the errors of the block, in which vLLM is started, into a RolloutError."""
     with uncollected():
         from megarl.rollout.vllm.light_import import light_import  # it imports torch
@@ -218,6 +238,10 @@ def _starting(label: str, hf: Mapping[str, Any], *, gpu: bool) -> Iterator[None]
             import vllm.v1.worker.cpu_worker
 
             _register_model(hf)
+            if "quantization_config" in arguments["hf_overrides"]:
+                from megarl.rollout.vllm import cpu_fp8
+
+                cpu_fp8.install()  # before vLLM looks at its settings; its processes are forked from this one
     megarl.rollout.vllm.coordinator.install()
     with overheard() as said:  # if its process has died, vLLM's own error is only "see the stack trace above"
         try:

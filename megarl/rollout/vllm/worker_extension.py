@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,6 +122,9 @@ class WorkerExtension:
     def megarl_connect(self, rendezvous: dict[str, Any], first_rank: int) -> str | None:
         rank = self.vllm_config.parallel_config.data_parallel_rank * self.vllm_config.parallel_config.world_size + self.rank
         return _refusal(lambda: self._megarl_loader().connect(Rendezvous(**rendezvous), first_rank + rank))
+
+    def megarl_read(self, directory: str, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
+        return _refusal(lambda: self._megarl_loader().read(Path(directory), expected))
 
     def megarl_start_update(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().start(expected))
