@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
@@ -72,7 +71,7 @@ def _gathered(self: Any, rows: Tensor, sizes: Sequence[int] | None) -> Tensor:
     padded = rows.new_zeros(max(counts), *rows.shape[1:])  # gloo gathers equal shapes only
     padded[: len(rows)] = rows
     found = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(found, padded, group=self.device_group)
+    self.dist_module.all_gather(found, padded, group=self.device_group)
     return torch.cat([one[:count] for one, count in zip(found, counts, strict=True)])
 
 
@@ -80,7 +79,7 @@ def _reduce_scatterv(self: Any, rows: Tensor, dim: int = -1, sizes: Sequence[int
     """Add up the ranks' rows, and return this rank's share of them."""
     counts = [len(rows) // self.world_size] * self.world_size if sizes is None else list(sizes)
     total = rows.clone()
-    dist.all_reduce(total, group=self.device_group)
+    self.dist_module.all_reduce(total, group=self.device_group)
     return total.split(counts)[self.rank_in_group].clone()
 
 

@@ -228,7 +228,7 @@ def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *
             )
         import vllm.v1.engine.async_llm
 
-        import megarl.rollout.vllm.coordinator
+        import megarl.rollout.vllm.processes
         import megarl.rollout.vllm.worker_extension
 
         if not gpu:
@@ -242,7 +242,7 @@ def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *
                 from megarl.rollout.vllm import cpu_fp8
 
                 cpu_fp8.install()  # before vLLM looks at its settings; its processes are forked from this one
-    megarl.rollout.vllm.coordinator.install()
+    megarl.rollout.vllm.processes.install()
     with overheard() as said:  # if its process has died, vLLM's own error is only "see the stack trace above"
         try:
             yield

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zmq
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -23,7 +23,6 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from megarl.patching import expect
 from megarl.rollout.vllm import cpu_experts, cpu_sleep
-from megarl.rollout.vllm.lifetime import die_with_parent
 from megarl.rollout.vllm.requests import BY_POSITION
 from megarl.rollout.vllm.weight_loader import WeightLoader
 from megarl.rollout.vllm.weight_reader import engine_weights
@@ -44,7 +43,7 @@ class SingleExecutor(UniProcExecutor):
 
 
 class TensorParallelExecutor(MultiprocExecutor):
-    """One process per worker, which dies with the engine's process (`WorkerExtension.megarl_pid`)."""
+    """One process per worker, which dies with the engine's process."""
 
     def _init_executor(self) -> None:
         enter_engine_process()
@@ -53,8 +52,7 @@ class TensorParallelExecutor(MultiprocExecutor):
 
 
 def enter_engine_process() -> None:
-    """Set up an engine's process, before anything else: tie it to its parent, and install this folder's patches."""
-    die_with_parent()
+    """Set up an engine's process, before its workers start: install this folder's patches."""
     WholeResponses().install()
     if current_platform.is_cpu():
         cpu_sleep.install()
@@ -77,11 +75,11 @@ def _rest() -> None:
     prepare = SpinCondition.__init__
     expect(prepare, "setsockopt(zmq.SNDHWM, 1)", "self.local_notify_socket.bind(notify_address)")
 
-    def prepared(self: Any, is_reader: bool, context: zmq.Context[Any], notify_address: str, *arguments: Any, **named: Any) -> None:
+    def prepared(self: Any, is_reader: bool, context: Any, notify_address: str, *arguments: Any, **named: Any) -> None:
         prepare(self, is_reader, context, notify_address, *arguments, **named)
         if not is_reader:
             self.local_notify_socket.unbind(notify_address)  # the limit counts for what is bound after it
-            self.local_notify_socket.setsockopt(zmq.SNDHWM, 0)
+            self.local_notify_socket.setsockopt(shm_broadcast.zmq.SNDHWM, 0)
             self.local_notify_socket.bind(notify_address)
 
     SpinCondition.__init__, SpinCondition.record_read = prepared, lambda self: None
@@ -168,11 +166,6 @@ class WorkerExtension:
         runner._sample = seeded
 
     def megarl_pid(self) -> int:
-        """Tie this worker to its parent and return its pid; the first call.
-
-        vLLM's workers watch a pipe to the engine's process, but one that waits for its GPU does not notice when it closes.
-        """
-        die_with_parent()
         return os.getpid()
 
     def _megarl_loader(self) -> WeightLoader:
