@@ -59,13 +59,13 @@ def _routes(sample: Sample) -> np.ndarray:
     return sample.routed_experts
 
 
-async def _deterministic(tiny: Path) -> None:
+async def _deterministic(tiny: Path, layout: dict[str, Any]) -> None:
     """More responses than the engine decodes together, so that requests also queue and finish at different times."""
     prompts, sampling, together = _prompts(20), Sampling(n=4, temperature=1.0, max_tokens=32, seed=7), 64
     assert len(prompts) * sampling.n > together
     runs = []
     for calls in (2, 1):
-        engine, _ = await _start(tiny, max_num_seqs=together)
+        engine, _ = await _start(tiny, max_num_seqs=together // layout.get("dp", 1), **layout)
         try:
             runs += [await generate(engine, prompts, sampling) for _ in range(calls)]
         finally:
@@ -75,8 +75,9 @@ async def _deterministic(tiny: Path) -> None:
     assert len(drawn) > 77  # no two samples share their draws
 
 
-def test_the_same_call_gives_the_same_bits_in_any_fresh_engine(host: Host, tiny: Path) -> None:
-    host.run(_deterministic, tiny)
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "expert_parallel": True}], ids=str)
+def test_the_same_call_gives_the_same_bits_in_any_fresh_engine(host: Host, tiny: Path, layout: dict[str, Any]) -> None:
+    host.run(_deterministic, tiny, layout)
 
 
 async def _complete(tiny: Path) -> None:
