@@ -26,9 +26,16 @@ class RolloutSettings(Section):
     replicas: Annotated[int, Field(gt=0, le=65_536)] = 1
     """Number of engines; the prompts are distributed over them."""
     tp: PositiveInt = 1
-    """Tensor parallel size of one engine."""
+    """Tensor parallel size of one engine; these devices share a node."""
+    dp: PositiveInt = 1
+    """Data parallel size of one engine's attention: it has dp times tp devices, on one or several nodes, and spreads its experts over all of
+    them; each data parallel rank keeps whole sequences with a KV cache of its own."""
+    expert_parallel: bool = False
+    """Spread whole experts over the devices of an engine, instead of a slice of every expert."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the engine's weights and activations; null: model.dtype."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: linear layers and experts in blocks of 128 x 128 (another engineer implements it)."""
     fp32_head: bool = False
     """Compute the engine's logits in float32, as model.fp32_head does in the trainer."""
     samples_per_prompt: Annotated[int, Field(gt=0, le=65_536)] = 8
@@ -57,6 +64,11 @@ class RolloutSettings(Section):
     """Share of a GPU's memory for the engine."""
     timeout_s: Seconds = 1800.0
     """Time limit for an engine to return the responses to a prompt."""
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of one engine, each with a process that holds a part of the weights."""
+        return self.dp * self.tp
 
     @property
     def cut(self) -> str | None:
