@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.config import OptimizerSettings, RunSettings, TrainConfig, optimizers
 
+SPREAD = (2, 4, 8, 16, 32)  # times as many data-parallel ranks of an engine
 AWAY = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 
@@ -18,7 +19,7 @@ def ways(config: RunSettings, gpus: int) -> list[RunSettings]:
         config: the run's configuration. In `megarl train`, engines and ranks take turns from the start if there are too few GPUs for both.
         gpus: the number of GPUs.
     """
-    few = isinstance(config, TrainConfig) and gpus < config.layout.ranks + config.rollout.replicas * config.rollout.tp
+    few = isinstance(config, TrainConfig) and gpus < config.layout.ranks + config.rollout.replicas * config.rollout.devices
     found = [sharing(config) if few else config]
     for remedy in (sharing, recomputed, offloaded):
         found += [tried for one in found if (tried := remedy(one)) not in found]
@@ -51,6 +52,22 @@ def offloaded(config: RunSettings) -> RunSettings:
     if isinstance(config, TrainConfig) and config.critic is not None:
         changes["critic"] = config.critic.model_copy(update={"optimizer": away(config.critic.optimizer)})
     return config.model_copy(update=changes)
+
+
+def spread(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Make engines of more GPUs, the smallest first, each with fewer whole experts; fewer engines, as long as there is one.
+
+    Only for a model with experts.
+    """
+    rollout = config.rollout
+    for times in SPREAD:
+        changes = {"dp": times * rollout.dp, "expert_parallel": True, "replicas": -(-rollout.replicas // times)}
+        yield config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
+
+
+def quantized(config: TrainConfig) -> TrainConfig:
+    """Hold the weights of linear layers and experts in float8 in the engines, which then sample from another policy than the ranks'."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"quantization": "fp8"})})
 
 
 def parked(config: RunSettings) -> RunSettings:
