@@ -10,17 +10,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from megarl.cluster.demand import assign_roles
-from megarl.config import Layout, LearnConfig, RolloutSettings, RunSettings, TrainConfig
+from megarl.config import Layout, LearnConfig, RunSettings, TrainConfig
 from megarl.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.plan.devices import GB, NODE, Device
-from megarl.plan.engines import plan_engine
-from megarl.plan.remedies import overrides, ways
+from megarl.plan.engines import EngineMemory, plan_engine
+from megarl.plan.remedies import overrides, quantized, resized, ways
 from megarl.plan.whole import Models, Plan, build
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 ENGINES = (1, 2, 4, 8)  # tensor parallel sizes of an engine
-SPREAD = (2, 4, 8, 16)  # data parallel sizes of its attention, if nothing fits with engines of one node
+SPREAD = (2, 4, 8, 16)  # data parallel sizes of its attention, if it has GPUs of several nodes
 
 EngineShape = tuple[int, int, bool]
 """Of an engine: rollout.tp, rollout.dp, rollout.expert_parallel."""
@@ -45,7 +45,7 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
     """Return the quickest layouts that fit; among those within a tenth of each other, the one with the fewest changes first.
 
     The configuration is tried as it is; if nothing fits, with the first of the remedies (`ways`) with which something does; if none helps,
-    all of that once more with engines spread over nodes.
+    all of that once more with engines spread over nodes (or from the start, if the weights take most of an engine of one node).
 
     Args:
         config: the run's configuration, whose batch and engines' share of memory stay.
@@ -56,9 +56,9 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
         most: the number of layouts to return.
     """
     hf = models["model"]
-    for shapes, way in product(_engines(config, hf), ways(config, gpus)):
+    for engines, way in product(_engines(config, hf, memory_gb), ways(config, gpus)):
         found = []
-        for tried, plan in _plans(way, models, device, memory_gb, gpus, _roomy(config, hf, memory_gb, shapes)):
+        for tried, plan in _plans(way, models, device, memory_gb, gpus, engines):
             if not plan.faults and plan.times is not None:
                 worst = max(group.worst.total for group in plan.groups)
                 engine, replicas = plan.engine, tried.rollout.replicas if isinstance(tried, TrainConfig) else 0
@@ -83,37 +83,51 @@ def nearest(config: RunSettings, models: Models, device: Device, memory_gb: floa
         gpus: the number of GPUs.
     """
     last = ways(config, gpus)[-2:]  # with everything that saves memory, engines apart and not
-    shapes = [shape for some in _engines(config, models["model"]) for shape in some]
-    plans = [each for way in last for each in _plans(way, models, device, memory_gb, gpus, shapes)]
+    near, far = _shapes(config, models["model"])
+    plans = [each for way in last for each in _plans(way, models, device, memory_gb, gpus, [*near, *far])]
     if not plans:
         return None
     tried, plan = min(plans, key=lambda each: each[1].need)
     needs = f"needs {plan.need / GB:.1f} GB of a GPU" if plan.need > plan.memory else f"lacks something else: {plan.faults[0]}"
-    return f"{' '.join(overrides(config, tried))} {needs}"
+    return f"{' '.join(overrides(config, tried))} {needs}{_smaller(config, models, device, memory_gb, gpus)}"
 
 
-def _engines(config: RunSettings, hf: dict[str, Any]) -> list[list[EngineShape]]:
-    """The engines to be tried: with data-parallel attention as configured; if nothing fits with those, spread over nodes."""
+def _smaller(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int) -> str:
+    """Whether something fits with quantised engines; the user must decide that, since they sample from another policy by more than rounding."""
+    if not isinstance(config, TrainConfig) or quantized(config) == config:
+        return ""
+    return "; with rollout.quantization=fp8 there are layouts that fit" * bool(
+        search(quantized(config), models, device, memory_gb, gpus, most=1)
+    )
+
+
+def _engines(config: RunSettings, hf: dict[str, Any], memory_gb: float) -> list[list[EngineShape]]:
+    """The engines to be tried together, and those to be tried if nothing fits with these. Each has room for a sequence.
+
+    Engines spread over nodes are for models whose weights would take most of an engine of one node.
+    """
     if not isinstance(config, TrainConfig):
         return [[]]
+    rollout, dtype = config.rollout, config.rollout.dtype or config.model.dtype
+
+    def roomy(shapes: Sequence[EngineShape]) -> dict[EngineShape, EngineMemory]:
+        planned = {shape: plan_engine(hf, resized(rollout, *shape, replicas=1), dtype, memory_gb * GB) for shape in shapes}
+        return {shape: engine for shape, engine in planned.items() if engine.room}
+
+    near, far = (roomy(shapes) for shapes in _shapes(config, hf))
+    crowded = all(engine.weights > engine.cache for engine in near.values())
+    return [[*near, *far]] if crowded else [[*near], [*far]]
+
+
+def _shapes(config: RunSettings, hf: dict[str, Any]) -> tuple[list[EngineShape], list[EngineShape]]:
+    """Engines with data-parallel attention as configured; and if that is none, those that it would spread over nodes."""
+    if not isinstance(config, TrainConfig):
+        return [], []
     dp, apart = config.rollout.dp, config.rollout.expert_parallel
     near = [(tp, dp, apart) for tp in ENGINES]
     if dp > 1 or not family_of(hf).sizes(hf).experts:
-        return [near]
-    return [near, [(tp, dp, True) for dp in SPREAD for tp in ENGINES if dp * tp > NODE]]
-
-
-def _roomy(config: RunSettings, hf: dict[str, Any], memory_gb: float, shapes: Sequence[EngineShape]) -> list[EngineShape]:
-    """Those of the engines that have room for a sequence, whatever the ranks are."""
-    if not isinstance(config, TrainConfig):
-        return []
-    rollout, dtype = config.rollout, config.rollout.dtype or config.model.dtype
-    return [shape for shape in shapes if plan_engine(hf, _shaped(rollout, shape), dtype, memory_gb * GB).room]
-
-
-def _shaped(rollout: RolloutSettings, shape: EngineShape, replicas: int = 1) -> RolloutSettings:
-    tp, dp, apart = shape
-    return rollout.model_copy(update={"tp": tp, "dp": dp, "expert_parallel": apart, "replicas": replicas})
+        return near, []
+    return near, [(tp, dp, True) for dp in SPREAD for tp in ENGINES if dp * tp > NODE]
 
 
 def _plans(
@@ -152,7 +166,7 @@ def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Seq
             replicas, rest = divmod(engine_gpus, shape[0] * shape[1])
             if replicas and not rest:
                 placement = config.placement.model_copy(update={"offload": offload})
-                changes = {"rollout": _shaped(config.rollout, shape, replicas), "placement": placement}
+                changes = {"rollout": resized(config.rollout, *shape, replicas=replicas), "placement": placement}
                 yield config.model_copy(update={**laid_out(layout), **changes})
 
 

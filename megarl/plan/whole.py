@@ -144,8 +144,8 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     )
     if engine is not None and engine.tp > NODE:
         plan.notes.append(
-            f"rollout.tp={engine.tp}: nodes of more than {NODE} GPUs, since the tp GPUs of a data-parallel rank are on one node; rollout.dp "
-            "may span nodes"
+            f"rollout.tp={engine.tp}: nodes of more than {NODE} GPUs, since the tp GPUs of a data-parallel rank are on one node; "
+            "rollout.dp may span nodes"
         )
     plan.faults.extend(_faults(plan, asked, config if remedies else None, models))
     room = config.cluster.host_memory_gb
