@@ -39,7 +39,9 @@ def demand(config: RunSettings) -> list[ProcessKind]:
         groups = [rank_kind(roles[0], layout, gpus) for roles, layout in assign_roles(config)]
         if not shared:
             return [*groups, engine_kind(config.rollout, gpus)]
-        together = tuple(lcm(block, config.rollout.tp) for block in groups[0].blocks)  # an engine uses the GPUs of ranks on one node
+        together = tuple(
+            lcm(block, config.rollout.tp) for block in groups[0].blocks
+        )  # a data-parallel rank of an engine uses the GPUs of ranks on one node
         return [replace(groups[0], blocks=together), *groups[1:]]
     return [rank_kind("model", config.layout, gpus)]
 
@@ -76,6 +78,9 @@ def rank_kind(name: str, layout: Layout, gpus: bool) -> ProcessKind:
 
 
 def engine_kind(settings: RolloutSettings, gpus: bool) -> ProcessKind:
-    """The members of the engines, each on one node; as many of an engine as fit share one."""
-    together = tuple(size for size in range(settings.dp, 0, -1) if settings.dp % size == 0)
-    return ProcessKind(ENGINES, settings.replicas * settings.dp, settings.tp if gpus else 0, together)
+    """The engines: a process for each data-parallel rank, whose GPUs are on one node.
+
+    As many consecutive ranks of an engine share a node as it can hold: their tokens meet at the experts in every layer.
+    """
+    blocks = tuple(size for size in range(settings.dp, 0, -1) if settings.dp % size == 0)
+    return ProcessKind(ENGINES, settings.replicas * settings.dp, settings.tp if gpus else 0, blocks)

@@ -154,7 +154,7 @@ class Placement(Section):
     reward: Layout | None = None
     """Layout of the reward model on its own ranks."""
     engines: Literal["apart", "shared"] = "apart"
-    """apart: engines have GPUs of their own; shared: they take turns with the policy's ranks on the same GPUs (rollout.tp consecutive ranks
-    per engine), and sleep in between."""
+    """apart: engines have GPUs of their own; shared: they take turns with the policy's ranks on the same GPUs (rollout.dp * rollout.tp
+    consecutive ranks per engine), and sleep in between."""
     offload: bool = False
     """Let models that share ranks take turns on the device; idle ones are kept in host memory (on a CPU: in files)."""

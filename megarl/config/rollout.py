@@ -26,10 +26,10 @@ class RolloutSettings(Section):
     replicas: Annotated[int, Field(gt=0, le=65_536)] = 1
     """Number of engines; the prompts are distributed over them."""
     tp: PositiveInt = 1
-    """Tensor parallel size of one engine; these devices share a node."""
+    """Tensor parallel size of one engine, or of each data parallel rank; these devices share a node."""
     dp: PositiveInt = 1
-    """Data parallel size of one engine's attention: the engine has dp times tp devices, on one or several nodes, and spreads its experts
-    over all of them. Each data parallel rank keeps sequences of its own."""
+    """Data parallel size of one engine's attention: it has dp times tp devices, on one or several nodes, and spreads its experts over all
+    of them; each data parallel rank keeps whole sequences with a KV cache of its own."""
     expert_parallel: bool = False
     """Spread whole experts over the devices of an engine, instead of a slice of every expert."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -59,7 +59,7 @@ class RolloutSettings(Section):
     max_response_tokens: PositiveInt = 1024
     """Maximum length of a response, in tokens, including its end token."""
     max_num_seqs: BatchSize = 256
-    """Maximum number of sequences that an engine decodes together."""
+    """Maximum number of sequences that an engine decodes together, on each of its data parallel ranks."""
     kv_cache_mb: Megabytes | None = None
     """Size of the KV cache; required by CPU engines (GPU engines use gpu_memory_fraction)."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6

@@ -181,13 +181,14 @@ class TrainConfig(TrainingSettings):
 
     def _check_shared(self) -> None:
         """Raise ValueError if the engines cannot share the devices of the policy's ranks as configured."""
-        engines, ranks = self.rollout.replicas * self.rollout.tp, self.layout.ranks
+        rollout, ranks = self.rollout, self.layout.ranks
+        engines = rollout.replicas * rollout.devices
         if self.placement.engines == "apart":
             return
         if engines > ranks:
             raise ValueError(
-                f"placement.engines=shared: rollout.replicas*rollout.tp={self.rollout.replicas}*{self.rollout.tp}={engines} is more than "
-                f"layout.ranks={ranks}"
+                "placement.engines=shared: rollout.replicas*rollout.dp*rollout.tp="
+                f"{rollout.replicas}*{rollout.dp}*{rollout.tp}={engines} is more than layout.ranks={ranks}"
             )
         if self.cluster.gpus and self.sync.transport != "cuda_ipc":
             raise ValueError(

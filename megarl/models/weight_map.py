@@ -237,6 +237,11 @@ class WeightMapping:
     layers: range | None = None  # layers that have it; None: all
     float32: bool = False  # a buffer kept, saved and sent in float32, whatever the model's dtype (a router's expert bias)
 
+    @property
+    def linear(self) -> bool:
+        """See `Weight.linear`."""
+        return _is_linear(self.megatron)
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -256,8 +261,12 @@ class Weight:
 
         Megatron calls these modules linear_*, and only these: embeddings, output layer, routers, norms and biases have other names.
         """
-        *_, module, parameter = self.name.split(".")
-        return module.startswith("linear_") and parameter == "weight"
+        return _is_linear(self.name)
+
+
+def _is_linear(name: str) -> bool:
+    *_, module, parameter = name.split(".")
+    return module.startswith("linear_") and parameter == "weight"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,8 +14,14 @@ from megarl.plan.devices import GB
 from megarl.plan.facts import Facts, facts
 from megarl.plan.states import ITEM
 
-OVERHEAD = 4 * GB  # CUDA's context, NCCL, graphs, activations of 8,192 prompt tokens: an estimate
+OVERHEAD = 4 * GB  # CUDA's context, NCCL, graphs, activations of one rank's prompt tokens in a step: an estimate
+TOKENS = "max_num_batched_tokens"  # vLLM's setting of the most prompt tokens of a data-parallel rank in a step
+STEP_TOKENS = 16_384  # its default on GPUs of 70 GiB and more (vllm/engine/arg_utils.py:2743, LLM_CLASS)
 VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of this many rows (vocab_parallel_embedding.py)
+FP8_BYTES = 1 + 4 / 128**2  # of a weight: float8, and a float32 scale for each block of 128 x 128
+# Models whose ranks split the tokens before they send them to the experts of other ranks, and therefore all hold the whole shared experts
+# (vllm/config/parallel.py:715, use_sequence_parallel_moe; its users are model_executor/models/deepseek_v2.py:369 and qwen3_moe.py:211).
+_SPLIT_TOKENS = ("DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -22,12 +29,25 @@ class EngineMemory:
     """One GPU of an engine, in bytes."""
 
     tp: int
+    dp: int
     share: float  # of the GPU, for the engine
     weights: float
+    experts: float  # part of the weights
+    split: bool  # whether the tokens of a data-parallel rank are split among its GPUs on their way to the experts
     overhead: float
     token: float  # KV cache of one token
     cache: float  # what is left for the KV cache; below 0: nothing fits
     longest: int  # tokens of the longest sequence
+
+    @property
+    def devices(self) -> int:
+        """The GPUs of the engine."""
+        return self.dp * self.tp
+
+    @property
+    def size(self) -> str:
+        """The settings that give the engine its size, as text for a message."""
+        return f"rollout.tp={self.tp}" + f" rollout.dp={self.dp}" * (self.dp > 1)
 
     @property
     def room(self) -> bool:
@@ -36,30 +56,61 @@ class EngineMemory:
 
     @property
     def live(self) -> float:
-        """How many sequences of the greatest length the KV cache holds at once."""
-        return max(0.0, self.cache) / (self.token * self.longest)
+        """How many sequences of the greatest length the engine holds at once: each data-parallel rank has sequences of its own."""
+        return self.dp * max(0.0, self.cache) / (self.token * self.longest)
 
 
-def engine_weights(hf: dict[str, Any], tp: int, dtype: str) -> int:
-    """Bytes of weights on one rank of an engine. Each expert is sharded (no expert parallelism); norms, routers and latents are replicated.
+def engine_weights(hf: dict[str, Any], tp: int, dtype: str, dp: int = 1, *, expert_parallel: bool = False, fp8: bool = False) -> int:
+    """Bytes of weights on the fullest rank of an engine, as `weight_parts` counts them."""
+    return sum(weight_parts(hf, tp, dtype, dp, expert_parallel=expert_parallel, fp8=fp8))
+
+
+def weight_parts(
+    hf: dict[str, Any], tp: int, dtype: str, dp: int = 1, *, expert_parallel: bool = False, fp8: bool = False
+) -> tuple[int, int]:
+    """Bytes of all other weights, and of routed experts, on the fullest rank of an engine.
+
+    All but the routed experts are sharded over `tp` ranks and replicated over `dp`; norms, routers and down-projections to latents are
+    replicated on every rank. Of the experts, each of the dp * tp ranks holds a slice of every one, or whole ones.
 
     Args:
         hf: config.json of the model.
-        tp: the number of ranks of the engine.
-        dtype: the dtype of the weights.
+        tp: tensor parallel size of the engine.
+        dtype: the dtype of the weights that are not quantised.
+        dp: data parallel size of its attention.
+        expert_parallel: whether each rank holds whole experts.
+        fp8: whether linear layers and experts are quantised.
     """
     family, its = family_of(hf), facts(hf)
-    count = 0
+    ranks, held, routed = dp * tp, 0.0, 0.0
     for one in [*family.weight_map(hf), family.heads["lm"].mapping(hf)]:
         if one.alias and one.megatron == OUTPUT:
             continue  # embedding and output share one table
         layers = 1 if "{layer}" not in one.megatron else its.n.layers if one.layers is None else len(one.layers)
-        experts = its.n.experts if "{expert}" in one.megatron else 1
-        count += _elements(one.op, tp) * layers * experts * (ITEM[dtype] if not one.float32 else 4)
+        item = 4 if one.float32 else FP8_BYTES if fp8 and one.linear else ITEM[dtype]
+        if "{expert}" not in one.megatron:
+            shared = ".shared_experts." in one.megatron and splits_tokens(hf, tp, dp, expert_parallel=expert_parallel)
+            held += _elements(one.op, 1 if shared else tp) * layers * item
+        elif expert_parallel:  # the first ranks have one more, if they do not divide (fused_moe/expert_map_manager.py:67)
+            routed += _elements(one.op, 1) * -(-its.n.experts // ranks) * layers * item
+        else:
+            routed += _elements(one.op, ranks) * its.n.experts * layers * item
     if its.latents is not None:  # the up-projection of the latents once more, transposed (mla_attention.py: W_UV, W_UK_T)
         up = its.n.heads // tp * (its.latents.plain + its.latents.value) * its.latents.key_value
-        count += up * its.n.layers * ITEM[dtype]
-    return count
+        held += up * its.n.layers * ITEM[dtype]
+    return round(held), round(routed)
+
+
+def splits_tokens(hf: Mapping[str, Any], tp: int, dp: int, *, expert_parallel: bool) -> bool:
+    """Whether the ranks of an engine split the tokens of a data-parallel rank among them before these go to the experts.
+
+    Args:
+        hf: config.json of the model.
+        tp: tensor parallel size of the engine.
+        dp: data parallel size of its attention.
+        expert_parallel: whether each rank holds whole experts.
+    """
+    return expert_parallel and tp > 1 and dp > 1 and hf["architectures"][0] in _SPLIT_TOKENS
 
 
 def _elements(op: Op, tp: int) -> int:
@@ -96,10 +147,33 @@ def plan_engine(hf: dict[str, Any], settings: RolloutSettings, dtype: str, memor
         dtype: the dtype of the engine.
         memory: the GPU's memory in bytes.
     """
-    its = facts(hf)
-    weights = engine_weights(hf, settings.tp, dtype)
+    its, tp, dp = facts(hf), settings.tp, settings.dp
+    apart, fp8 = settings.expert_parallel, settings.quantization == "fp8"
+    held, routed = weight_parts(hf, tp, dtype, dp, expert_parallel=apart, fp8=fp8)
     scores = settings.max_num_seqs * its.n.vocab * 4 * 3  # logits in float32, sorted and normalised
-    overhead = OVERHEAD + scores
-    cache = memory * settings.gpu_memory_fraction - weights - overhead
+    overhead = OVERHEAD + scores + (dp - 1) * _gathered(its, settings, dtype)
+    cache = memory * settings.gpu_memory_fraction - held - routed - overhead
     longest = settings.max_prompt_tokens + settings.max_response_tokens
-    return EngineMemory(settings.tp, settings.gpu_memory_fraction, weights, overhead, cache_bytes(its, settings.tp, dtype), cache, longest)
+    return EngineMemory(
+        tp=tp,
+        dp=dp,
+        share=settings.gpu_memory_fraction,
+        weights=held + routed,
+        experts=routed,
+        split=splits_tokens(hf, tp, dp, expert_parallel=apart),
+        overhead=overhead,
+        token=cache_bytes(its, tp, dtype),
+        cache=cache,
+        longest=longest,
+    )
+
+
+def _gathered(its: Facts, settings: RolloutSettings, dtype: str) -> int:
+    """Bytes that the prompt tokens of one more data-parallel rank take on every rank.
+
+    The tokens of all ranks meet at the experts: hidden states, and two workspaces with a row for each expert of each token (vLLM's
+    fused_moe/experts/triton_moe.py: workspace_shapes; modular_kernel.py: _allocate_buffers no longer cuts them into chunks).
+    """
+    tokens = int(settings.engine.args.get(TOKENS) or STEP_TOKENS)
+    inner = its.n.expert_ffn if settings.expert_parallel else its.n.expert_ffn // settings.devices
+    return tokens * (2 * its.topk * max(its.n.hidden, 2 * inner) + 2 * its.n.hidden) * ITEM[dtype]

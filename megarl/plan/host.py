@@ -95,7 +95,7 @@ def payload(config: TrainConfig, its: Facts) -> Payload:
     rollout = config.rollout
     return Payload(
         store=config.cluster.object_store_mb << 20,
-        nodes=-(-rollout.replicas * rollout.tp // NODE) if config.cluster.gpus else 1,
+        nodes=-(-rollout.replicas * rollout.devices // NODE) if config.cluster.gpus else 1,
         step=_step(rollout, config.train.prompts_per_step, config.routing.reported, its),
         batches=batches(rollout.mode, rollout.max_lag),
     )

@@ -6,8 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.config import OptimizerSettings, RunSettings, TrainConfig, optimizers
+from megarl.config import OptimizerSettings, RolloutSettings, RunSettings, TrainConfig, optimizers
+from megarl.plan.engines import STEP_TOKENS, TOKENS
 
+SPREAD = (2, 4, 8, 16, 32)  # times as many data-parallel ranks of an engine
+FEWEST_TOKENS = 2048  # prompt tokens of a data-parallel rank in a step: below this, prompts take more steps than they save memory
 AWAY = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 
@@ -18,7 +21,7 @@ def ways(config: RunSettings, gpus: int) -> list[RunSettings]:
         config: the run's configuration. In `megarl train`, engines and ranks take turns from the start if there are too few GPUs for both.
         gpus: the number of GPUs.
     """
-    few = isinstance(config, TrainConfig) and gpus < config.layout.ranks + config.rollout.replicas * config.rollout.tp
+    few = isinstance(config, TrainConfig) and gpus < config.layout.ranks + config.rollout.replicas * config.rollout.devices
     found = [sharing(config) if few else config]
     for remedy in (sharing, recomputed, offloaded):
         found += [tried for one in found if (tried := remedy(one)) not in found]
@@ -51,6 +54,43 @@ def offloaded(config: RunSettings) -> RunSettings:
     if isinstance(config, TrainConfig) and config.critic is not None:
         changes["critic"] = config.critic.model_copy(update={"optimizer": away(config.critic.optimizer)})
     return config.model_copy(update=changes)
+
+
+def spread(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Make engines of more GPUs, the smallest first, each with fewer whole experts; fewer engines, as long as there is one.
+
+    Only for a model with experts.
+    """
+    rollout = config.rollout
+    for times in SPREAD:
+        yield config.model_copy(
+            update={"rollout": resized(rollout, rollout.tp, times * rollout.dp, True, -(-rollout.replicas // times))},
+        )
+
+
+def resized(rollout: RolloutSettings, tp: int, dp: int, expert_parallel: bool, replicas: int) -> RolloutSettings:
+    """Give engines another size.
+
+    The prompt tokens of all data-parallel ranks meet at the experts, and the buffers for them grow with their number. So where the
+    number of ranks changes, each has fewer of them in a step, unless the configuration says how many.
+
+    Args:
+        rollout: the section `rollout`.
+        tp: its new `tp`.
+        dp: its new `dp`.
+        expert_parallel: its new `expert_parallel`.
+        replicas: the number of engines.
+    """
+    changes: dict[str, Any] = {"tp": tp, "dp": dp, "expert_parallel": expert_parallel, "replicas": replicas}
+    if dp != rollout.dp and not rollout.engine.args.get(TOKENS):
+        args = {**rollout.engine.args, TOKENS: max(FEWEST_TOKENS, STEP_TOKENS // dp)}
+        changes["engine"] = rollout.engine.model_copy(update={"args": args})
+    return rollout.model_copy(update=changes)
+
+
+def quantized(config: TrainConfig) -> TrainConfig:
+    """Hold the weights of linear layers and experts in float8 in the engines, which then sample from another policy than the ranks'."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"quantization": "fp8"})})
 
 
 def parked(config: RunSettings) -> RunSettings:

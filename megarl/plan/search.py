@@ -14,12 +14,16 @@ from megarl.config import Layout, LearnConfig, RunSettings, TrainConfig
 from megarl.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.plan.devices import GB, NODE, Device
-from megarl.plan.engines import plan_engine
-from megarl.plan.remedies import overrides, ways
+from megarl.plan.engines import EngineMemory, plan_engine
+from megarl.plan.remedies import overrides, quantized, resized, ways
 from megarl.plan.whole import Models, Plan, build
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
-ENGINES = (1, 2, 4, 8)  # GPUs per engine
+ENGINES = (1, 2, 4, 8)  # tensor parallel sizes of an engine
+SPREAD = (2, 4, 8, 16)  # data parallel sizes of its attention, if it has GPUs of several nodes
+
+EngineShape = tuple[int, int, bool]
+"""Of an engine: rollout.tp, rollout.dp, rollout.expert_parallel."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class FittingLayout:
     layout: Layout
     replicas: int  # engines; 0: a stage without them
     engine_tp: int
+    engine_dp: int
     bytes: float  # of the worst rank
     host: float  # bytes of host memory on a node; 0: not planned
     live: float  # sequences of the greatest length that an engine's KV cache holds
@@ -39,7 +44,8 @@ class FittingLayout:
 def search(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int, *, most: int = 8) -> list[FittingLayout]:
     """Return the quickest layouts that fit; among those within a tenth of each other, the one with the fewest changes first.
 
-    The configuration is tried as it is; if nothing fits, with the first of the remedies (`ways`) with which something does.
+    The configuration is tried as it is; if nothing fits, with the first of the remedies (`ways`) with which something does; if none helps,
+    all of that once more with engines spread over nodes (or from the start, if the weights take most of an engine of one node).
 
     Args:
         config: the run's configuration, whose batch and engines' share of memory stay.
@@ -49,16 +55,16 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
         gpus: the number of GPUs, each for a rank or an engine, or for both if they take turns.
         most: the number of layouts to return.
     """
-    engines = [tp for tp in ENGINES if _has_room(config, models["model"], memory_gb, tp)]
-    for way in ways(config, gpus):
+    hf = models["model"]
+    for engines, way in product(_engines(config, hf, memory_gb), ways(config, gpus)):
         found = []
         for tried, plan in _plans(way, models, device, memory_gb, gpus, engines):
             if not plan.faults and plan.times is not None:
                 worst = max(group.worst.total for group in plan.groups)
                 engine, replicas = plan.engine, tried.rollout.replicas if isinstance(tried, TrainConfig) else 0
-                tp, live = (engine.tp, engine.live) if engine is not None else (0, 0.0)
+                tp, dp, live = (engine.tp, engine.dp, engine.live) if engine is not None else (0, 0, 0.0)
                 host, changes = plan.host.total if plan.host is not None else 0, overrides(config, tried)
-                found.append(FittingLayout(tried.layout, replicas, tp, worst, host, live, plan.times.step, changes))
+                found.append(FittingLayout(tried.layout, replicas, tp, dp, worst, host, live, plan.times.step, changes))
         if found:
             quickest = min(one.seconds for one in found)
             found.sort(key=lambda one: (int(10 * (one.seconds / quickest - 1)), len(one.changes), one.seconds, one.bytes))
@@ -77,24 +83,55 @@ def nearest(config: RunSettings, models: Models, device: Device, memory_gb: floa
         gpus: the number of GPUs.
     """
     last = ways(config, gpus)[-2:]  # with everything that saves memory, engines apart and not
-    plans = [each for way in last for each in _plans(way, models, device, memory_gb, gpus, ENGINES)]
+    near, far = _shapes(config, models["model"])
+    plans = [each for way in last for each in _plans(way, models, device, memory_gb, gpus, [*near, *far])]
     if not plans:
         return None
     tried, plan = min(plans, key=lambda each: each[1].need)
     needs = f"needs {plan.need / GB:.1f} GB of a GPU" if plan.need > plan.memory else f"lacks something else: {plan.faults[0]}"
-    return f"{' '.join(overrides(config, tried))} {needs}"
+    return f"{' '.join(overrides(config, tried))} {needs}{_smaller(config, models, device, memory_gb, gpus)}"
 
 
-def _has_room(config: RunSettings, hf: dict[str, Any], memory_gb: float, tp: int) -> bool:
-    """Whether engines of `tp` GPUs each have room for a sequence, whatever the ranks are."""
+def _smaller(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int) -> str:
+    """Whether something fits with quantised engines. It is not chosen for the user, since their policy differs by more than rounding."""
+    if not isinstance(config, TrainConfig) or quantized(config) == config:
+        return ""
+    return "; with rollout.quantization=fp8 there are layouts that fit" * bool(
+        search(quantized(config), models, device, memory_gb, gpus, most=1)
+    )
+
+
+def _engines(config: RunSettings, hf: dict[str, Any], memory_gb: float) -> list[list[EngineShape]]:
+    """The engines to be tried together, and those to be tried if nothing fits with these. Each has room for a sequence.
+
+    Engines spread over nodes are for models whose weights would take most of an engine of one node.
+    """
     if not isinstance(config, TrainConfig):
-        return False
-    rollout = config.rollout.model_copy(update={"tp": tp})
-    return plan_engine(hf, rollout, rollout.dtype or config.model.dtype, memory_gb * GB).room
+        return [[]]
+    rollout, dtype = config.rollout, config.rollout.dtype or config.model.dtype
+
+    def roomy(shapes: Sequence[EngineShape]) -> dict[EngineShape, EngineMemory]:
+        planned = {shape: plan_engine(hf, resized(rollout, *shape, replicas=1), dtype, memory_gb * GB) for shape in shapes}
+        return {shape: engine for shape, engine in planned.items() if engine.room}
+
+    near, far = (roomy(shapes) for shapes in _shapes(config, hf))
+    crowded = all(engine.weights > engine.cache for engine in near.values())
+    return [[*near, *far]] if crowded else [[*near], [*far]]
+
+
+def _shapes(config: RunSettings, hf: dict[str, Any]) -> tuple[list[EngineShape], list[EngineShape]]:
+    """Engines with data-parallel attention as configured; and if that is none, those that it would spread over nodes."""
+    if not isinstance(config, TrainConfig):
+        return [], []
+    dp, apart = config.rollout.dp, config.rollout.expert_parallel
+    near = [(tp, dp, apart) for tp in ENGINES]
+    if dp > 1 or not family_of(hf).sizes(hf).experts:
+        return near, []
+    return near, [(tp, dp, True) for dp in SPREAD for tp in ENGINES if dp * tp > NODE]
 
 
 def _plans(
-    config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int, engines: Sequence[int]
+    config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int, engines: Sequence[EngineShape]
 ) -> Iterator[tuple[TrainConfig | LearnConfig, Plan]]:
     for tried in _candidates(config, models["model"], gpus, engines):
         try:
@@ -103,7 +140,7 @@ def _plans(
             continue
 
 
-def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Sequence[int]) -> Iterator[TrainConfig | LearnConfig]:
+def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Sequence[EngineShape]) -> Iterator[TrainConfig | LearnConfig]:
     """The configuration with every layout and every set of engines to be tried on so many GPUs."""
     n = family_of(hf).sizes(hf)
     experts = n.experts or 1
@@ -125,11 +162,12 @@ def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Seq
     offloads = {config.placement.offload, len(assign_roles(config)[0][0]) > 1}
     for ranks in sorted(splits):
         engine_gpus = gpus if shared else gpus - ranks
-        for layout, engine_tp, offload in product(_layouts(ranks, experts, sequences), engines, sorted(offloads)):
-            if engine_gpus % engine_tp == 0:
-                rollout = config.rollout.model_copy(update={"tp": engine_tp, "replicas": engine_gpus // engine_tp})
+        for layout, shape, offload in product(_layouts(ranks, experts, sequences), engines, sorted(offloads)):
+            replicas, rest = divmod(engine_gpus, shape[0] * shape[1])
+            if replicas and not rest:
                 placement = config.placement.model_copy(update={"offload": offload})
-                yield config.model_copy(update={**laid_out(layout), "rollout": rollout, "placement": placement})
+                changes = {"rollout": resized(config.rollout, *shape, replicas=replicas), "placement": placement}
+                yield config.model_copy(update={**laid_out(layout), **changes})
 
 
 def _layouts(ranks: int, experts: int, sequences: int) -> Iterator[Layout]:

@@ -79,8 +79,8 @@ def _engine(plan: Plan) -> Table:
     engine = plan.engine
     assert engine is not None
     table = _table(
-        f"GB on a GPU of an engine: {plan.engines // engine.tp} engines of tp {engine.tp}",
-        *("share", "weights", "buffers", "keys, values", "live sequences", "weight update"),
+        f"GB on a GPU of an engine: {plan.engines // engine.devices} engines of {_shape(engine.tp, engine.dp)}",
+        *("share", "weights", "buffers", "keys, values", "live sequences of an engine", "for each GPU", "weight update"),
     )
     table.add_row(
         f"{plan.memory * engine.share / GB:.1f}",
@@ -88,9 +88,15 @@ def _engine(plan: Plan) -> Table:
         f"{engine.overhead / GB:.1f}",
         f"{engine.cache / GB:.1f}",
         f"{engine.live:.0f} of {engine.longest} tokens",
+        f"{engine.live / engine.devices:.1f}",
         f"{plan.receiver / GB:.1f}",
     )
     return table
+
+
+def _shape(tp: int, dp: int) -> str:
+    """The size of an engine."""
+    return f"tp {tp}" + f", dp {dp}" * (dp > 1)
 
 
 def _host(plan: Plan) -> Table:
@@ -143,7 +149,7 @@ def _found(found: Sequence[FittingLayout]) -> Table:
     sizes = ("ranks", "tp", "pp", "cp", "ep", "dp")
     table = _table("layouts that fit, fastest first", "", *sizes, "GB rank", *engines, "s step")
     for number, one in enumerate(found, 1):
-        theirs = [f"{one.host / GB:.0f}", f"{one.replicas} x tp {one.engine_tp}", f"{one.live:.0f}"] if engines else []
+        theirs = [f"{one.host / GB:.0f}", f"{one.replicas} x {_shape(one.engine_tp, one.engine_dp)}", f"{one.live:.0f}"] if engines else []
         layout = [str(getattr(one.layout, size)) for size in sizes]
         table.add_row(str(number), *layout, f"{one.bytes / GB:.1f}", *theirs, f"{one.seconds:.0f}")
     return table

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config import SyncSettings
+from megarl.config import RolloutSettings, SyncSettings
 from megarl.models.families import family_of
+from megarl.plan.engines import FP8_BYTES, engine_weights
 from megarl.plan.states import ITEM
 
 GATHERED = 256 << 20  # megarl.parallel.export.GATHER_BYTES, copied here because importing it would import Megatron
 HASHED = (1 << 26) * 20  # bytes of the temporaries of megarl.sync.fingerprint: two of int64 and two of int16 for each of 2^26 elements
+QUANTIZED = (1 << 24) * 12  # bytes of the temporaries of megarl.sync.quantize: 12 for each of the 2^24 elements quantised together
 
 
-def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
+def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, *, fp8: bool = False) -> int:
     """Bytes on rank 0: two buckets; the largest tensor or part of a layer's experts, gathered and joined; for fingerprints, a third bucket.
 
     Args:
         hf: config.json of the policy.
         sync: the section `sync`.
-        dtype: the dtype of the weights that are sent.
+        dtype: the dtype of the policy's weights.
+        fp8: whether rank 0 quantises what it has gathered: the result then lies beside it.
     """
     table, bucket = largest_tensor(hf, dtype), _bucket(hf, sync, dtype)
-    return (2 + sync.verify) * bucket + 2 * max(GATHERED, table) + HASHED * sync.verify
+    quantized = QUANTIZED + round(GATHERED / ITEM[dtype] * FP8_BYTES) if fp8 else 0
+    return (2 + sync.verify) * bucket + 2 * max(GATHERED, table) + quantized + HASHED * sync.verify
 
 
 def kept_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
@@ -35,18 +39,32 @@ def kept_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
     return 2 * _bucket(hf, sync, dtype) if sync.transport in ("nccl", "cuda_ipc") else 0
 
 
-def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, tp: int) -> int:
-    """Bytes on a GPU of an engine: a bucket, the experts of one layer as they are unpacked, and fingerprints.
+def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, rollout: RolloutSettings) -> int:
+    """Bytes on a GPU of an engine: a bucket, its part of the experts of one layer as they are unpacked, and fingerprints.
+
+    A bucket is no smaller with fp8, since it has room for the embedding, which is not quantised; but there are half as many.
 
     Args:
         hf: config.json of the policy.
         sync: the section `sync`.
-        dtype: the dtype of the weights that are sent.
-        tp: the number of ranks of the engine.
+        dtype: the dtype of the engine's weights that are not quantised.
+        rollout: the section `rollout`.
     """
     n = family_of(hf).sizes(hf)
-    layer = 3 * n.experts * n.expert_ffn * n.hidden * ITEM[dtype] // tp
-    return _bucket(hf, sync, dtype) + (layer + HASHED) * sync.verify
+    held = -(-n.experts // rollout.devices) if rollout.expert_parallel else n.experts / rollout.devices
+    layer = 3 * held * n.expert_ffn * n.hidden * (FP8_BYTES if rollout.quantization == "fp8" else ITEM[dtype])
+    return _bucket(hf, sync, dtype) + (round(layer) + HASHED) * sync.verify
+
+
+def sent_bytes(hf: dict[str, Any], rollout: RolloutSettings, dtype: str) -> int:
+    """Bytes of all weights as they are sent to the engines.
+
+    Args:
+        hf: config.json of the policy.
+        rollout: the section `rollout`.
+        dtype: the dtype of the engine's weights that are not quantised.
+    """
+    return engine_weights(hf, 1, dtype, fp8=rollout.quantization == "fp8")
 
 
 def _bucket(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:

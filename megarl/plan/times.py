@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config import DpoConfig, Layout, LearnConfig, RolloutSettings, SftConfig, StepSettings, TrainConfig
-from megarl.plan.devices import DECODE_SHARE, HOST_BANDWIDTH, HOST_MEMORY, MEAN_LENGTH, NETWORK_SHARE, NODE, PREFILL_MFU, TRAIN_MFU, Device
+from megarl.plan.devices import (
+    DECODE_SHARE,
+    HOST_BANDWIDTH,
+    HOST_MEMORY,
+    IMBALANCE,
+    MEAN_LENGTH,
+    NETWORK_SHARE,
+    NODE,
+    PREFILL_MFU,
+    TRAIN_MFU,
+    Device,
+)
 from megarl.plan.engines import EngineMemory
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import replicas
@@ -61,7 +72,16 @@ def micro_batches(train: StepSettings, rollout: RolloutSettings, layout: Layout)
 
 
 def plan_times(
-    config: TrainConfig, its: Facts, elements: int, engine: EngineMemory, device: Device, waiting: float, offloaded: float, *, ahead: bool
+    config: TrainConfig,
+    its: Facts,
+    elements: int,
+    engine: EngineMemory,
+    device: Device,
+    waiting: float,
+    offloaded: float,
+    sent: float,
+    *,
+    ahead: bool,
 ) -> StepTimes:
     """Estimate the phases of a step of `megarl train`.
 
@@ -73,6 +93,7 @@ def plan_times(
         device: the type of every GPU.
         waiting: bytes of a rank's models that wait in host memory.
         offloaded: bytes of a rank's optimizers that work in host memory.
+        sent: bytes of the weights that each engine is sent.
         ahead: whether engines generate while ranks work.
     """
     layout, train, rollout = config.layout, config.train, config.rollout
@@ -88,7 +109,7 @@ def plan_times(
         generate=_generate(rollout, train.prompts_per_step, its, elements, engine, device),
         score=forward * passes * bubble,
         update=updates,
-        sync=2 * elements / (device.network * NETWORK_SHARE),
+        sync=sent / (device.network * NETWORK_SHARE),  # one stream to all of them at once, however many GPUs they have
         park=4 * waiting / HOST_BANDWIDTH,  # out and in, both for scoring and for the update
         ahead=ahead,
     )
@@ -166,20 +187,40 @@ def _in_host_memory(offloaded: float) -> float:
 
 
 def _generate(rollout: RolloutSettings, prompts: int, its: Facts, elements: int, engine: EngineMemory, device: Device) -> float:
-    """Seconds of generation: prompts by their FLOPs, responses by what an engine reads in each decoding step, weights and KV cache."""
-    n = its.n
+    """Seconds of generation: prompts by their FLOPs, responses by what an engine reads in each decoding step, weights and KV cache.
+
+    If its attention is data parallel, add the exchange of tokens with the experts.
+    """
+    n, ranks = its.n, engine.devices
     sequences = prompts * rollout.samples_per_prompt / rollout.replicas
     response = rollout.max_response_tokens * MEAN_LENGTH
-    live = min(rollout.max_num_seqs, sequences, max(1.0, engine.cache / (engine.token * _length(rollout))))
-    active = active_parameters(its, elements)
+    held = max(1.0, engine.cache / (engine.token * _length(rollout)))  # by the cache of a data-parallel rank
+    live = min(sequences, engine.dp * min(rollout.max_num_seqs, held))
+    active, exchanged = active_parameters(its, elements), _met(its, engine, device)
+    routed = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * its.topk
+    computed = active + (IMBALANCE - 1) * routed * (rollout.expert_parallel and ranks > 1)  # whole experts are unequally busy
 
     def each(running: float) -> float:
-        touched = min(1.0, running * its.topk / n.experts) if n.experts else 1.0
-        read = max(engine.weights * touched, 2 * active / rollout.tp) + running * engine.token * _length(rollout)
-        return max(read / (device.bandwidth * DECODE_SHARE), 2 * active * running / rollout.tp / (device.flops * PREFILL_MFU))
+        touched = min(1.0, running * its.topk / n.experts) if n.experts else 0.0
+        read = engine.weights - engine.experts * (1 - touched) + running / engine.dp * engine.token * _length(rollout)
+        compute = 2 * computed * running / ranks / (device.flops * PREFILL_MFU)
+        return max(read / (device.bandwidth * DECODE_SHARE), compute) + running * exchanged
 
     full = sequences * response / live
     tail = max(0.0, rollout.max_response_tokens - full)  # while only the longest responses run
     reading = prompts / rollout.replicas * rollout.max_prompt_tokens * MEAN_LENGTH  # tokens of prompts
-    read_s = reading * forward_flops(its, elements, 0) / rollout.tp / (device.flops * PREFILL_MFU)
+    read_s = reading * (2 * computed / ranks / (device.flops * PREFILL_MFU) + exchanged)
     return full * each(live) + tail * each(live * TAIL) + read_s
+
+
+def _met(its: Facts, engine: EngineMemory, device: Device) -> float:
+    """Seconds per token in which the tokens of all data-parallel ranks are gathered where their experts are, and the results go back.
+
+    Between nodes each GPU receives as much as the network of those GPUs of its node brings that gather the same tokens.
+    """
+    if engine.dp == 1:
+        return 0.0
+    together = NODE if engine.split else max(1, NODE // engine.tp)
+    rate = device.link if engine.devices <= NODE else min(device.link, together * device.network)
+    moved = 2 * its.n.hidden * 2 * (engine.dp - 1) / engine.dp  # both ways, in bfloat16
+    return (its.n.layers - its.n.dense) * moved / (rate * NETWORK_SHARE)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.cluster.demand import assign_roles
 from megarl.config import DpoConfig, LearnConfig, RmConfig, RunSettings, TrainConfig, model_of, optimizers
+from megarl.errors import ConfigError
 from megarl.models.families import check_layout
 from megarl.models.hf import read_config
 from megarl.plan.devices import GB, MEAN_LENGTH, NODE, Device
@@ -17,8 +18,8 @@ from megarl.plan.facts import facts
 from megarl.plan.host import NodeMemory, plan_host
 from megarl.plan.parameters import model_elements
 from megarl.plan.ranks import GroupMemory, PlannedModel, Work, plan_group
-from megarl.plan.remedies import offloaded, overrides, parked, recomputed
-from megarl.plan.sync import kept_bytes, receiver_bytes, sender_bytes
+from megarl.plan.remedies import offloaded, overrides, parked, quantized, recomputed, spread
+from megarl.plan.sync import kept_bytes, receiver_bytes, sender_bytes, sent_bytes
 from megarl.plan.times import StepTimes, active_parameters, micro_batches, plan_learning, plan_times
 from megarl.rollout.registry import check_engine
 
@@ -107,17 +108,18 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     if isinstance(config, TrainConfig):
         dtype, shared = config.rollout.dtype or config.model.dtype, config.placement.engines == "shared"
         check_engine(hf, dtype, config.rollout, gpu=True)
-        engine, engines = plan_engine(hf, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.tp
-        receiver = receiver_bytes(hf, config.sync, dtype, config.rollout.tp)
+        engine, engines = plan_engine(hf, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.devices
+        receiver = receiver_bytes(hf, config.sync, dtype, config.rollout)
         if shared:  # rank 0 sends from a GPU on which an engine receives
-            receiver += sender_bytes(hf, config.sync, config.model.dtype)
+            receiver += _sender_bytes(config, hf)
             beside = max(stage.resident for stage in groups[0].stages)
             kept = kept_bytes(hf, config.sync, config.model.dtype)
         else:
             asked += engines
         host = plan_host(config, its, facts(models.get("critic", hf)), groups, engines, -(-asked // NODE), shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
-        times = plan_times(config, its, elements, engine, device, waiting, offloaded, ahead=config.rollout.mode != "sync")
+        sent, ahead = sent_bytes(hf, config.rollout, dtype), config.rollout.mode != "sync"
+        times = plan_times(config, its, elements, engine, device, waiting, offloaded, sent, ahead=ahead)
     else:
         assert isinstance(config, LearnConfig)
         times = plan_learning(config, its, elements, device, offloaded)
@@ -141,7 +143,10 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         faults=[],
     )
     if engine is not None and engine.tp > NODE:
-        plan.notes.append(f"rollout.tp={engine.tp} spans nodes of {NODE} GPUs, but an engine starts only on one node: a plan only")
+        plan.notes.append(
+            f"rollout.tp={engine.tp}: nodes of more than {NODE} GPUs, since the tp GPUs of a data-parallel rank are on one node; "
+            "rollout.dp may span nodes"
+        )
     plan.faults.extend(_faults(plan, asked, config if remedies else None, models))
     room = config.cluster.host_memory_gb
     if host is not None and room is not None and host.total > room * GB:
@@ -180,11 +185,15 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         micro_batches=ceil(micro_batches(config.train, config.rollout, layout) / MEAN_LENGTH),  # all responses of the greatest length
-        sync_bytes=sender_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
+        sync_bytes=_sender_bytes(config, models["model"]) if "policy" in names else 0,
         kept_bytes=kept_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
         offload=config.placement.offload,
     )
     return plan_group(roles, layout, config.model, work)
+
+
+def _sender_bytes(config: TrainConfig, hf: dict[str, Any]) -> int:
+    return sender_bytes(hf, config.sync, config.model.dtype, fp8=config.rollout.quantization == "fp8")
 
 
 def _faults(plan: Plan, asked: int, config: RunSettings | None, models: Models) -> list[str]:
@@ -200,8 +209,27 @@ def _faults(plan: Plan, asked: int, config: RunSettings | None, models: Models) 
         what = "ranks" if plan.shared or plan.engine is None else "ranks and engines"
         found.append(f"layout: {what} need {asked} GPUs, but there are {plan.gpus}")
     if plan.engine is not None:
-        found += _engine_faults(plan, plan.engine, has)
+        ours = _engine_faults(plan, plan.engine, has)
+        if ours and isinstance(config, TrainConfig):
+            ours[0] += _engine_remedies(plan, config, models)
+        found += ours
     return found
+
+
+def _engine_remedies(plan: Plan, config: TrainConfig, models: Models) -> str:
+    """The smallest engine of more GPUs that would fit, and whether one with quantised weights would."""
+
+    def fits(tried: TrainConfig) -> bool:
+        try:
+            other = build(tried, models, plan.device, plan.memory / GB, remedies=False)
+        except ConfigError:  # the model cannot be split so
+            return False
+        return other.engine is not None and not _engine_faults(other, other.engine, "")
+
+    experts = facts(models["model"]).n.experts
+    larger = next((tried for tried in spread(config) if fits(tried)), None) if experts else None
+    found = [tried for tried in (larger, quantized(config)) if tried is not None and tried != config and fits(tried)]
+    return "; it would fit with " * bool(found) + ", or with ".join(" ".join(overrides(config, tried)) for tried in found)
 
 
 def _remedies(plan: Plan, config: RunSettings, models: Models, number: int) -> str:
@@ -224,7 +252,7 @@ def _engine_faults(plan: Plan, engine: EngineMemory, has: str) -> list[str]:
     held = f"weights {engine.weights / GB:.1f} GB and buffers {engine.overhead / GB:.1f} GB"
     if not engine.room:
         found.append(
-            f"rollout.tp={engine.tp}: {held} leave "
+            f"{engine.size}: {held} leave "
             f"{max(0, engine.cache) / GB:.1f} of rollout.gpu_memory_fraction={engine.share:g} of a GPU's {plan.memory / GB:g} GB, and one "
             f"sequence of {engine.longest} tokens takes {engine.token * engine.longest / GB:.1f} GB of keys and values"
         )
@@ -235,7 +263,7 @@ def _engine_faults(plan: Plan, engine: EngineMemory, has: str) -> list[str]:
         )
     if plan.update > plan.memory and plan.shared:
         found.append(
-            f"rollout.tp={engine.tp}: in a weight update a GPU holds an engine's {held}, a rank's {plan.beside / GB:.1f} GB and "
+            f"{engine.size}: in a weight update a GPU holds an engine's {held}, a rank's {plan.beside / GB:.1f} GB and "
             f"{plan.receiver / GB:.1f} GB of buckets, {plan.update / GB:.1f} GB together, {has}"
         )
     elif plan.update > plan.memory:

@@ -27,9 +27,7 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
     heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
-    for key in ("intermediate_size", "moe_intermediate_size"):
-        if hf.get(key) and int(hf[key]) % settings.tp:
-            raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {key}={hf[key]}")
+    _check_experts(hf, settings)
     if settings.quantization is not None:
         _check_blocks(hf, settings)
         if gpu and dtype != "bfloat16":
@@ -80,6 +78,35 @@ def _check_blocks(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
                     raise ConfigError(
                         f"rollout.quantization=fp8: with {key} a worker holds {held[axis]} {what} of {name}, not a multiple of {FP8_BLOCK}"
                     )
+
+
+def _check_experts(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
+    """Raise ConfigError unless the GPUs of an engine can share the model's MLPs and experts.
+
+    `expert_parallel` on one GPU passes: that one then has every whole expert. Experts that do not divide pass, too: the first GPUs have one
+    more (vllm/model_executor/layers/fused_moe/expert_map_manager.py:67).
+    """
+    n, tp, dp, ranks = family_of(dict(hf)).sizes(dict(hf)), settings.tp, settings.dp, settings.devices
+    if not n.experts and dp > 1:
+        raise ConfigError(f"rollout.dp={dp}: the model has no experts; rollout.replicas makes more engines")
+    if not n.experts and settings.expert_parallel:
+        raise ConfigError("rollout.expert_parallel=true: the model has no experts")
+    if settings.expert_parallel and n.experts < ranks:
+        raise ConfigError(f"rollout.expert_parallel=true: {n.experts} experts for rollout.dp*rollout.tp={dp}*{tp}={ranks} GPUs")
+    whole = (
+        "intermediate_size" if n.experts and not hf.get("moe_intermediate_size") else "moe_intermediate_size"
+    )  # Mixtral's are the former
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if key == whole and settings.expert_parallel and not n.shared_ffn:
+            continue
+        size, over = int(hf.get(key) or 0), ranks if key == whole and not settings.expert_parallel else tp
+        if size % tp:
+            raise ConfigError(f"rollout.tp={tp}: does not divide the model's {key}={size}")
+        if size % over:
+            raise ConfigError(
+                f"rollout.dp*rollout.tp={dp}*{tp}={ranks}: does not divide the model's {key}={size}; rollout.expert_parallel=true "
+                "gives each GPU whole experts"
+            )
 
 
 def _check_architectures(architectures: Sequence[str]) -> None:

@@ -63,7 +63,7 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
         ("placement.critic.ranks=2", "^placement.critic: algorithm.type=gspo has no critic; leave this out"),
         (
             "placement.engines=shared rollout.replicas=2",
-            r"^placement.engines=shared: rollout.replicas\*rollout.tp=2\*1=2 is more than layout.ranks=1",
+            r"^placement.engines=shared: rollout.replicas\*rollout.dp\*rollout.tp=2\*1\*1=2 is more than layout.ranks=1",
         ),
         (
             "placement.engines=shared cluster.gpus=true sync.transport=nccl",

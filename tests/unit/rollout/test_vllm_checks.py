@@ -30,7 +30,7 @@ def test_the_head_sizes_are_those_of_vllm() -> None:
 
 
 def test_a_head_that_no_cpu_engine_takes_is_refused(tiny_model: Path) -> None:
-    hf, settings = json.loads((tiny_model / "config.json").read_text()), RolloutSettings(kv_cache_mb=64)
+    hf, settings = read_config(tiny_model), RolloutSettings(kv_cache_mb=64)
     check(hf, "float32", settings, gpu=False)
     narrow = {**hf, "head_dim": 16}
     with pytest.raises(ConfigError, match=r"^model\.path: config\.json's head_dim=16: vLLM's CPU engines take 32, 64, "):
