@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 
@@ -28,10 +30,13 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def free_port(address: str) -> int:
-    """A port of this machine's `address` on which nothing listens."""
-    with socket.create_server((address, 0)) as listener:
-        return int(listener.getsockname()[1])
+@contextmanager
+def reserved_port(address: str) -> Iterator[int]:
+    """A port of this machine's `address` that the kernel gives to nobody else within the block, while a ZeroMQ socket may listen on it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ sets it
+        holder.bind((address, 0))
+        yield int(holder.getsockname()[1])
 
 
 def _interface_of(address: str) -> str:

@@ -141,7 +141,8 @@ class Watch:
 
     def __init__(self, limit_s: float, own: bool) -> None:
         self._limit_s = limit_s
-        self._pids: dict[str, int] = {}
+        self._pids: dict[str, int] = {}  # of actors, by their Ray id
+        self._members: dict[str, set[int]] = {}  # pids of the further members of engines, by the Ray id of the engine
         self._own: dict[str, Any] = {}  # Ray's own processes on this machine, by kind
         if own:
             self._own = {kind: ray_worker._global_node.all_processes[kind][0].process for kind in OWN}
@@ -209,8 +210,7 @@ class Watch:
     def _look(self) -> None:
         seen, still, fault = self._seen, list[Still](), None
         scans = self._scans
-        if not self._own:
-            self._actors = self._of_the_run()
+        self._actors = self._of_the_run()
         for place, (scan, _) in dict(scans).items():
             if not self._own and place not in self._actors:
                 continue
@@ -230,7 +230,7 @@ class Watch:
                 scans |= {node["NodeManagerAddress"]: self._remote(node["NodeID"]) for node in used}
 
     def _of_the_run(self) -> dict[str, set[int]]:
-        """The pids of the run's actors, without those of the watch, by their node's address."""
+        """The pids of the run's actors, without those of the watch, by their node's address. Notes those of members."""
         try:
             table = ray_state.actor_table(None, ray_worker.global_worker.current_job_id, "ALIVE")
         except RpcError:  # Ray's server may be restarting
@@ -239,6 +239,9 @@ class Watch:
         for actor in table.values():
             if actor["ActorClassName"] != NodeScan.__name__:
                 found.setdefault(actor["Address"]["IPAddress"], set()).add(int(actor["Pid"]))
+            engine, named, _ = actor["Name"].partition("/")
+            if named:
+                self._members.setdefault(engine, set()).add(int(actor["Pid"]))
         return found
 
     def check(self, doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
@@ -257,12 +260,13 @@ class Watch:
             raise WatchFailed(f"{doing}: the watch over the run's processes has ended: {self._failure!r}") from self._failure
         if self._seen.fault is not None:
             raise StandsStill(f"{doing}: {self._seen.fault}", seconds=self._limit_s)
-        names = {self._pid(actor): f"{kind} {index}: " for kind, actors in groups.items() for index, actor in enumerate(actors)}
-        spared = {self._pid(actor) for actor in self._spared} - names.keys()
+        named = ((f"{kind} {index}: ", actor) for kind, actors in groups.items() for index, actor in enumerate(actors))
+        names = {pid: name for name, actor in named for pid in self._pids_of(actor)}
+        spared = {pid for actor in self._spared for pid in self._pids_of(actor)} - names.keys()
         still = [one for one in self._seen.still if spared.isdisjoint(one.pids)]
         if still:
-            named = [f"{next((names[pid] for pid in one.pids if pid in names), '')}{one}" for one in still]
-            raise StandsStill(f"{doing}: {'; '.join(named)}", session=stopped, seconds=max(one.seconds for one in still))
+            said = [f"{next((names[pid] for pid in one.pids if pid in names), '')}{one}" for one in still]
+            raise StandsStill(f"{doing}: {'; '.join(said)}", session=stopped, seconds=max(one.seconds for one in still))
 
     def still(self, doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
         """Find which of these actors stand still, or have a descendant process that does.
@@ -278,16 +282,19 @@ class Watch:
         found = dict[int, StandsStill]()
         for one in self._seen.still:
             for index, actor in enumerate(actors):
-                if self._pid(actor) in one.pids:
+                if not self._pids_of(actor).isdisjoint(one.pids):
                     found[index] = StandsStill(f"{doing}: {kind} {index}: {one}", seconds=one.seconds)
         return found
 
-    def _pid(self, actor: Any) -> int:
-        """The pid of an actor's process. Ray is asked for it while all is well, since its server may be what stands still later."""
+    def _pids_of(self, actor: Any) -> set[int]:
+        """The pids of an actor's process, and of those of its members: actors named after it (`workers/engine_member.py`).
+
+        Ray is asked for them while all is well, since its server may be what stands still later.
+        """
         identity = actor._actor_id.hex()
         if not self._pids.get(identity):
             self._pids[identity] = int(ray_state.actor_table(identity).get("Pid", 0))
-        return self._pids[identity]
+        return {self._pids[identity], *self._members.get(identity, ())}
 
     def close(self) -> None:
         """End the watch, and kill any of Ray's own processes that stands still, since a shutdown would wait for it."""

@@ -23,9 +23,9 @@ class MemberToStart:
     options: Mapping[str, Any]  # Ray's options of the actor
     arguments: Sequence[Any]  # of EngineMember
 
-    def create(self) -> Any:
-        """Start the actor, and return at once."""
-        return ray.remote(EngineMember).options(**self.options).remote(*self.arguments)
+    def create(self, name: str) -> Any:
+        """Start the actor under a name by which others find it (see `Watch`), and return at once."""
+        return ray.remote(EngineMember).options(**self.options, name=name).remote(*self.arguments)
 
 
 class EngineMember:
@@ -51,12 +51,18 @@ class EngineMember:
     async def open(self, setup: Setup, meeting: Meeting, rank: int) -> None:
         """Start the processes (see `Member.start`)."""
         choose_nccl_interface(interface_towards(ray.util.get_node_ip_address()))  # the interface that the trainer uses
-        self._member.start(setup, meeting, rank)
+        try:
+            self._member.start(setup, meeting, rank)
+        except BaseException:
+            self._member.close()
+            raise
 
     async def settle(self) -> None:
         """Remove the files that the start has left, once the engine has started."""
         self._member.settle()
 
     async def ended(self) -> str:
-        """Wait until a process has ended; return which."""
-        return await self._member.ended()
+        """Wait until a process has ended; return which. What is left is ended, too."""
+        how = await self._member.ended()
+        self._member.close()
+        return how

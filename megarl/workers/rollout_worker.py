@@ -23,7 +23,7 @@ from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.imports import find
 from megarl.models.hf import end_tokens
-from megarl.network import choose_nccl_interface, free_port, interface_towards
+from megarl.network import choose_nccl_interface, interface_towards, reserved_port
 from megarl.observe.output import keep_output
 from megarl.response import EpisodeSummary, Response
 from megarl.rollout.engine import Engine, Meeting, Part, RolloutError, Setup
@@ -162,10 +162,12 @@ class RolloutWorker:
         if not members:
             await self._engine.start(setup)
         else:
-            meeting, actors = Meeting(address, free_port(address)), [member.create() for member in members]
-            await asyncio.gather(*(actor.open.remote(setup, meeting, rank) for rank, actor in enumerate(actors, 1)))
-            self._mind(actors)
-            await self._engine.start(setup, meeting)
+            name = ray.get_runtime_context().get_actor_id()
+            with reserved_port(address) as port:
+                meeting, actors = Meeting(address, port), [member.create(f"{name}/{rank}") for rank, member in enumerate(members, 1)]
+                await asyncio.gather(*(actor.open.remote(setup, meeting, rank) for rank, actor in enumerate(actors, 1)))
+                self._mind(actors)
+                await self._engine.start(setup, meeting)
             await asyncio.gather(*(actor.settle.remote() for actor in actors))
         self._responder = Responder(self._engine, setup.settings.timeout_s)
 

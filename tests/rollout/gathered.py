@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megarl.network import free_port
+from megarl.network import reserved_port
 from megarl.rollout.engine import Meeting, Setup
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.rollout.vllm.member import VllmMember
@@ -19,11 +19,12 @@ class GatheredEngine(VllmEngine):
 
     async def start(self, setup: Setup, meeting: Meeting | None = None) -> list[int]:
         self.members = [self.member(f"{self.label} member {rank}") for rank in range(1, setup.settings.dp)]
-        if self.members:
-            meeting = Meeting(HERE, free_port(HERE))
-            for rank, member in enumerate(self.members, 1):
-                member.start(setup, meeting, rank)
-        pids = await super().start(setup, meeting)
+        with reserved_port(HERE) as port:
+            if self.members:
+                meeting = Meeting(HERE, port)
+                for rank, member in enumerate(self.members, 1):
+                    member.start(setup, meeting, rank)
+            pids = await super().start(setup, meeting)
         for member in self.members:
             pids += member.settle()
         return pids

@@ -43,11 +43,11 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
     assert engine.open == {}
 
 
-def test_the_registry_gives_the_engine_that_the_configuration_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_registry_gives_the_engine_that_the_configuration_names(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.ENGINES, "backwards", PLACE)
     settings = RolloutSettings(tp=2)
     with pytest.raises(ConfigError, match=r"^rollout\.kv_cache_mb: a CPU engine needs it$"):
-        registry.check_engine({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4}, "float32", settings, gpu=False)
+        registry.check_engine(read_config(tiny_model), "float32", settings, gpu=False)
     with pytest.raises(ConfigError, match=r"^rollout\.tp=2: the engine has one worker$"):
         registry.check_engine({}, "float32", settings.model_copy(update={"engine": BackwardsSettings()}), gpu=False)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ from megarl.text import one_line
 
 _SHUTDOWN_S = 3.0  # the grace period before SIGKILL
 _ENDED_S = 10.0  # longest wait for a killed process to end
+_AGAIN_S = 1.0  # after which the processes of an engine that has lost a member in its start are looked for again
 
 Result = TypeVar("Result")
 
@@ -69,6 +71,7 @@ class VllmEngine(Engine):
         self._updating = False  # weights are partly loaded: nothing may be generated
         self._blank = False  # no weights are loaded
         self._up = False  # it has started
+        self._started = threading.Event()  # or it has failed to
         self._count = 0  # requests so far
         self._by_position = False  # the workers are set up to draw by position
         self._open: dict[RequestId, _Open] = {}
@@ -114,6 +117,7 @@ class VllmEngine(Engine):
                 raise self._failure from error
             raise
         finally:
+            self._started.set()
             remove_files(directory)
         pids = sorted({process.pid for process in self._watched} | set(workers))
         unlink_shared_memory(pids)
@@ -128,8 +132,11 @@ class VllmEngine(Engine):
 
     def lose(self, why: str) -> None:
         self._failure = EngineDead(f"{self.label}: {why}")
-        for process in multiprocessing.active_children():  # also in the midst of `launch`, which waits for the members without end
-            process.kill()
+        while True:
+            for process in multiprocessing.active_children():
+                process.kill()
+            if self._started.wait(_AGAIN_S):  # until then there may be more of them: `launch` waits for its members without end
+                return
 
     def check_health(self) -> None:
         if self._llm is None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +246,7 @@ def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *
     with overheard() as said:  # if its process has died, vLLM's own error is only "see the stack trace above"
         try:
             yield
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, vllm.v1.engine.core_client.zmq.ZMQError) as error:
             raise RolloutError(f"{label}: vLLM does not start: {one_line(said() or str(error))}") from error
 
 
@@ -301,6 +301,7 @@ def unlink_shared_memory(pids: Iterable[int]) -> None:
         pids: the processes, all of which have mapped what they use: the queues between a core and its workers, and those of CPU workers.
     """
     for pid in pids:
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if (name := line.split()[-1]).startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
-                Path(name).unlink(missing_ok=True)
+        with suppress(ProcessLookupError, FileNotFoundError):  # a compiler, for one, may have ended meanwhile
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if (name := line.split()[-1]).startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
+                    Path(name).unlink(missing_ok=True)

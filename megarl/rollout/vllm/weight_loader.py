@@ -70,9 +70,9 @@ class WeightLoader:
         inventory, self._inventory = self._inventory, None
         assert inventory is not None
         with Checkpoint(directory) as checkpoint:
-            stored = ((name, checkpoint.read(name)) for name in expected if name in checkpoint.tensors)
+            stored = ((name, checkpoint.read(name).to(self._device)) for name in expected if name in checkpoint.tensors)
             for name, tensor in as_expected(stored, expected):
-                self._load([(name, tensor.to(self._device))], inventory)
+                self._load([(name, tensor)], inventory)
         self._inventory = inventory
         self.finish()
 
