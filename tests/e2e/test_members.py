@@ -32,17 +32,23 @@ def victims(job: Job) -> dict[str, int]:
     return {"member": member.pid, "core": first[member], "coordinator": first[engine]}
 
 
-@pytest.mark.parametrize("victim", rows(["member", "core", "coordinator"], ["core"]))
-def test_an_engine_that_loses_a_process_is_replaced_and_the_run_goes_on(victim: str, tmp_path: Path, tiny_model: Path) -> None:
-    job = Job(tmp_path, tiny_model, (*MEMBERS, "train.steps=8", "rollout.max_response_tokens=64", "train.eval_every=0")).start()
+LOST = [("member", signal.SIGKILL), ("core", signal.SIGKILL), ("coordinator", signal.SIGKILL), ("core", signal.SIGSTOP)]
+
+
+@pytest.mark.parametrize(("victim", "number"), rows(LOST, [("core", signal.SIGKILL)]))
+def test_an_engine_that_loses_a_process_is_replaced_and_the_run_goes_on(
+    victim: str, number: signal.Signals, tmp_path: Path, tiny_model: Path
+) -> None:
+    settings = ("train.steps=8", "rollout.max_response_tokens=64", "train.eval_every=0", "cluster.still_timeout_s=6")
+    job = Job(tmp_path, tiny_model, (*MEMBERS, *settings)).start()
     try:
         job.wait_for("step 2", lambda: len(job.steps()) >= 2, pause_s=0.02)
-        os.kill(victims(job)[victim], signal.SIGKILL)
+        os.kill(victims(job)[victim], number)
         assert job.finish() == 0 and job.gone(), job.text()[-3000:]
     finally:
         job.kill()
     assert len(job.steps()) == 8
     [restart] = [line for line in job.text().splitlines() if "restart 1 of at most" in line]
     said = {"member": "engine 0: its member 1 has ended (", "core": "engine 0: its member 1 has ended (pid ", "coordinator": "engine 0: "}
-    assert said[victim] in restart, restart
+    assert ("engine 0: ray::EngineMember" if number == signal.SIGSTOP else said[victim]) in restart, restart
     assert "restart 2 of" not in job.text()
