@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import RolloutSettings, SyncSettings, TrainConfig, load
+from megarl.config import ConfigError, RolloutSettings, SyncSettings, TrainConfig, load
 from megarl.models.families import family_of
 from megarl.plan import times
 from megarl.plan.devices import DEVICES, GB
@@ -17,6 +17,7 @@ from megarl.plan.facts import facts
 from megarl.plan.search import nearest, search
 from megarl.plan.sync import receiver_bytes, sender_bytes, sent_bytes
 from megarl.plan.whole import Plan, build, models_of
+from megarl.rollout.registry import check_engine
 from tests.published_models import MODELS, config_of
 from tests.unit.examples.test_configurations import EXAMPLES
 
@@ -188,3 +189,28 @@ def test_float8_is_named_where_it_alone_fits_and_never_chosen(published: Path) -
     assert search(config, models, H200, few["memory_gb"], few["gpus"], most=1) == []
     said = nearest(config, models, H200, few["memory_gb"], few["gpus"])
     assert said is not None and said.endswith("; with rollout.quantization=fp8 there are layouts that fit")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Llama-3-70B", {"dp": 2}, r"rollout\.dp=2: the model has no experts; rollout\.replicas makes more engines"),
+        ("Llama-3-70B", {"expert_parallel": True}, r"rollout\.expert_parallel=true: the model has no experts"),
+        ("Mixtral-8x7B", {"dp": 2, "tp": 8, "expert_parallel": True}, r".*: 8 experts for rollout\.dp\*rollout\.tp=2\*8=16 GPUs"),
+        (
+            "Mixtral-8x7B",
+            {"dp": 3},
+            r"rollout\.dp\*rollout\.tp=3\*1=3: does not divide the model's intermediate_size=14336; .* whole experts",
+        ),
+        ("Mixtral-8x7B", {"dp": 3, "expert_parallel": True}, None),  # the first two GPUs have three
+        ("Qwen3-30B-A3B", {"expert_parallel": True}, None),  # one GPU has all of them, and nothing is wrong with that
+        ("DeepSeek-V3", {"dp": 16, "tp": 8, "expert_parallel": True}, None),
+    ],
+)
+def test_what_the_gpus_of_an_engine_cannot_share_is_refused(name: str, changes: dict[str, Any], message: str | None) -> None:
+    hf, settings = config_of(MODELS[name]), RolloutSettings(**changes)
+    if message is None:
+        check_engine(hf, "bfloat16", settings, gpu=True)
+        return
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        check_engine(hf, "bfloat16", settings, gpu=True)
