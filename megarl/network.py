@@ -28,6 +28,12 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
+def free_port(address: str) -> int:
+    """A port of this machine's `address` on which nothing listens."""
+    with socket.create_server((address, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 def _interface_of(address: str) -> str:
     """The network interface that has an IPv4 address."""
     if address.startswith("127."):

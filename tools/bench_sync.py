@@ -24,6 +24,7 @@ from torch import Tensor
 from megarl.config import RolloutSettings
 from megarl.models.families import family_of
 from megarl.models.hf import read_config
+from megarl.rollout.engine import Setup
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.rollout.vllm.launch import environment
 from megarl.sync.fingerprint import Fingerprinter, check
@@ -90,7 +91,7 @@ async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int,
         build(path, **shape, seed=1)
         engine = BenchEngine("engine 0")
         settings = RolloutSettings(max_prompt_tokens=32, max_response_tokens=32, timeout_s=TIMEOUT_S, kv_cache_mb=64)
-        await engine.start(path, "float32", settings, 1, gpu=False)
+        await engine.start(Setup(path, "float32", settings, 1, gpu=False))
         try:
             sender = Sender("shm", workers=1, host="", bucket_mb=256, timeout_s=TIMEOUT_S, device=torch.device("cpu"))
             loop, found = asyncio.get_running_loop(), list[Round]()

@@ -34,10 +34,12 @@ class RolloutSettings(Section):
     """Spread whole experts over the devices of an engine, instead of a slice of every expert."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the engine's weights and activations; null: model.dtype."""
-    quantization: Literal["fp8"] | None = None
-    """fp8: linear layers and experts in blocks of 128 x 128 (another engineer implements it)."""
     fp32_head: bool = False
     """Compute the engine's logits in float32, as model.fp32_head does in the trainer."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: the engine's linear layers and experts (not embeddings, routers and the output layer) hold float8 e4m3 values in blocks of
+    128 x 128 with a float32 scale each, which the trainer computes at each sync, and quantise their inputs as well; null: weights in
+    rollout.dtype. In training, fp8 is best corrected for by algorithm.correction."""
     samples_per_prompt: Annotated[int, Field(gt=0, le=65_536)] = 8
     """Responses to each prompt (the group size)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -110,6 +112,7 @@ class SyncSettings(Section):
     verify: bool = True
     """Verify the fingerprint of every tensor in the engines after each sync."""
     logprob_gap: Annotated[float, Field(gt=0)] | None = None
-    """Maximum mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 if both are float32, else 0.5 (a warning above 0.05)."""
+    """Maximum mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 if both are float32, else 0.5 (a warning above
+    0.05, with rollout.quantization above 0.1)."""
     timeout_s: Seconds = 600.0
     """Time limit of one sync."""

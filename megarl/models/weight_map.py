@@ -22,6 +22,8 @@ from megarl.models.rope import Rope
 Shape = tuple[int, ...]
 HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number per token (critic, reward model)
 OUTPUT = "output_layer.weight"  # Megatron's name of the single parameter of any head
+FP8_BLOCK = 128  # rows and columns of the blocks in which fp8 engines quantise matrices (sync/quantize.py)
+FP8, SCALES = "float8_e4m3fn", "_scale_inv"  # their dtype, and what the name of a matrix's scales adds to its own
 _MOST_PARTS = 1 << 18  # layers x experts; ten times what the largest models have
 ReadSlice = Callable[[int, int | None, int, int], Tensor]  # (index of the Hugging Face tensor, dimension or None for all, start, stop)
 
@@ -235,6 +237,11 @@ class WeightMapping:
     layers: range | None = None  # layers that have it; None: all
     float32: bool = False  # a buffer kept, saved and sent in float32, whatever the model's dtype (a router's expert bias)
 
+    @property
+    def linear(self) -> bool:
+        """See `Weight.linear`."""
+        return _is_linear(self.megatron)
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -247,6 +254,19 @@ class Weight:
     expert: int | None  # if set: the parameter is split by expert tensor parallelism, and belongs to one expert-parallel rank
     alias: bool = False
     float32: bool = False
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is the matrix of a linear layer or of an expert, which an fp8 engine quantises.
+
+        Megatron calls these modules linear_*, and only these: embeddings, output layer, routers, norms and biases have other names.
+        """
+        return _is_linear(self.name)
+
+
+def _is_linear(name: str) -> bool:
+    *_, module, parameter = name.split(".")
+    return module.startswith("linear_") and parameter == "weight"
 
 
 @dataclass(frozen=True)
@@ -347,13 +367,30 @@ class Family:
         weights = self.weights(hf, self.head_of(hf))
         return {name: shape for weight in weights for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
 
-    def update(self, hf: dict[str, Any], dtype: str) -> dict[str, tuple[list[int], str]]:
-        """Return the shape and dtype of every tensor in a weight update of an engine with weights of `dtype`, by Hugging Face name."""
-        return {
-            name: (list(shape), "float32" if weight.float32 else dtype)
-            for weight in self.weights(hf)
-            for name, shape in zip(weight.hf, weight.op.shapes, strict=True)
-        }
+    def update(self, hf: dict[str, Any], dtype: str, quantization: str | None = None) -> dict[str, tuple[list[int], str]]:
+        """Return the shape and dtype of every tensor in a weight update of an engine, by Hugging Face name.
+
+        Args:
+            hf: config.json.
+            dtype: the dtype of the engine's weights that are not quantised.
+            quantization: `rollout.quantization`; with "fp8", the matrices of linear layers and experts come in FP8, each with its scales.
+        """
+        expected = dict[str, tuple[list[int], str]]()
+        for weight in self.weights(hf):
+            quantized = quantization == "fp8" and weight.linear
+            for name, shape in zip(weight.hf, weight.op.shapes, strict=True):
+                expected[name] = list(shape), FP8 if quantized else "float32" if weight.float32 else dtype
+                if quantized:
+                    expected[name + SCALES] = [-(-size // FP8_BLOCK) for size in shape], "float32"
+        return expected
+
+    def unquantized(self, hf: dict[str, Any]) -> list[str]:
+        """Return the Hugging Face names of the modules in the layers that multiply by a matrix which an fp8 engine does not quantise.
+
+        These are the routers. Some of vLLM's models would quantise theirs.
+        """
+        kept = (weight for weight in self.weights(hf) if weight.layer is not None and not weight.linear)
+        return [name.removesuffix(".weight") for weight in kept for name in weight.hf if len(weight.op.shapes[0]) == 2]
 
 
 def _expand(mapping: WeightMapping, layer: int | None, experts: int) -> Iterator[Weight]:

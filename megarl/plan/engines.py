@@ -87,7 +87,7 @@ def weight_parts(
         if one.alias and one.megatron == OUTPUT:
             continue  # embedding and output share one table
         layers = 1 if "{layer}" not in one.megatron else its.n.layers if one.layers is None else len(one.layers)
-        item = 4 if one.float32 else FP8_BYTES if fp8 and _linear(one.megatron) else ITEM[dtype]
+        item = 4 if one.float32 else FP8_BYTES if fp8 and one.linear else ITEM[dtype]
         if "{expert}" not in one.megatron:
             shared = ".shared_experts." in one.megatron and splits_tokens(hf, tp, dp, expert_parallel=expert_parallel)
             held += _elements(one.op, 1 if shared else tp) * layers * item
@@ -111,12 +111,6 @@ def splits_tokens(hf: Mapping[str, Any], tp: int, dp: int, *, expert_parallel: b
         expert_parallel: whether each rank holds whole experts.
     """
     return expert_parallel and tp > 1 and dp > 1 and hf["architectures"][0] in _SPLIT_TOKENS
-
-
-def _linear(name: str) -> bool:
-    """Whether a Megatron parameter is the matrix of a linear layer or of an expert: Megatron calls these modules linear_*."""
-    *_, module, parameter = name.split(".")
-    return module.startswith("linear_") and parameter == "weight"
 
 
 def _elements(op: Op, tp: int) -> int:

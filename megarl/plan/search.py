@@ -93,7 +93,7 @@ def nearest(config: RunSettings, models: Models, device: Device, memory_gb: floa
 
 
 def _smaller(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int) -> str:
-    """Whether something fits with quantised engines: for the user to decide, since their policy differs by more than rounding."""
+    """Whether something fits with quantised engines. It is not chosen for the user, since their policy differs by more than rounding."""
     if not isinstance(config, TrainConfig) or quantized(config) == config:
         return ""
     return "; with rollout.quantization=fp8 there are layouts that fit" * bool(

@@ -11,7 +11,7 @@ from megarl.plan.states import ITEM
 
 GATHERED = 256 << 20  # megarl.parallel.export.GATHER_BYTES, copied here because importing it would import Megatron
 HASHED = (1 << 26) * 20  # bytes of the temporaries of megarl.sync.fingerprint: two of int64 and two of int16 for each of 2^26 elements
-QUANTIZED = (1 << 26) * 12  # bytes of the temporaries of megarl.sync.quantize, float32 and more for each of 2^26 elements
+QUANTIZED = (1 << 24) * 12  # bytes of the temporaries of megarl.sync.quantize: 12 for each of the 2^24 elements quantised together
 
 
 def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, *, fp8: bool = False) -> int:

@@ -66,6 +66,60 @@ class WeightSyncError(RolloutError):
     """A weight update was refused; the message names the tensor. The engine generates no more until an update has succeeded."""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What an engine runs."""
+
+    model: Path  # a Hugging Face directory
+    dtype: str  # of weights and activations, "float32" or "bfloat16"
+    settings: RolloutSettings
+    seed: int  # of all randomness that the requests' own seeds do not fix
+    gpu: bool  # whether it has GPUs
+    report_experts: bool = False  # fill `routed_experts` of its samples if the model has experts; requires the class's `reports_experts`
+    sleeps: bool = False  # whether `sleep` will be called
+    blank: bool = False  # do not read the directory's weights; an update must bring some before the first request
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of one engine meet: the first listens there."""
+
+    host: str  # an address of its node
+    port: int
+
+
+class Member(Protocol):
+    """A data-parallel rank of an engine, other than the first, which is the `Engine` itself. It may be on another node.
+
+    The first member's engine serves all requests and calls; a member only holds processes, which end with its own.
+    """
+
+    def __init__(self, label: str) -> None: ...
+
+    def start(self, setup: Setup, meeting: Meeting, rank: int) -> None:
+        """Start the processes, and return at once; the engine's `start` returns when they are ready, too.
+
+        Args:
+            setup: as given to the engine.
+            meeting: as given to the engine.
+            rank: its data-parallel rank, from 1.
+
+        Raises:
+            RolloutError: they cannot be started.
+        """
+
+    def settle(self) -> list[int]:
+        """Remove the files that the start has left, once the engine has started; return the pids of the member's processes."""
+        ...
+
+    async def ended(self) -> str:
+        """Wait until a process has ended, and say which; an engine cannot go on without it."""
+        ...
+
+    def close(self) -> None:
+        """End the processes. May be called twice."""
+
+
 class Engine(Protocol):
     """One replica. Call `start` first. Every later call may raise EngineDead, and RolloutTimeout if it takes longer than `timeout_s`.
 
@@ -75,6 +129,7 @@ class Engine(Protocol):
     """
 
     label: str  # the prefix of its error messages
+    member: ClassVar[type[Member] | None] = None  # the class of its other members; None: rollout.dp must be 1
     reports_experts: ClassVar[bool] = False  # whether it can fill `Sample.routed_experts`; if not, MoE runs need routing.sample=0
 
     def __init__(self, label: str) -> None: ...
@@ -108,38 +163,24 @@ class Engine(Protocol):
         """
         return settings
 
-    async def start(
-        self,
-        model: Path,
-        dtype: str,
-        settings: RolloutSettings,
-        seed: int,
-        *,
-        gpu: bool,
-        report_experts: bool = False,
-        sleeps: bool = False,
-        blank: bool = False,
-    ) -> list[int]:
+    async def start(self, setup: Setup, meeting: Meeting | None = None) -> list[int]:
         """Load a model, and return when the engine can accept requests.
 
         Args:
-            model: a Hugging Face directory.
-            dtype: the dtype of weights and activations, "float32" or "bfloat16".
-            settings: the engine's settings.
-            seed: the seed of all randomness that the requests' own seeds do not fix.
-            gpu: whether the engine has GPUs.
-            report_experts: fill `routed_experts` of its samples if the model has experts. Requires the class's `reports_experts`.
-            sleeps: whether `sleep` will be called.
-            blank: do not read the directory's weights; an update must bring some before the first request.
+            setup: what it runs.
+            meeting: where its members meet; required if `settings.dp` is above 1. They are waited for.
 
         Returns:
-            The pids of the engine's processes.
+            The pids of the engine's processes, without those of its other members.
 
         Raises:
             ConfigError: as in `check`.
             RolloutError: the engine does not start.
         """
         ...
+
+    def lose(self, why: str) -> None:
+        """End the engine, which has lost a member: waiting and later calls raise EngineDead with this reason. Any thread may call it."""
 
     def check_health(self) -> None:
         """Raise EngineDead if a process of the engine has ended or `close` was called, RolloutError if it has failed in another way."""

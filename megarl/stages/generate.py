@@ -29,7 +29,7 @@ from megarl.data.tokenizer import Message, load_tokenizer
 from megarl.errors import naming_files
 from megarl.models.families import check_checkpoint, check_room
 from megarl.models.hf import end_tokens
-from megarl.rollout.engine import RolloutError
+from megarl.rollout.engine import RolloutError, Setup
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, text_of
 from megarl.rollout.registry import check_engine, engine_type
 from megarl.rollout.responder import Responder
@@ -230,7 +230,7 @@ class Speaker:
         print(f"megarl: starting an engine with {job.model} ...", file=sys.stderr, flush=True)
         os.dup2(self._log, 2)
         try:
-            self._runner.run(self._engine.start(job.model, job.dtype, job.settings, job.sampling.seed, gpu=job.gpu))
+            self._runner.run(self._engine.start(Setup(job.model, job.dtype, job.settings, job.sampling.seed, gpu=job.gpu)))
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise

@@ -5,7 +5,9 @@ single changed element always changes it, moved or swapped elements change it, a
 It is linear, so the fingerprints of the shards of a matrix, each taken at its own offset, add up to that of the whole: a
 tensor-parallel engine is checked without gathering its weights.
 
-Bits are the raw pattern of the element, except that zeros and subnormal numbers all count as 0: matrix units flush them.
+Bits are the raw pattern of the element. In 16 and 32 bits zeros and subnormal numbers all count as 0, since matrix units flush them, and
+some weights are read through one. Weights of 8 bits (fp8 engines) are read from memory, and 14 of e4m3's 254 numbers are subnormal: there
+every bit counts.
 
 Both sides import this file.
 """
@@ -21,7 +23,7 @@ from megarl.lazy_torch import Tensor, torch
 if TYPE_CHECKING:
     from megarl.sync.wire import TensorName
 
-_BITS = {"float32": "int32", "bfloat16": "int16", "float16": "int16"}  # dtype -> integer view
+_BITS = {"float32": "int32", "bfloat16": "int16", "float16": "int16", "float8_e4m3fn": "int8"}  # dtype -> integer view
 # Elements hashed at a time: the int64 temporaries stay in a CPU's cache (8 times the speed), and take 128 MB each on a GPU. Half as many
 # elements cost a CPU a fifth more time, in call overhead.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -65,7 +67,7 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
     """The fingerprint of each matrix of a stack, or of a shard at its place in the whole: one call for all the experts of a layer.
 
     Args:
-        stack_BRC: [B, R, C], floating, of 16 or 32 bits.
+        stack_BRC: [B, R, C], floating, of a dtype in `_BITS`.
         row: where each matrix's first row lies in its whole.
         column: where each matrix's first column lies in its whole.
 
@@ -127,7 +129,7 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
 
 
 class _Patterns:
-    """Converts elements to their raw bit patterns as int64, zeros and subnormal numbers to 0, in memory that each call reuses.
+    """Converts elements to their bit patterns as int64, in memory that each call reuses; see above for zeros and subnormal numbers.
 
     Args:
         like: a tensor of their dtype on their device. Raises TypeError for a dtype that is not in `_BITS`.
@@ -140,14 +142,24 @@ class _Patterns:
             raise TypeError(f"no fingerprint for dtype {like.dtype}")
         info = torch.finfo(like.dtype)
         self._subnormal, self._integer = info.smallest_normal * (1 - info.eps), getattr(torch, _BITS[dtype])  # the largest one
-        self._flushed = torch.empty(room, dtype=like.dtype, device=like.device)
+        self._flushed = torch.empty(room, dtype=like.dtype, device=like.device) if like.element_size() > 1 else None
         self._numbers = torch.empty(room, dtype=torch.int64, device=like.device)
 
     def of(self, elements: Tensor) -> Tensor:
         """The patterns, int64 of the elements' shape, valid until the next call."""
-        flushed = self._flushed[: elements.numel()].view(elements.shape)
-        torch.hardshrink(elements.detach(), self._subnormal, out=flushed)
-        return self._numbers[: elements.numel()].view(elements.shape).copy_(flushed.view(self._integer))
+        numbers, kept = self._numbers[: elements.numel()].view(elements.shape), elements.detach()
+        if self._flushed is not None:
+            kept = self._flushed[: elements.numel()].view(elements.shape)
+            torch.hardshrink(elements.detach(), self._subnormal, out=kept)
+        return numbers.copy_(kept.view(self._integer))
+
+
+def _extremes(matrices: Tensor) -> Tensor:
+    """The least and the greatest element of each matrix, float32 [2, B]; of 8 bits: 0, or NaN if one element is."""
+    if matrices.element_size() > 1:
+        return torch.stack([matrices.amin((1, 2)), matrices.amax((1, 2))]).float()
+    bits = matrices.view(torch.int8)  # e4m3fn has no infinity, and its NaN is 127 with either sign
+    return torch.where(((bits & 127) == 127).any(2).any(1), torch.nan, 0.0).float().expand(2, -1)
 
 
 def _weighted(numbers: Tensor, key_C: Tensor) -> Tensor:
@@ -174,7 +186,7 @@ class Fingerprinter:
             self._numel[one] = stack[0].numel()
         matrices = stack.flatten(2) if stack.ndim > 2 else stack.reshape(len(names), 1, -1)
         self._values.append(fingerprints(matrices))
-        self._extremes.append(torch.stack([matrices.detach().amin((1, 2)), matrices.detach().amax((1, 2))]).float())
+        self._extremes.append(_extremes(matrices.detach()))
 
     def digest(self) -> dict[str, Print]:
         """All fingerprints by name. Raises FloatingPointError naming tensors with NaN or infinity, whose bits engines do not preserve."""

@@ -44,11 +44,11 @@ def one_device() -> Iterator[None]:
             return ProcessGroupGloo.create_default_device()  # this does not read the variable
         return ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
 
-    class Member(ProcessGroupGloo):
+    class SharingGroup(ProcessGroupGloo):
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             super().__init__(store, rank, size, _options(device(os.getpid()), timeout))
 
-    c10d.ProcessGroupGloo = Member  # type: ignore[misc]
+    c10d.ProcessGroupGloo = SharingGroup  # type: ignore[misc]
     try:
         yield
     finally:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch.distributed as dist
+
+from megarl.patching import expect
+
+_RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
 
 
 def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
@@ -37,6 +44,29 @@ def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tupl
         master_listen_fd=listener.detach(),  # the store owns it from here on
     )
     return store, port
+
+
+def bind_stores(*modules: Any) -> None:
+    """Let the stores that torch, and the given modules, open in this process from now on listen on their own address only.
+
+    Args:
+        modules: those that have imported TCPStore by name.
+    """
+    look_at_torch()
+    for module in (_RENDEZVOUS, *modules):
+        module.TCPStore = _bound
+
+
+def _bound(host_name: str, port: int, **named: Any) -> dist.TCPStore:
+    if named.get("is_master") and named.get("master_listen_fd") is None:
+        named = {**named, "multi_tenant": False, "master_listen_fd": socket.create_server((host_name, port), backlog=1024).detach()}
+    return dist.TCPStore(host_name, port, **named)
+
+
+@cache
+def look_at_torch() -> None:
+    """Raise RuntimeError if torch no longer opens the stores of its groups in the expected way."""
+    expect(_RENDEZVOUS._create_c10d_store, "return TCPStore(", "host_name=hostname,", "is_master=start_daemon,", "multi_tenant=True,")
 
 
 def connect_store(host: str, port: int, world: int, timeout_s: float) -> dist.TCPStore:

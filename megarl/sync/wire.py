@@ -22,7 +22,7 @@ from megarl.network import choose_nccl_interface, interface_towards
 from megarl.sync import gloo
 
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TensorName = str | list[str]  # the name of a tensor, or the names of tensors that are stacked along a first axis
 

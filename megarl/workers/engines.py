@@ -17,10 +17,12 @@ from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings,
 from megarl.data.prompts import Prompt
 from megarl.response import Response
 from megarl.restarts import Restarts
+from megarl.rollout.engine import Setup
 from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import ENGINES
 from megarl.workers.dispatch import ENGINE_FAULTS, Dispatcher, NoEngine, Wanted
+from megarl.workers.engine_member import MemberToStart
 from megarl.workers.rollout_worker import ExpertsWanted, Playing, RolloutWorker
 from megarl.workers.turns import Turns
 from megarl.workers.worker_group import must_move, reserve_workers
@@ -37,9 +39,9 @@ class EngineStarter:
     Args:
         config: the run's configuration; says whether GPUs are used, and whether they are shared with ranks.
         settings: the engines' settings.
-        places: a scheduling strategy for each engine, from `reserve_workers`.
+        places: a scheduling strategy for each member of each engine, from `reserve_workers`.
         model: a Hugging Face directory; its weights are read unless a sync comes before the first request.
-        devices: the GPUs of the ranks that share them with the engines, `rollout.tp` for each engine; empty: Ray gives engines their own.
+        devices: the GPUs of the ranks that share them with the engines, `rollout.devices` for each; empty: Ray gives engines their own.
     """
 
     config: RunSettings
@@ -60,23 +62,46 @@ class EngineStarter:
 
     def create(self, index: int) -> Any:
         """Start the process of an engine; `open` starts the engine in it."""
+        return ray.remote(RolloutWorker).options(**self._options(index, 0)).remote(f"engine {index}", *self._told)
+
+    def open(self, index: int, actor: Any) -> Any:
+        """Start the engine itself, with its other members; return at once, with the reference to wait for."""
+        config = self.config
+        setup = Setup(
+            self.model,
+            self.settings.dtype or config.model.dtype,
+            self.settings,
+            config.seed,
+            gpu=config.cluster.gpus,
+            report_experts=isinstance(config, TrainConfig) and config.routing.reported > 0,
+            sleeps=self.shared,
+            blank=self.blank,
+        )
+        members = [
+            MemberToStart(self._options(index, rank), (f"engine {index} member {rank}", *self._told, self._devices(index, rank)))
+            for rank in range(1, self.settings.dp)
+        ]
+        return actor.open.remote(setup, self._devices(index, 0), members)
+
+    def _options(self, index: int, rank: int) -> dict[str, Any]:
+        """Ray's options of the actor for one data-parallel rank of an engine."""
         gpus = self.settings.tp if self.config.cluster.gpus else 0
         as_guest = self.shared and self.config.cluster.gpus  # in a place that is reserved for a rank
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0} if as_guest else {"num_cpus": 1, "num_gpus": gpus}
-        if gpus:
+        return {**options, "scheduling_strategy": self.places[index * self.settings.dp + rank]}
+
+    @property
+    def _told(self) -> tuple[str, dict[str, str], Path]:
+        """The engine's class, environment variables of its processes, and the run's directory."""
+        if self.config.cluster.gpus:
             environment = {"VLLM_BATCH_INVARIANT": "1"} if self.config.cluster.deterministic else {}
         else:
             environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # or else vLLM warns about the memory's NUMA node at every start
-        actor = ray.remote(RolloutWorker).options(scheduling_strategy=self.places[index], **options)
-        return actor.remote(f"engine {index}", ENGINES[self.settings.engine.type], environment, self.config.directory)
+        return ENGINES[self.settings.engine.type], environment, self.config.directory
 
-    def open(self, index: int, actor: Any) -> Any:
-        """Start the engine itself; return at once, with the reference to wait for."""
-        config, tp = self.config, self.settings.tp
-        report_experts = isinstance(config, TrainConfig) and config.routing.reported > 0
-        dtype = self.settings.dtype or config.model.dtype
-        told = (self.model, dtype, self.settings, config.seed, config.cluster.gpus, report_experts, self.shared, self.blank)
-        return actor.open.remote(*told, self.devices[index * tp : (index + 1) * tp])
+    def _devices(self, index: int, rank: int) -> Sequence[str]:
+        start, count = index * self.settings.devices + rank * self.settings.tp, self.settings.tp
+        return self.devices[start : start + count]
 
 
 class Engines:
@@ -113,13 +138,13 @@ class Engines:
     @classmethod
     def create(cls, starter: EngineStarter, restarts: Restarts | None = None) -> Engines:
         """Start the processes; `open` starts the engines in them."""
-        group = ActorGroup("engine", [starter.create(index) for index in range(len(starter.places))])
+        group = ActorGroup("engine", [starter.create(index) for index in range(starter.settings.replicas)])
         turns = Turns(group, starter.config.cluster.phase_timeout_s) if starter.shared else None
         return cls(group, starter.settings, turns, starter, restarts, playing(starter.config))
 
     @property
     def places(self) -> Sequence[Any]:
-        """The scheduling strategy of each engine."""
+        """The scheduling strategy of each member of each engine."""
         assert self.starter is not None
         return self.starter.places
 
@@ -227,7 +252,7 @@ class Engines:
         assert self.starter is not None
         end(self.group.actors)
         self.starter.places = places
-        self.group.actors[:] = [self.starter.create(index) for index in range(len(places))]
+        self.group.actors[:] = [self.starter.create(index) for index in range(self.settings.replicas)]
         if self.turns is not None:
             self.turns.begin_again()
         return dict(enumerate(self.open()))

@@ -27,6 +27,7 @@ from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import load_hf, weight_buffers
 from megarl.parking import Parking
+from megarl.sync.quantize import as_expected
 from megarl.workers.speed import speed, training_flops
 
 # (logits [R, V], or values [R, 1] of a value model; the entries' rows on the R axis; the entries) -> one number per entry [T]
@@ -182,6 +183,20 @@ class Model:
         """Stream the weights as (Hugging Face name, tensor) on rank 0; every rank must iterate to the end. `dtype` None: the model's."""
         self._wait_for_weights()
         return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
+
+    def quantized(self, stream: Any, dtype: str | None, quantization: str) -> Any:
+        """Quantise a weight stream on rank 0.
+
+        Args:
+            stream: from `stream`, in the model's dtype.
+            dtype: the dtype of the engines' weights that are not quantised; None: the model's.
+            quantization: `rollout.quantization`.
+
+        Returns:
+            The stream that engines of this quantisation expect.
+        """
+        rest = dtype or str(self._config.params_dtype).removeprefix("torch.")
+        return as_expected(stream, family_of(self.hf).update(self.hf, rest, quantization))
 
     def saved(self) -> ModelState:
         """Return the state of the model and its optimizer, as saved in a checkpoint. Collective."""

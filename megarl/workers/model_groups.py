@@ -320,10 +320,10 @@ def create_groups(config: TrainConfig, places: Sequence[Sequence[Any]]) -> list[
 
 
 def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
-    """Reserve the places of each group of ranks and of the engines; an engine that shares GPUs has the place of its first rank."""
+    """Reserve the places of each group of ranks, and of the engines' members: one that shares GPUs has the place of its first rank."""
     places = reserve_workers(config, demand(config))
     if config.placement.engines == "shared" and config.cluster.gpus:
-        return places, places[0][: config.rollout.replicas * config.rollout.tp : config.rollout.tp]
+        return places, places[0][: config.rollout.replicas * config.rollout.devices : config.rollout.tp]
     return places[:-1], places[-1]
 
 

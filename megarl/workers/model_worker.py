@@ -226,7 +226,13 @@ class ModelWorker(MegatronWorker):
         return self._critic().step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
 
     def sync(
-        self, engines: Sequence[Any], workers_per_engine: int, dtype: str | None, version: int, settings: SyncSettings
+        self,
+        engines: Sequence[Any],
+        workers_per_engine: int,
+        dtype: str | None,
+        version: int,
+        settings: SyncSettings,
+        quantization: str | None = None,
     ) -> dict[str, Metric]:
         """Stream the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends.
 
@@ -236,6 +242,7 @@ class ModelWorker(MegatronWorker):
             dtype: the dtype of the engines' weights; None: the model's.
             version: the version of the weights, which samples then carry.
             settings: transport, bucket size, time limit, and whether to verify; read when the engines are connected.
+            quantization: how the engines' weights are quantised (`rollout.quantization`): rank 0 does it, from the model's own dtype.
 
         Returns:
             On rank 0, metrics of what was moved and how long it took.
@@ -245,7 +252,8 @@ class ModelWorker(MegatronWorker):
         """
         from megarl.workers.weight_publisher import WeightPublisher
 
-        stream = self._use("policy").stream(dtype)
+        model = self._use("policy")
+        stream = model.stream(None if quantization else dtype)
         if self._rank != 0:
             collections.deque(stream, maxlen=0)
             return {}
@@ -253,7 +261,7 @@ class ModelWorker(MegatronWorker):
             if self._publisher is None or not self._publisher.reaches(engines):
                 place, relay = (self._host, self._backend.device), self._spec.shared_devices
                 self._publisher = WeightPublisher(engines, workers_per_engine, settings, *place, relay=relay)
-            return self._publisher.publish(stream, version)
+            return self._publisher.publish(stream if quantization is None else model.quantized(stream, dtype, quantization), version)
         except BaseException:
             self._publisher = None
             collections.deque(stream, maxlen=0)  # the other ranks gather to the stream's end

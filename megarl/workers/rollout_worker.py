@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -12,23 +14,25 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 from megarl.batch import Sample
-from megarl.config import EnvironmentSettings, RolloutSettings
+from megarl.config import EnvironmentSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.imports import find
 from megarl.models.hf import end_tokens
-from megarl.network import choose_nccl_interface, interface_towards
+from megarl.network import choose_nccl_interface, free_port, interface_towards
 from megarl.observe.output import keep_output
 from megarl.response import EpisodeSummary, Response
-from megarl.rollout.engine import Engine, Part, RolloutError
+from megarl.rollout.engine import Engine, Meeting, Part, RolloutError, Setup
 from megarl.rollout.episodes import Limits, Played, Start, play
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, request_for, request_seed, text_of
 from megarl.rollout.parts import added, whole
 from megarl.rollout.responder import Responder
 from megarl.sync.fingerprint import Print
+from megarl.workers.engine_member import MemberToStart
 
 
 @dataclass(frozen=True)
@@ -142,37 +146,43 @@ class RolloutWorker:
         self._engine: Engine = find(engine)(label)
         self._host: tuple[EnvironmentSettings, Host] | None = None
 
-    async def open(
-        self,
-        model: Path,
-        dtype: str,
-        settings: RolloutSettings,
-        seed: int,
-        gpu: bool,
-        report_experts: bool,
-        sleeps: bool,
-        blank: bool,
-        devices: Sequence[str],
-    ) -> None:
-        """Start the engine (see `Engine.start`) and load the tokenizer.
+    async def open(self, setup: Setup, devices: Sequence[str], members: Sequence[MemberToStart]) -> None:
+        """Start the engine and load the tokenizer.
 
         Args:
-            model: the Hugging Face directory of both.
-            dtype: the dtype of the weights, "float32" or "bfloat16".
-            settings: the engine's settings.
-            seed: the run's seed.
-            gpu: whether the engine has GPUs.
-            report_experts: whether its samples report the experts that their tokens were routed to.
-            sleeps: whether it leaves its devices to ranks at times.
-            blank: whether the directory's weights are not read, since a sync will bring weights.
+            setup: what the engine runs; the tokenizer is that of its model.
             devices: the GPUs of the ranks that it shares devices with; empty: this process's own GPUs.
+            members: its other members.
         """
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        self._tokenizer, self._ends, self._timeout_s = load_tokenizer(model), end_tokens(model), settings.timeout_s
-        choose_nccl_interface(interface_towards(ray.util.get_node_ip_address()))  # the interface that the trainer uses
-        await self._engine.start(model, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps, blank=blank)
-        self._responder = Responder(self._engine, settings.timeout_s)
+        self._tokenizer, self._ends, self._timeout_s = load_tokenizer(setup.model), end_tokens(setup.model), setup.settings.timeout_s
+        address = ray.util.get_node_ip_address()
+        choose_nccl_interface(interface_towards(address))  # the interface that the trainer uses
+        if not members:
+            await self._engine.start(setup)
+        else:
+            meeting, actors = Meeting(address, free_port(address)), [member.create() for member in members]
+            await asyncio.gather(*(actor.open.remote(setup, meeting, rank) for rank, actor in enumerate(actors, 1)))
+            self._mind(actors)
+            await self._engine.start(setup, meeting)
+            await asyncio.gather(*(actor.settle.remote() for actor in actors))
+        self._responder = Responder(self._engine, setup.settings.timeout_s)
+
+    def _mind(self, members: Sequence[Any]) -> None:
+        """Tell the engine when a member has ended; in a thread, since the engine's start blocks this one."""
+        self._members = members  # Ray ends an actor that nothing refers to
+
+        def wait() -> None:
+            ends = {member.ended.remote(): rank for rank, member in enumerate(members, 1)}
+            [end], _ = ray.wait(list(ends))
+            try:
+                how = ray.get(end)
+            except RayError as error:
+                how = str(error).splitlines()[0]
+            self._engine.lose(f"its member {ends[end]} has ended ({how})")
+
+        threading.Thread(target=wait, daemon=True).start()
 
     async def guarantee(self, environment: EnvironmentSettings) -> str | None:
         """Return what `megarl.environments.hosts.guarantee` says on this machine."""

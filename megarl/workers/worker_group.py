@@ -110,14 +110,14 @@ class WorkerGroup:
 
         Args:
             engines: the engines' actors.
-            rollout: says how many processes of each engine hold weights, and in which dtype.
+            rollout: says how many processes of each engine hold weights, in which dtype, and how they are quantised.
             version: the version of the weights, which samples then carry.
             settings: how the weights are sent, and the time limit of the whole transfer.
 
         Raises:
             FingerprintMismatch: an engine holds other bits than were sent.
         """
-        told = (engines.actors, rollout.tp, rollout.dtype, version, settings)
+        told = (engines.actors, rollout.devices, rollout.dtype, version, settings, rollout.quantization)
         calls = self.group.start("sync", *told)
         return merge(self.group.wait(calls, "sync", settings.timeout_s, {engines.kind: engines.actors}))
 

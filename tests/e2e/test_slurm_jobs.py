@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.comparing import assert_same
-from tests.e2e.job import Job
+from tests.e2e.job import Job, assert_same_first_step
 from tests.e2e.lab import Lab
 from tests.slurm.cluster import Cluster
 
@@ -259,3 +259,19 @@ def test_a_killed_slurmd_costs_a_run_nothing(for_good: bool, slurm: Cluster, str
     submitted.finish()
     assert json.loads((job.runs / "job" / "summary.json").read_text())["restarts"] == [] and submitted.restarts == 0
     assert_same(job, straight, "model")
+
+
+@pytest.mark.long
+def test_an_engine_spans_two_nodes(slurm: Cluster, lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    """Three members, of which no node's two CPUs hold all, and a rank: the run is that of a single engine on one machine."""
+    settings = ("train.steps=3", "sync.transport=gloo", "train.eval_at_start=false")
+    alone = lab.run(Job(tmp_path / "alone", tiny_model, settings))
+    job = Job(tmp_path / "spread", tiny_model, (*settings, "rollout.dp=3", "rollout.expert_parallel=true", SLOW))
+    slurm.wait_until_idle()
+    submitted = Submitted(slurm, job)
+    submitted.wait_for_step(1)
+    there = [" ".join(slurm.processes(node).values()) for node in ("n1", "n2", "n3")]
+    assert sum("ray::EngineMember" in titles or "ray::RolloutWorker" in titles for titles in there) == 2, there
+    submitted.finish()
+    assert_same_first_step(job, alone)
+    assert all(step["training/rollout_probs_diff_mean"] < 1e-5 for step in job.steps())

@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings, Section
-from megarl.rollout.engine import Engine, Finished, Part, Request, RequestId
+from megarl.rollout.engine import Engine, Finished, Meeting, Part, Request, RequestId, Setup
 from megarl.sync.fingerprint import Fingerprinter, Print
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.wire import Header
@@ -39,18 +38,7 @@ class BackwardsEngine(Engine):
         if settings.tp > 1:
             raise ConfigError(f"rollout.tp={settings.tp}: the engine has one worker")
 
-    async def start(
-        self,
-        model: Path,
-        dtype: str,
-        settings: RolloutSettings,
-        seed: int,
-        *,
-        gpu: bool,
-        report_experts: bool = False,
-        sleeps: bool = False,
-        blank: bool = False,
-    ) -> list[int]:
+    async def start(self, setup: Setup, meeting: Meeting | None = None) -> list[int]:
         return [os.getpid()]
 
     async def sleep(self, timeout_s: float, *, keep_weights: bool) -> None:
@@ -60,6 +48,9 @@ class BackwardsEngine(Engine):
         pass
 
     def check_health(self) -> None:
+        pass
+
+    def lose(self, why: str) -> None:
         pass
 
     async def ping(self, timeout_s: float) -> None:

@@ -27,7 +27,18 @@ class CorruptingExtension(WorkerExtension):
         elif what == "embedding":
             self.get_model().model.embed_tokens.weight[33, 5] += 1e-2
         elif what == "down":  # one block of the packed memory of expert 5: whatever its layout, that is expert 5's down projection
-            experts.w2_weight[5].view(-1)[64:80] += 0.5
+            for five in self._places(5):
+                experts.w2_weight[five].view(-1)[64:80] += 0.5
+        elif what == "fp8_expert":
+            experts.w2_weight[3].view(torch.uint8)[7, 9] ^= 1  # the last bit of the mantissa
+        elif what == "fp8_expert_scale":
+            experts.w13_weight_scale_inv[2, 0, 1] *= 1.01
+        elif what == "fp8_kernel_scale":  # of which the kernel has a copy after a reload
+            experts.quant_method.moe_kernel.fused_experts.w1_scale[2, 0, 1] *= 1.01
+        elif what == "fp8_linear":
+            layer.self_attn.qkv_proj.weight.view(torch.uint8)[5, 6] ^= 1
+        elif what == "fp8_linear_scale":
+            layer.self_attn.qkv_proj.weight_scale_inv[-1, 2] *= 1.01
         elif what == "expert_bias":  # of the router, after the layers were loaded
             layer.mlp.gate.e_score_correction_bias[3] += 1e-3
         elif what == "absorbed":  # what multi-latent attention decodes with, which vLLM has made of kv_b_proj
@@ -35,10 +46,16 @@ class CorruptingExtension(WorkerExtension):
             attention.W_UV = torch.nn.Parameter(attention.W_UV.clone(), requires_grad=False)  # it was a view of the weight
             attention.W_UV[1, 2, 3] += 0.5
         elif what == "swap":  # two experts change places
-            experts.w13_weight[[2, 3]] = experts.w13_weight[[3, 2]]
-            experts.w2_weight[[2, 3]] = experts.w2_weight[[3, 2]]
+            for two, three in zip(self._places(2), self._places(3), strict=True):
+                experts.w13_weight[[two, three]] = experts.w13_weight[[three, two]]
+                experts.w2_weight[[two, three]] = experts.w2_weight[[three, two]]
         else:
             raise AssertionError(what)
+
+    def _places(self, expert: int) -> list[int]:
+        """Where layer 1 has an expert, if this worker holds it."""
+        places = self.get_model().model.layers[1].mlp.experts.routed_experts.expert_map
+        return [expert] if places is None else [place for place in [int(places[expert])] if place >= 0]
 
     @torch.no_grad()
     def megarl_corrupt_linear(self, name: str, weight: list[list[float]]) -> None:

@@ -15,7 +15,7 @@ from megarl.config import EnvironmentSettings, RolloutSettings
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import open_host
-from megarl.rollout.engine import Request, RolloutTimeout
+from megarl.rollout.engine import Request, RolloutTimeout, Setup
 from megarl.rollout.episodes import Limits, Played, Start, joined, play
 from megarl.rollout.generate import Sampling, TokenPrompt
 from megarl.rollout.parts import added, whole
@@ -37,7 +37,7 @@ async def _episodes(tiny: Path) -> list[list[list[Played]]]:
     tokenizer, runs = load_tokenizer(tiny), list[list[list[Played]]]()
     for starts in (STARTS, STARTS[::-1]):
         engine, host = VllmEngine("engine 0"), open_host(EnvironmentSettings.model_validate(TREE))
-        await engine.start(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True)
+        await engine.start(Setup(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True))
 
         def text_of(turn: Sample) -> str:
             return decode(tokenizer, turn.tokens[turn.prompt_length :].tolist(), finished=turn.finish_reason == "stop")

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
+from megarl.rollout.engine import Setup
 from megarl.rollout.generate import Sampling
 from megarl.rollout.registry import check_engine
 from megarl.rollout.vllm import engine
 from megarl.sync.fingerprint import compare
 from tests.rollout.engine_host import Host
-from tests.rollout.test_updates import SETTINGS, Corruptible, _check_update, _start, check_plan
+from tests.rollout.test_updates import SETTINGS, Corruptible, Layout, _check_update, _start, check_plan
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate
 from tests.rows import rows
 from tools.make_tiny_model import build, has_experts
@@ -66,7 +67,7 @@ def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Pat
 
 async def _fused(tmp_path: Path, tp: int) -> None:
     build(tmp_path / "model", **SIZES, seed=1, family="phi3")
-    engine = await _start(tmp_path / "model", tp=tp, blank=True)
+    engine = await _start(tmp_path / "model", layout=Layout(tp), blank=True)
     trainer = Trainer(engine, "gloo", tp)
     try:
         tensors = stored(tmp_path / "model")
@@ -79,7 +80,7 @@ async def _fused(tmp_path: Path, tp: int) -> None:
             await engine._call("megarl_corrupt_linear", "self_attn.qkv_proj", weight.tolist(), timeout_s=TIMEOUT_S)
             assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == [FUSED]
         await _check_update(engine, trainer, other(tmp_path / "other", "phi3"), stored(tmp_path / "other"))
-        await check_plan(engine, tmp_path / "model", tp)
+        await check_plan(engine, tmp_path / "model", Layout(tp))
     finally:
         trainer.close()
         await engine.close()
@@ -125,7 +126,7 @@ async def _latents(tmp_path: Path) -> list[list[str]]:
         arguments = engine.engine_arguments
         patch.setattr(engine, "engine_arguments", lambda *given, **named: arguments(*given, **named) | {"attention_backend": "CPU_MLA"})
         latent = Latent("engine 0")
-        await latent.start(tmp_path / "model", "float32", SETTINGS, 1, gpu=False, blank=True)
+        await latent.start(Setup(tmp_path / "model", "float32", SETTINGS, 1, gpu=False, blank=True))
     try:
         digest = await Trainer(latent, "shm").update(stored(tmp_path / "other"))
         updated = compare(digest, await latent.fingerprints(TIMEOUT_S))

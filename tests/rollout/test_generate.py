@@ -19,7 +19,7 @@ import pytest
 from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
-from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout
+from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout, Setup
 from megarl.rollout.generate import Generated, Sampling, TokenPrompt, request_seed
 from megarl.rollout.generate import generate as generate_within
 from megarl.rollout.registry import check_engine
@@ -27,6 +27,7 @@ from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.rollout.vllm.launch import launch
 from tests.rollout.engine_host import Host
+from tests.rollout.gathered import GatheredEngine
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, generate
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=96, timeout_s=TIMEOUT_S, kv_cache_mb=64)
@@ -34,8 +35,8 @@ END = 1
 
 
 async def _start(tiny: Path, **settings: object) -> tuple[VllmEngine, list[int]]:
-    engine = VllmEngine("engine 0")
-    pids = await engine.start(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False, report_experts=True)
+    engine = GatheredEngine("engine 0")
+    pids = await engine.start(Setup(tiny, "float32", SETTINGS.model_copy(update=settings), 1, gpu=False, report_experts=True))
     return engine, pids
 
 
@@ -58,13 +59,13 @@ def _routes(sample: Sample) -> np.ndarray:
     return sample.routed_experts
 
 
-async def _deterministic(tiny: Path) -> None:
+async def _deterministic(tiny: Path, layout: dict[str, Any]) -> None:
     """More responses than the engine decodes together, so that requests also queue and finish at different times."""
     prompts, sampling, together = _prompts(20), Sampling(n=4, temperature=1.0, max_tokens=32, seed=7), 64
     assert len(prompts) * sampling.n > together
     runs = []
     for calls in (2, 1):
-        engine, _ = await _start(tiny, max_num_seqs=together)
+        engine, _ = await _start(tiny, max_num_seqs=together // layout.get("dp", 1), **layout)
         try:
             runs += [await generate(engine, prompts, sampling) for _ in range(calls)]
         finally:
@@ -74,8 +75,9 @@ async def _deterministic(tiny: Path) -> None:
     assert len(drawn) > 77  # no two samples share their draws
 
 
-def test_the_same_call_gives_the_same_bits_in_any_fresh_engine(host: Host, tiny: Path) -> None:
-    host.run(_deterministic, tiny)
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "expert_parallel": True}], ids=str)
+def test_the_same_call_gives_the_same_bits_in_any_fresh_engine(host: Host, tiny: Path, layout: dict[str, Any]) -> None:
+    host.run(_deterministic, tiny, layout)
 
 
 async def _complete(tiny: Path) -> None:
@@ -173,12 +175,12 @@ def test_requests_come_back_as_they_finish_and_aborted_ones_with_what_they_have(
     host.run(_one_by_one, tiny)
 
 
-async def _dies(tiny: Path, tp: int) -> None:
-    engine, pids = await _start(tiny, tp=tp)
+async def _dies(tiny: Path, layout: dict[str, Any]) -> None:
+    engine, pids = await _start(tiny, **layout)
     try:
         pending = asyncio.create_task(generate(engine, _prompts(64), Sampling(n=8, temperature=1.0, max_tokens=96, seed=1)))
         await asyncio.sleep(0.5)
-        os.kill(pids[-1], signal.SIGKILL)  # tp=1: the engine's process; tp=2: one of its workers
+        os.kill(pids[-1], signal.SIGKILL)  # the engine's process, or one of several workers
         begun = time.monotonic()
         with pytest.raises(EngineDead, match="engine 0"):
             await pending
@@ -195,17 +197,17 @@ async def _dies(tiny: Path, tp: int) -> None:
         await generate(engine, PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_dead_engine_is_an_error_on_the_pending_and_on_every_later_call(host: Host, tiny: Path, tp: int) -> None:
-    host.run(_dies, tiny, tp)
+@pytest.mark.parametrize("layout", [{"tp": 1}, {"tp": 2}, {"dp": 2}], ids=str)
+def test_a_dead_engine_is_an_error_on_the_pending_and_on_every_later_call(host: Host, tiny: Path, layout: dict[str, Any]) -> None:
+    host.run(_dies, tiny, layout)
 
 
-async def _footprint(tiny: Path, tp: int) -> tuple[list[str], list[str]]:
+async def _footprint(tiny: Path, layout: dict[str, Any]) -> tuple[list[str], list[str]]:
     """TCP sockets that listen elsewhere than on loopback, and files that a closed engine leaves behind."""
     with tempfile.TemporaryDirectory(prefix="m-") as directory:
         tempfile.tempdir = directory
         try:
-            engine, pids = await _start(tiny, tp=tp)
+            engine, pids = await _start(tiny, **layout)
             left = os.listdir(directory)  # all that an engine needs there is open by now
             segments = {segment for pid in pids for segment in _shared_memory(pid)}
             try:
@@ -223,9 +225,9 @@ def _shared_memory(pid: int) -> set[str]:
     return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_sockets_stay_on_loopback_and_no_file_is_left(host: Host, tiny: Path, tp: int) -> None:
-    exposed, left = host.run(_footprint, tiny, tp)
+@pytest.mark.parametrize("layout", [{"tp": 1}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_sockets_stay_on_loopback_and_no_file_is_left(host: Host, tiny: Path, layout: dict[str, Any]) -> None:
+    exposed, left = host.run(_footprint, tiny, layout)
     assert exposed == [] and left == []
 
 
@@ -246,7 +248,8 @@ def _loopback(address: str) -> bool:
 
 
 async def _killed(tiny: Path) -> tuple[list[int], list[int]]:
-    """Two engines, one of each kind of executor, whose process is killed: the pids of theirs that were there, and that still are."""
+    """Engines of each kind of executor, and one of two members, whose process is killed: the pids of theirs that were there, and that
+    still are."""
     context = multiprocessing.get_context("fork")
     pipe, theirs = context.Pipe()
     doomed = context.Process(target=_stay, args=(tiny, theirs))
@@ -266,7 +269,7 @@ async def _killed(tiny: Path) -> tuple[list[int], list[int]]:
 
 def _stay(tiny: Path, pipe: Connection) -> None:
     async def engines() -> None:
-        opened = [await _start(tiny), await _start(tiny, tp=2)]
+        opened = [await _start(tiny), await _start(tiny, tp=2), await _start(tiny, dp=2)]
         pipe.send([pid for _, pids in opened for pid in pids])
         await asyncio.sleep(TIMEOUT_S)
 
@@ -275,7 +278,7 @@ def _stay(tiny: Path, pipe: Connection) -> None:
 
 def test_no_process_outlives_a_killed_parent(host: Host, tiny: Path) -> None:
     there, left = host.run(_killed, tiny)
-    assert len(there) == 4 and left == []
+    assert len(there) == 7 and left == []
 
 
 def _alive(pid: int) -> bool:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.config import RolloutSettings
+from megarl.rollout.engine import Setup
 from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm.engine import VllmEngine
 from tests.rollout.engine_host import Host
@@ -41,7 +42,7 @@ def exact_body(tiny: Path, path: Path) -> tuple[Tensor, Tensor]:
 
 async def answers(path: Path) -> list[Generated]:
     engine = VllmEngine("engine 0")
-    await engine.start(path, "bfloat16", SETTINGS, 1, gpu=False, report_experts=False)
+    await engine.start(Setup(path, "bfloat16", SETTINGS, 1, gpu=False))
     try:
         return await generate(engine, PROMPTS, Sampling(n=4, temperature=TEMPERATURE, max_tokens=24, seed=1))
     finally:

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megarl.batch import Sample, VersionSpan
 from megarl.config import TrainRolloutSettings
-from megarl.rollout.engine import Request
+from megarl.rollout.engine import Request, Setup
 from megarl.rollout.responder import Responder
-from megarl.rollout.vllm.engine import VllmEngine
 from tests.rollout.engine_host import Host
+from tests.rollout.gathered import GatheredEngine
 from tests.rollout.transformers_reference import TIMEOUT_S, Trainer, checkpoint, logp, other_weights
 
 SIZES: dict[str, Any] = {"max_prompt_tokens": 32, "max_response_tokens": 160, "max_num_seqs": 8, "kv_cache_mb": 64, "timeout_s": TIMEOUT_S}
@@ -28,12 +29,13 @@ async def _until(there: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def _updated(tiny: Path) -> list[Sample]:
+async def _updated(tiny: Path, dp: int) -> list[Sample]:
     """24 responses, of which 8 at most are under way when the second weights come, and 4 that are asked for when the update is about to
     begin."""
-    engine = VllmEngine("engine 0")
-    await engine.start(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True)
-    trainer, responder = Trainer(engine, "shm"), Responder(engine, TIMEOUT_S)
+    engine = GatheredEngine("engine 0")
+    settings = SETTINGS.model_copy(update={"dp": dp, "max_num_seqs": SETTINGS.max_num_seqs // dp, "expert_parallel": dp > 1})
+    await engine.start(Setup(tiny, "float32", settings, 1, gpu=False, report_experts=True))
+    trainer, responder = Trainer(engine, "shm", dp), Responder(engine, TIMEOUT_S)
 
     def requests(numbers: range) -> list[Request]:
         return [Request(number, [5 + number % 8, 40, 77], 160, 0.9, 1000 + number) for number in numbers]
@@ -43,7 +45,7 @@ async def _updated(tiny: Path) -> list[Sample]:
         first = asyncio.create_task(responder.all(requests(range(24)), TIMEOUT_S))
         counts = list[int]()
         while sum(count >= 12 for count in counts) < 8:
-            counts = list((await engine._llm.engine_core.call_utility_async("megarl_counts")).values())
+            counts = [count for core in await engine._on_cores("megarl_counts") for count in core.values()]
         async with engine._lock:  # for which both wait, the update first
             update = asyncio.create_task(trainer.update(checkpoint(other_weights(tiny, 2))))
             await _until(lambda: len(engine._lock._waiters or ()) == 1)
@@ -56,8 +58,9 @@ async def _updated(tiny: Path) -> list[Sample]:
         await engine.close()
 
 
-def test_tokens_before_and_after_an_update_are_those_of_their_own_weights(host: Host, tiny: Path) -> None:
-    samples: list[Sample] = host.run(_updated, tiny)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_tokens_before_and_after_an_update_are_those_of_their_own_weights(host: Host, tiny: Path, dp: int) -> None:
+    samples: list[Sample] = host.run(_updated, tiny, dp)
     models = {version: other_weights(tiny, version) for version in (1, 2)}
     logits: list[torch.Tensor] = []
     for model in models.values():

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from megarl.config import RolloutSettings
-from megarl.rollout.engine import RolloutError
+from megarl.rollout.engine import RolloutError, Setup
 from megarl.rollout.generate import Generated, Sampling
-from megarl.rollout.vllm.engine import VllmEngine
 from megarl.sync.fingerprint import compare
 from tests.rollout.engine_host import Host
+from tests.rollout.gathered import GatheredEngine
 from tests.rollout.test_updates import _check_update
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, checkpoint, generate, other_weights
 from tools.make_tiny_model import build
@@ -30,11 +31,12 @@ def memory_mb(pids: list[int]) -> float:
     return sum(psutil.Process(pid).memory_info().rss - psutil.Process(pid).memory_info().shared for pid in pids) / 2**20
 
 
-async def _sleeps(model: Path, weights_mb: float) -> None:
-    settings = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=CACHE_MB)
-    engine = VllmEngine("engine 0")
-    pids = await engine.start(model, "float32", settings, 1, gpu=False, sleeps=True)
-    trainer = Trainer(engine, "shm")
+async def _sleeps(model: Path, weights_mb: float, dp: int) -> None:
+    sizes: dict[str, Any] = {"max_prompt_tokens": 32, "max_response_tokens": 24, "kv_cache_mb": CACHE_MB // dp}
+    settings = RolloutSettings(**sizes, timeout_s=TIMEOUT_S, dp=dp, expert_parallel=dp > 1)
+    engine = GatheredEngine("engine 0")
+    pids = await engine.start(Setup(model, "float32", settings, 1, gpu=False, sleeps=True))
+    trainer = Trainer(engine, "shm", dp)
     try:
         first, held = bits(await generate(engine, PROMPTS, SAMPLING)), await engine.fingerprints(TIMEOUT_S)
         for keep_weights in (True, False, False):
@@ -67,6 +69,7 @@ async def _sleeps(model: Path, weights_mb: float) -> None:
         await engine.close()
 
 
-def test_memory_is_free_while_it_sleeps_and_nothing_else_changes(host: Host, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dp", [1, 2])
+def test_memory_is_free_while_it_sleeps_and_nothing_else_changes(host: Host, tmp_path: Path, dp: int) -> None:
     build(tmp_path, layers=2, hidden=256, experts=8, expert_hidden=512, seed=1)
-    host.run(_sleeps, tmp_path, (tmp_path / "model.safetensors").stat().st_size / 2**20)
+    host.run(_sleeps, tmp_path, (tmp_path / "model.safetensors").stat().st_size / 2**20, dp)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from megarl.config import RolloutSettings
 from megarl.models.hf import read_config
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
-from megarl.rollout.engine import RolloutError, WeightSyncError
+from megarl.rollout.engine import RolloutError, Setup, WeightSyncError
 from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm.engine import VllmEngine
+from megarl.rollout.vllm.member import VllmMember
 from megarl.sync import receive, wire
 from megarl.sync.fingerprint import compare
 from megarl.sync.receive import BucketReceiver, Inventory, WeightError
 from tests.rollout.engine_host import Host
+from tests.rollout.gathered import GatheredEngine
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, assert_greedy, checkpoint, generate, logp, other_weights
 from tests.rows import rows
 
@@ -32,26 +34,57 @@ END = 1
 CPU_BLOCK = 128  # tokens (vllm/platforms/cpu.py)
 
 
-class Corruptible(VllmEngine):
-    extension = "tests.rollout.corrupting_extension.CorruptingExtension"
+EXTENSION = "tests.rollout.corrupting_extension.CorruptingExtension"
+
+
+class CorruptibleMember(VllmMember):
+    extension = EXTENSION
+
+
+class Corruptible(GatheredEngine):
+    extension = EXTENSION
+    member = CorruptibleMember
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of an engine."""
+
+    tp: int = 1
+    dp: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def workers(self) -> int:
+        return self.tp * self.dp
+
+
+ONE, TWO, EP2, DP2_EP, DP2_TP2_EP = Layout(), Layout(tp=2), Layout(2, 1, True), Layout(1, 2, True), Layout(2, 2, True)
+DP3_EP = Layout(1, 3, True)  # of 8 experts the devices have 3, 3 and 2
+LAYOUTS = [ONE, TWO, EP2, Layout(dp=2), DP2_EP, Layout(2, 2), DP2_TP2_EP, DP3_EP]
 
 
 async def _start(
-    tiny: Path, dtype: str = "float32", tp: int = 1, blank: bool = False, kind: type[Corruptible] = Corruptible
+    tiny: Path, dtype: str = "float32", layout: Layout = ONE, blank: bool = False, kind: type[Corruptible] = Corruptible
 ) -> Corruptible:
     engine = kind("engine 0")
-    await engine.start(tiny, dtype, SETTINGS.model_copy(update={"tp": tp}), 1, gpu=False, report_experts=True, blank=blank)
+    await engine.start(Setup(tiny, dtype, SETTINGS.model_copy(update=asdict(layout)), 1, gpu=False, report_experts=True, blank=blank))
     return engine
 
 
 @asynccontextmanager
 async def _engine_and_trainer(
-    tiny: Path, transport: str = "shm", dtype: str = "float32", tp: int = 1, blank: bool = False, kind: type[Corruptible] = Corruptible
+    tiny: Path,
+    transport: str = "shm",
+    dtype: str = "float32",
+    layout: Layout = ONE,
+    blank: bool = False,
+    kind: type[Corruptible] = Corruptible,
 ) -> AsyncIterator[tuple[Corruptible, Trainer]]:
     """An engine, and a trainer that sends it weights; both are closed afterwards."""
-    engine = await _start(tiny, dtype, tp, blank, kind)
+    engine = await _start(tiny, dtype, layout, blank, kind)
     try:
-        trainer = Trainer(engine, transport, tp)
+        trainer = Trainer(engine, transport, layout.workers)
         try:
             yield engine, trainer
         finally:
@@ -83,33 +116,45 @@ async def _check_update(engine: VllmEngine, trainer: Trainer, model: Any, tensor
     assert float(torch.cat(gaps).mean()) <= 1e-5 and float(torch.cat(gaps).max()) <= 1e-3
 
 
-async def check_plan(engine: VllmEngine, path: Path, tp: int) -> None:
-    """Every worker holds as many bytes of weights as `megarl plan` says, and its cache as many tokens."""
-    hf = read_config(path)
-    for held in await engine._call("megarl_fingerprints", False, timeout_s=TIMEOUT_S):
-        elements = sum(rows * columns for places in held.values() for _, _, rows, columns, *_ in places)
-        assert engine_weights(hf, tp, "float32") == pytest.approx(4 * elements, rel=0.05)
-    tokens = engine._llm.vllm_config.cache_config.num_gpu_blocks * CPU_BLOCK
+async def check_plan(engine: VllmEngine, path: Path, layout: Layout) -> None:
+    """The fullest worker holds as many bytes of weights as `megarl plan` says, and its cache as many tokens. The others hold as much,
+    unless the experts do not divide.
+    """
+    hf, tp = read_config(path), layout.tp
+    workers = await engine._call("megarl_fingerprints", False, timeout_s=TIMEOUT_S)
+    counts = [sum(rows * columns for places in held.values() for _, _, rows, columns, *_ in places) for held in workers]
+    planned = engine_weights(hf, tp, "float32", layout.dp, expert_parallel=layout.expert_parallel)
+    assert planned == pytest.approx(4 * max(counts), rel=0.05)
+    assert len(counts) == layout.workers and (max(counts) == min(counts)) == (layout.workers != 3)
+    tokens = engine._llm.vllm_config.cache_config.num_gpu_blocks // layout.dp * CPU_BLOCK  # vLLM adds up those of all members
     assert SETTINGS.kv_cache_mb is not None
     assert tokens * cache_bytes(facts(hf), tp, "float32") == pytest.approx(SETTINGS.kv_cache_mb << 20, rel=0.05)
 
 
-async def _five_updates(tiny: Path, bare: Path, transport: str, tp: int) -> None:
-    async with _engine_and_trainer(bare, transport, tp=tp, blank=True) as (engine, trainer):
+async def _five_updates(tiny: Path, bare: Path, transport: str, layout: Layout) -> None:
+    async with _engine_and_trainer(bare, transport, layout=layout, blank=True) as (engine, trainer):
         with pytest.raises(RolloutError, match=r"^engine 0: has no weights before the next update$"):
             await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         for seed in (1, 2, 3, 1, 4):
             await _check_update(engine, trainer, other_weights(tiny, seed))
         last = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=2, seed=0))
         assert {answer.samples[0].weight_versions[0].version for answer in last} == {5}
-        await check_plan(engine, tiny, tp)
+        await check_plan(engine, tiny, layout)
 
 
-@pytest.mark.parametrize(("transport", "tp"), rows([("gloo", 1), ("shm", 1), ("gloo", 2)], [("shm", 1), ("gloo", 2)]))
-def test_greedy_output_equals_transformers_over_five_updates(host: Host, tiny: Path, tmp_path: Path, transport: str, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("transport", "layout"),
+    rows(
+        [*(("gloo", layout) for layout in LAYOUTS), ("shm", ONE), ("shm", DP2_TP2_EP)],
+        [("shm", ONE), ("gloo", TWO), ("gloo", DP3_EP)],
+    ),
+)
+def test_greedy_output_equals_transformers_over_five_updates(
+    host: Host, tiny: Path, tmp_path: Path, transport: str, layout: Layout
+) -> None:
     """Of an engine that has read no weights before, as the directory has none."""
     bare = shutil.copytree(tiny, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    host.run(_five_updates, tiny, bare, transport, tp)
+    host.run(_five_updates, tiny, bare, transport, layout)
 
 
 def test_memory_that_is_not_shared_is_refused_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +170,7 @@ def test_memory_that_is_not_shared_is_refused_by_its_place(monkeypatch: pytest.M
 
 
 async def _frugal(tiny: Path, tp: int) -> None:
-    engine = await _start(tiny, tp=tp)
+    engine = await _start(tiny, layout=Layout(tp))
     try:
         await engine.fingerprints(TIMEOUT_S)  # where the packing puts each element is learnt once
         for peak, layer in await engine._call("megarl_peak", False, timeout_s=TIMEOUT_S):
@@ -175,7 +220,7 @@ def test_fingerprints_agree_after_five_updates_in_bf16(host: Host, tiny: Path) -
     host.run(_fingerprints_follow_bf16, tiny)
 
 
-async def _corruptions_are_named(tiny: Path, dtype: str, tp: int) -> None:
+async def _corruptions_are_named(tiny: Path, dtype: str, layout: Layout) -> None:
     tensors = checkpoint(other_weights(tiny, 1, getattr(torch, dtype)))
     weights = dict(tensors)
     experts = [f"model.layers.1.mlp.experts.{e}.{part}_proj.weight" for e in (2, 3) for part in ("down", "gate", "up")]
@@ -186,12 +231,12 @@ async def _corruptions_are_named(tiny: Path, dtype: str, tp: int) -> None:
         "down": ["model.layers.1.mlp.experts.5.down_proj.weight"],
         "swap": experts,
     }
-    async with _engine_and_trainer(tiny, dtype=dtype, tp=tp) as (engine, trainer):
+    async with _engine_and_trainer(tiny, dtype=dtype, layout=layout, transport="gloo") as (engine, trainer):
         for what, names in cases.items():
             digest = await trainer.update(tensors)
             await engine._call("megarl_corrupt", what, timeout_s=TIMEOUT_S)
             assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == names
-        if tp == 1:
+        if layout == ONE:
             qkv = [weights[f"model.layers.1.self_attn.{part}_proj.weight"].clone() for part in "qkv"]
             qkv[1][63, 127] *= 1.01
             digest = await trainer.update(tensors)
@@ -199,9 +244,15 @@ async def _corruptions_are_named(tiny: Path, dtype: str, tp: int) -> None:
             assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == ["model.layers.1.self_attn.k_proj.weight"]
 
 
-@pytest.mark.parametrize(("dtype", "tp"), rows([("float32", 1), ("bfloat16", 1), ("float32", 2)], [("bfloat16", 1), ("float32", 2)]))
-def test_a_corrupted_spot_is_named(host: Host, tiny: Path, dtype: str, tp: int) -> None:
-    host.run(_corruptions_are_named, tiny, dtype, tp)
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    rows(
+        [("float32", ONE), ("bfloat16", ONE), ("float32", TWO), ("float32", EP2), ("bfloat16", DP2_EP)],
+        [("bfloat16", ONE), ("float32", TWO), ("bfloat16", DP2_EP)],
+    ),
+)
+def test_a_corrupted_spot_is_named(host: Host, tiny: Path, dtype: str, layout: Layout) -> None:
+    host.run(_corruptions_are_named, tiny, dtype, layout)
 
 
 async def _unmended_reload(tiny: Path, dtype: str) -> list[str]:

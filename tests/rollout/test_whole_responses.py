@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import RolloutSettings
-from megarl.rollout.engine import Request
+from megarl.rollout.engine import Request, Setup
 from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.engine import VllmEngine
 from tests.rollout.engine_host import Host
@@ -21,7 +21,7 @@ NEVER = "no model of random weights says this"
 
 async def _whole(tiny: Path) -> None:
     engine, outputs = VllmEngine("engine 0"), list[Any]()
-    await engine.start(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True)
+    await engine.start(Setup(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True))
     process = engine._llm.output_processor.process_outputs
 
     def counted(found: list[Any], *rest: Any) -> Any:

@@ -239,6 +239,11 @@ def test_a_gap_in_bfloat16_is_measured_and_told_and_stops_only_what_can_be_no_ro
     assert (told(0.06, "model.dtype=bfloat16") or "").startswith(
         "step 1: mean |log-prob of engine - of trainer| is 0.06, more than the 0.05 "
     )
+    fp8 = "rollout.quantization=fp8"
+    assert told(0.05, fp8) is None and "more than the 0.1 expected in fp8" in (told(0.2, fp8, "model.dtype=bfloat16") or "")
+    assert told(0.2, fp8, "sync.logprob_gap=0.3") is None
+    with pytest.raises(RuntimeError, match="more than sync.logprob_gap=0.5$"):
+        told(0.6, fp8)
     for gap, overrides, limit in ((2e-4, [], "0.0001"), (0.6, ["model.dtype=bfloat16"], "0.5"), (float("nan"), [], "0.0001")):
         with pytest.raises(RuntimeError, match=f"more than sync.logprob_gap={limit}$"):
             told(gap, *overrides)

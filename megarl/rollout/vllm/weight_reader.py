@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, convert_to_unquantized_kernel_format
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -30,12 +31,17 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from megarl.rollout.vllm.expert_loader import expert_names
+from megarl.models.weight_map import FP8_BLOCK, SCALES
+from megarl.rollout.vllm.expert_loader import expert_names, parts_of
 from megarl.sync.fingerprint import Piece, fingerprints, keys, rearranged_fingerprints
 
 _PROBE_COLUMNS = 512  # columns of the identity that a layer multiplies at a time
+# Kernels of fp8 experts that take them in the layout of the checkpoint (oracle/fp8.py:584; the CPU's is cpu_fp8.py).
+_AS_LOADED = {Fp8MoeBackend.CPU, Fp8MoeBackend.TRITON, Fp8MoeBackend.VLLM_CUTLASS, Fp8MoeBackend.HPC}
 _BIAS = "e_score_correction_bias"  # a router's expert bias: added to the scores by which experts are chosen
 
 
@@ -110,9 +116,9 @@ def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
     """Return the shards in the dtype in which they were sent.
 
     vLLM keeps some routers in float32; one whose values `dtype` cannot represent stays in float32, so that the comparison reports it.
-    A router's expert bias is sent in float32, too.
+    A router's expert bias is sent in float32, too, and so are the scales of fp8 weights.
     """
-    if shards.names[0].endswith(_BIAS):
+    if shards.names[0].endswith((_BIAS, SCALES)) or shards.stack_BRC.element_size() == 1:
         return shards.stack_BRC
     narrow = shards.stack_BRC.to(dtype)
     return narrow if torch.equal(narrow.to(shards.stack_BRC.dtype), shards.stack_BRC) else shards.stack_BRC
@@ -145,7 +151,8 @@ def _stale(path: str, layer: MLAAttention) -> Iterator[_Shards]:
     vllm/model_executor/layers/attention/mla_attention.py:1325 registers the two halves of kv_b_proj, transposed, as parameters. No
     checkpoint has them, so they are yielded, under their own names, only if they do not match kv_b_proj.
     """
-    weight_OI = _matrix(layer.kv_b_proj)
+    quantized = isinstance(layer.kv_b_proj.quant_method, Fp8LinearMethod)
+    weight_OI = get_and_maybe_dequant_weights(layer.kv_b_proj, layer.kv_b_proj.params_dtype) if quantized else _matrix(layer.kv_b_proj)
     keys, values = weight_OI.view(layer.num_heads, -1, weight_OI.shape[1]).split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
     made = {"W_UK_T": keys, "W_UV": values.transpose(1, 2)}
     for name, parameter in layer.named_parameters(recurse=False):
@@ -168,6 +175,9 @@ def _linear(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> Itera
         yield _plain([f"{parent}.{name}.weight"], row, column, weight_OI[start : start + rows], name == last)
         if bias_O is not None:  # CPU kernels may widen the bias to fp32, which is lossless
             yield _plain([f"{parent}.{name}.bias"], 0, row, bias_O[start : start + rows].to(layer.params_dtype), name == last)
+        if isinstance(layer.quant_method, Fp8LinearMethod):
+            scale_JI = layer.weight_scale_inv[start // FP8_BLOCK : -(-(start + rows) // FP8_BLOCK)]
+            yield _plain([f"{parent}.{name}.weight{SCALES}"], row // FP8_BLOCK, column // FP8_BLOCK, scale_JI, name == last)
         start, last = start + rows, name
     if start != weight_OI.shape[0]:
         raise NotImplementedError(f"{path}: {start} of its {weight_OI.shape[0]} output rows belong to known tensors")
@@ -207,6 +217,8 @@ def _output_layer(model: nn.Module) -> VocabParallelEmbedding:
 
 def _matrix(layer: LinearBase | VocabParallelEmbedding) -> Tensor:
     """Return the weight [O, I] that the layer multiplies with."""
+    if isinstance(layer.quant_method, Fp8LinearMethod) and layer.quant_method.use_marlin:
+        raise NotImplementedError("fp8 weights as rearranged for GPUs without fp8 (Marlin) are not known here")
     if not hasattr(layer, "cpu_linear"):  # vllm/model_executor/layers/utils.py:452: only the CPU backend repacks linear layers
         return layer.weight
     columns, dtype = _input_size(layer), layer.params_dtype
@@ -230,10 +242,11 @@ def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards | _Packed]:
     for name, parameter in layer.named_parameters(recurse=False):
         if name == _BIAS:  # it belongs to the router, but vLLM's routing reads it here
             yield _plain([f"{path.removesuffix('.routed_experts').removesuffix('.experts')}.gate.{_BIAS}"], 0, 0, parameter)
-        elif name not in ("w13_weight", "w2_weight"):
+        elif name not in {f"{stack}_weight{scales}" for stack in ("w13", "w2") for scales in parts_of(layer)}:
             raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights and the bias are not known here")
-    if layer.expert_map is not None:
-        raise NotImplementedError(f"{path}: expert parallel engines are not supported")
+    if isinstance(layer.quant_method, Fp8MoEMethod):
+        yield from _fp8_experts(path, layer)
+        return
     gate, up, down, padding13, padding2 = _parts(layer)
     w13_BP, w2_BP = layer.w13_weight.flatten(1), layer.w2_weight.flatten(1)
     for stack_BP, padding in ((w13_BP, padding13), (w2_BP, padding2)):
@@ -241,6 +254,21 @@ def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards | _Packed]:
             raise NotImplementedError(f"{path}: the padding of the packed experts holds values other than 0")
     for names, part, stack_BP in zip(expert_names(path, layer), (gate, up, down), (w13_BP, w13_BP, w2_BP), strict=True):
         yield _Packed(names, part, stack_BP)
+
+
+def _fp8_experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
+    """Yield the weights and scales of a layer's experts, for kernels that compute with them as they are loaded."""
+    method, rank = layer.quant_method, layer.moe_config.tp_rank
+    if method.fp8_backend not in _AS_LOADED:
+        raise NotImplementedError(f"{path}: fp8 experts as rearranged for {method.fp8_backend.value} are not known here")
+    kernel, names = method.moe_kernel.fused_experts, expert_names(path, layer)
+    held = [("", layer.w13_weight, layer.w2_weight), (SCALES, layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)]
+    if kernel.w1_scale.data_ptr() != layer.w13_weight_scale_inv.data_ptr():  # after a reload the kernel has a copy of its own
+        held.append((SCALES, kernel.w1_scale, kernel.w2_scale))
+    for scales, w13, w2 in held:
+        gate, up = w13.chunk(2, 1)
+        for kind, stack, row, column in zip(names, (gate, up, w2), (rank, rank, 0), (0, 0, rank), strict=True):
+            yield _Shards([name + scales for name in kind], row * stack.shape[1], column * stack.shape[2], stack)
 
 
 def _parts(layer: RoutedExperts) -> tuple[_Part, _Part, _Part, Tensor, Tensor]:

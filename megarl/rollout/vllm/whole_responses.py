@@ -40,7 +40,7 @@ class WholeResponses:
             for message in messages.values():
                 message.outputs = self.ended(message.outputs, scheduler.requests)
             self.forget(scheduler.requests)
-            return {client: message for client, message in messages.items() if message.outputs or message.scheduler_stats}
+            return {client: one for client, one in messages.items() if one.outputs or one.scheduler_stats or one.finished_requests}
 
         def abort(core: Any, names: list[str]) -> None:
             """Abort these requests and send their partial responses; those that have already ended are ignored."""

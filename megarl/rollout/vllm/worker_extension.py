@@ -5,25 +5,24 @@ Only vLLM's own processes import this file.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import multiprocessing
 import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from megarl.patching import expect
-from megarl.rollout.vllm import cpu_sleep
+from megarl.rollout.vllm import cpu_experts, cpu_sleep
 from megarl.rollout.vllm.requests import BY_POSITION
 from megarl.rollout.vllm.weight_loader import WeightLoader
 from megarl.rollout.vllm.weight_reader import engine_weights
@@ -32,8 +31,6 @@ from megarl.sync.gloo import one_device
 from megarl.sync.receive import WeightError
 from megarl.sync.wire import Header, Rendezvous
 from megarl.text import one_line
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class SingleExecutor(UniProcExecutor):
@@ -46,7 +43,7 @@ class SingleExecutor(UniProcExecutor):
 
 
 class TensorParallelExecutor(MultiprocExecutor):
-    """One process per worker, which dies with the engine's process (`WorkerExtension.megarl_pid`)."""
+    """One process per worker, which dies with the engine's process."""
 
     def _init_executor(self) -> None:
         enter_engine_process()
@@ -55,35 +52,37 @@ class TensorParallelExecutor(MultiprocExecutor):
 
 
 def enter_engine_process() -> None:
-    """Set up an engine's process, before anything else: tie it to its parent, and install this folder's patches."""
-    die_with_parent()
+    """Set up an engine's process, before its workers start: install this folder's patches."""
     WholeResponses().install()
     if current_platform.is_cpu():
         cpu_sleep.install()
+        cpu_experts.install()
         _rest()
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             # vLLM's AMX kernels (bf16) do not ask Linux for the tile registers first, and die of SIGILL. Workers inherit the permission.
             raise RuntimeError("Linux grants this process no AMX tile registers")
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process as soon as its parent ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "an engine's core and its workers run in processes of their own"
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent.pid:  # the parent died before the signal was set
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _rest() -> None:
     """Let tensor-parallel workers wait on a socket instead of spinning, since others need the CPU's cores.
 
     vLLM's own spin for a second after each call (vllm/distributed/device_communicators/shm_broadcast.py:203); ours spin only in their
-    first second, while the sockets connect.
+    first second, while the sockets connect. One that does not spin needs every wake-up, but vLLM drops those that follow
+    another within a millisecond (line 172: a queue of one, which ZeroMQ does not find empty before), and the reader looks again only after
+    5 s. So the queue has no limit here; it stays short, since a writer waits for readers that are ten messages late.
     """
     expect(SpinCondition.record_read, "self.last_read = time.monotonic()")
-    SpinCondition.record_read = lambda self: None
+    prepare = SpinCondition.__init__
+    expect(prepare, "setsockopt(zmq.SNDHWM, 1)", "self.local_notify_socket.bind(notify_address)")
+
+    def prepared(self: Any, is_reader: bool, context: Any, notify_address: str, *arguments: Any, **named: Any) -> None:
+        prepare(self, is_reader, context, notify_address, *arguments, **named)
+        if not is_reader:
+            self.local_notify_socket.unbind(notify_address)  # the limit counts for what is bound after it
+            self.local_notify_socket.setsockopt(shm_broadcast.zmq.SNDHWM, 0)
+            self.local_notify_socket.bind(notify_address)
+
+    SpinCondition.__init__, SpinCondition.record_read = prepared, lambda self: None
 
 
 @contextmanager
@@ -119,7 +118,11 @@ class WorkerExtension:
     use_v2_model_runner: bool
 
     def megarl_connect(self, rendezvous: dict[str, Any], first_rank: int) -> str | None:
-        return _refusal(lambda: self._megarl_loader().connect(Rendezvous(**rendezvous), first_rank + self.rank))
+        rank = self.vllm_config.parallel_config.data_parallel_rank * self.vllm_config.parallel_config.world_size + self.rank
+        return _refusal(lambda: self._megarl_loader().connect(Rendezvous(**rendezvous), first_rank + rank))
+
+    def megarl_read(self, directory: str, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
+        return _refusal(lambda: self._megarl_loader().read(Path(directory), expected))
 
     def megarl_start_update(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().start(expected))
@@ -163,11 +166,6 @@ class WorkerExtension:
         runner._sample = seeded
 
     def megarl_pid(self) -> int:
-        """Tie this worker to its parent and return its pid; the first call.
-
-        vLLM's workers watch a pipe to the engine's process, but one that waits for its GPU does not notice when it closes.
-        """
-        die_with_parent()
         return os.getpid()
 
     def _megarl_loader(self) -> WeightLoader:

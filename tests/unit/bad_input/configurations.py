@@ -154,6 +154,16 @@ TABLE = [
         )
     ),
     Case("no budget", "train", given("rollout.budget_tokens=0"), r"^rollout\.budget_tokens: "),
+    Case("an unknown quantisation", "train", given("rollout.quantization=int4"), r"^rollout\.quantization: .*'fp8'"),
+    *(
+        Case(
+            f"fp8 blocks that do not fit ({verb})",
+            verb,
+            given("rollout.quantization=fp8"),
+            r"^rollout\.quantization=fp8: with rollout\.tp=1 a worker holds 64 rows of model\.layers\.0\.[a-z_.]*, not a multiple of 128$",
+        )
+        for verb in ("train", "eval", "pairs")
+    ),
     Case("an unknown mode", "train", given("rollout.mode=behind"), r"^rollout\.mode: "),
     Case("a mode of engines alone", "eval", given("rollout.mode=ahead"), r"^rollout\.mode: unknown key"),
     Case("a correction's bound", "train", given("algorithm.correction={type: tis, high: .inf}"), r"^algorithm\.correction\.\w+: "),

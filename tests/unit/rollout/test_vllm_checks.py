@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.families import FAMILIES
+from megarl.models.hf import read_config
+from megarl.rollout.engine import Setup
 from megarl.rollout.vllm.checks import HEAD_SIZES, check, native_architectures
+from megarl.rollout.vllm.launch import engine_arguments
 
 
 def test_the_head_sizes_are_those_of_vllm() -> None:
@@ -26,7 +30,7 @@ def test_the_head_sizes_are_those_of_vllm() -> None:
 
 
 def test_a_head_that_no_cpu_engine_takes_is_refused(tiny_model: Path) -> None:
-    hf, settings = json.loads((tiny_model / "config.json").read_text()), RolloutSettings(kv_cache_mb=64)
+    hf, settings = read_config(tiny_model), RolloutSettings(kv_cache_mb=64)
     check(hf, "float32", settings, gpu=False)
     narrow = {**hf, "head_dim": 16}
     with pytest.raises(ConfigError, match=r"^model\.path: config\.json's head_dim=16: vLLM's CPU engines take 32, 64, "):
@@ -53,3 +57,59 @@ def test_vllm_has_code_of_its_own_for_every_family() -> None:
 def test_the_architectures_are_read_without_importing_vllm() -> None:
     code = "import sys; from megarl.rollout.vllm.checks import native_architectures as known; assert known() and 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({}, 4, "with rollout.tp=4 a worker holds 64 rows of model.layers.0.self_attn.k_proj.weight, not a multiple of 128"),
+        ({"num_key_value_heads": 2}, 1, "a worker holds 64 rows of model.layers.0.self_attn.k_proj.weight"),
+        (
+            {"moe_intermediate_size": 192},
+            1,
+            "rollout.tp=1, rollout.expert_parallel=false a worker holds 192 rows of model.layers.0.mlp.experts.0",
+        ),
+        (
+            {"moe_intermediate_size": 384},
+            2,
+            "rollout.tp=2, rollout.expert_parallel=false a worker holds 192 rows of model.layers.0.mlp.experts.0",
+        ),
+        ({"hidden_size": 576}, 1, "a worker holds 576 columns of model.layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_blocks_that_an_fp8_engine_would_have_to_cut_are_refused(tiny_model: Path, changes: dict[str, int], tp: int, message: str) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "moe_intermediate_size": 256}
+    hf = {**read_config(tiny_model), **sizes}
+    settings = RolloutSettings(kv_cache_mb=64, quantization="fp8", tp=tp)
+    with pytest.raises(ConfigError, match=rf"^rollout\.quantization=fp8: .*{re.escape(message.removeprefix('with '))}"):
+        check({**hf, **changes}, "float32", settings, gpu=False)
+    for fitting in (1, 2):
+        check(hf, "float32", settings.model_copy(update={"tp": fitting}), gpu=False)
+    spread = settings.model_copy(update={"tp": 2, "expert_parallel": True})
+    check({**hf, "moe_intermediate_size": 128}, "float32", spread, gpu=False)  # a worker holds whole experts
+
+
+def test_a_key_value_head_of_several_workers_is_whole_in_each(tiny_model: Path) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 512}
+    check({**read_config(tiny_model), **sizes}, "float32", RolloutSettings(kv_cache_mb=64, quantization="fp8", tp=4), gpu=False)
+
+
+def test_fp8_engines_on_gpus_compute_in_bfloat16(tiny_model: Path) -> None:
+    hf = {**read_config(tiny_model), "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 128}
+    settings = RolloutSettings(quantization="fp8")
+    with pytest.raises(ConfigError, match=r"^rollout\.quantization=fp8: on GPUs it computes in bfloat16, and rollout\.dtype is float32$"):
+        check(hf, "float32", settings, gpu=True)
+    check(hf, "bfloat16", settings, gpu=True)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_vllm_is_told_the_format_of_fp8_weights_and_which_modules_have_none(tiny_model: Path, gpu: bool) -> None:
+    hf, given = read_config(tiny_model), RolloutSettings(quantization="fp8", fp32_head=True)
+    arguments = engine_arguments(Setup(tiny_model, "bfloat16", given, 1, gpu=gpu), hf)
+    told = arguments["hf_overrides"]["quantization_config"]
+    assert told["quant_method"] == "fp8" and told["weight_block_size"] == [128, 128] and told["activation_scheme"] == "dynamic"
+    assert told["modules_to_not_convert"] == [f"model.layers.{layer}.mlp.gate" for layer in range(hf["num_hidden_layers"])]
+    assert arguments["hf_overrides"]["head_dtype"] == "float32"
+    assert arguments.get("moe_backend") == ("triton" if gpu else None)
+    plain = engine_arguments(Setup(tiny_model, "bfloat16", RolloutSettings(), 1, gpu=gpu), hf)
+    assert plain["hf_overrides"] == {} and "moe_backend" not in plain

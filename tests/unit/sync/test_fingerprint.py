@@ -22,7 +22,10 @@ from megarl.sync.fingerprint import (
 )
 from tests.unit.sync.one_tensor import fingerprint
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FP8 = torch.float8_e4m3fn
+WIDE = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [*WIDE, FP8]
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, FP8: torch.int8}
 
 
 def _weight(dtype: torch.dtype, rows: int = 37, columns: int = 53) -> torch.Tensor:
@@ -32,7 +35,7 @@ def _weight(dtype: torch.dtype, rows: int = 37, columns: int = 53) -> torch.Tens
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fingerprint_is_the_brute_force_sum(dtype: torch.dtype) -> None:
     weight = _weight(dtype, 3, 5)
-    bits = weight.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits = weight.view(BITS[dtype])
     total = 0
     for row in range(3):
         for column in range(5):
@@ -48,8 +51,9 @@ def _key(seed: int, index: int) -> int:
     return (z ^ (z >> 31)) | 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(FP8, math.nan), *((dtype, value) for dtype in WIDE for value in (math.nan, math.inf, -math.inf))]
+)
 def test_what_is_not_finite_is_named(dtype: torch.dtype, value: float) -> None:
     prints, ruined = Fingerprinter(), _weight(dtype)
     ruined[17, 1] = value
@@ -65,7 +69,7 @@ def test_any_single_change_changes_it(dtype: torch.dtype) -> None:
     before = fingerprint(weight)
     for row, column in [(0, 0), (36, 52), (17, 1)]:
         changed = weight.clone()
-        bits = changed.view(torch.int32 if dtype == torch.float32 else torch.int16)
+        bits = changed.view(BITS[dtype])
         bits[row, column] ^= 1  # the last bit of the mantissa
         assert fingerprint(changed) != before
 
@@ -99,7 +103,7 @@ def test_chunks_and_stacks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -
         assert fingerprints(stack).tolist() == whole.tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDE)
 def test_zeros_and_subnormals_count_alike(dtype: torch.dtype) -> None:
     weight = _weight(dtype)
     weight[2, 3], weight[4, 5] = 0.0, 0.0
@@ -107,6 +111,13 @@ def test_zeros_and_subnormals_count_alike(dtype: torch.dtype) -> None:
     flushed[2, 3], flushed[4, 5] = -0.0, torch.finfo(dtype).smallest_normal / 2
     assert flushed[4, 5] != 0
     assert fingerprint(flushed) == fingerprint(weight)
+
+
+def test_every_bit_of_eight_counts() -> None:
+    """All 254 numbers of e4m3 differ, subnormal ones and the two zeros included."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8).view(256, 1, 1)
+    numbers = numbers[~numbers.float().isnan().flatten()]
+    assert len(set(fingerprints(numbers).tolist())) == len(numbers) == 254
 
 
 def test_other_dtypes_are_refused() -> None:

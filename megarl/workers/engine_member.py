@@ -1,0 +1,62 @@
+"""A further member of a rollout engine as a Ray actor: a data-parallel rank, perhaps on another node than the first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+
+from megarl.imports import find
+from megarl.network import choose_nccl_interface, interface_towards
+from megarl.observe.output import keep_output
+from megarl.rollout.engine import Engine, Meeting, Member, Setup
+
+
+@dataclass(frozen=True)
+class MemberToStart:
+    """How to start the actor of a member; the engine's own process does it, so that it ends with that."""
+
+    options: Mapping[str, Any]  # Ray's options of the actor
+    arguments: Sequence[Any]  # of EngineMember
+
+    def create(self) -> Any:
+        """Start the actor, and return at once."""
+        return ray.remote(EngineMember).options(**self.options).remote(*self.arguments)
+
+
+class EngineMember:
+    """Holds the processes of one member.
+
+    Args:
+        label: its name in errors.
+        engine: the engine's class, as "module:Class".
+        environment: environment variables that it reads when it is imported.
+        run: the run's directory, where the output of its processes is kept.
+        devices: the GPUs of the ranks that it shares devices with; empty: this process's own GPUs.
+    """
+
+    def __init__(self, label: str, engine: str, environment: Mapping[str, str], run: Path, devices: Sequence[str]) -> None:
+        keep_output(run, label)
+        os.environ.update(environment)
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        kind = cast("type[Engine]", find(engine))
+        assert kind.member is not None, f"{engine} has no members"
+        self._member: Member = kind.member(label)
+
+    async def open(self, setup: Setup, meeting: Meeting, rank: int) -> None:
+        """Start the processes (see `Member.start`)."""
+        choose_nccl_interface(interface_towards(ray.util.get_node_ip_address()))  # the interface that the trainer uses
+        self._member.start(setup, meeting, rank)
+
+    async def settle(self) -> None:
+        """Remove the files that the start has left, once the engine has started."""
+        self._member.settle()
+
+    async def ended(self) -> str:
+        """Wait until a process has ended; return which."""
+        return await self._member.ended()

@@ -1,0 +1,48 @@
+"""A run whose engine has several members: data-parallel ranks, each in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.job import Job, assert_same_first_step
+from tests.rows import rows
+
+MEMBERS = ("rollout.dp=2", "rollout.expert_parallel=true", "sync.transport=gloo")
+
+
+def test_a_run_with_two_members_is_the_run_with_one(tmp_path: Path, one_rank: Job, tiny_model: Path) -> None:
+    job = Job(tmp_path, tiny_model, (*MEMBERS, "train.steps=2")).run()
+    assert_same_first_step(job, one_rank)
+    assert all(step["training/rollout_probs_diff_mean"] < 1e-5 for step in job.steps())
+    assert {"engine-0.log", "engine-0-member-1.log"} <= {path.name for path in (job.runs / "job" / "logs").iterdir()}
+    assert job.gone()
+
+
+def victims(job: Job) -> dict[str, int]:
+    """The process of the second member, its core, and the coordinator, which the engine starts before its own core."""
+    [raylet] = [process for process in map(psutil.Process, job.pids()) if process.name() == "raylet"]
+    actors = {process.cmdline()[0].partition(".")[0]: process for process in raylet.children()}  # an engine's own bear its actor's title
+    member, engine = actors["ray::EngineMember"], actors["ray::RolloutWorker"]
+    first = {actor: min(child.pid for child in actor.children()) for actor in (member, engine)}
+    return {"member": member.pid, "core": first[member], "coordinator": first[engine]}
+
+
+@pytest.mark.parametrize("victim", rows(["member", "core", "coordinator"], ["core"]))
+def test_an_engine_that_loses_a_process_is_replaced_and_the_run_goes_on(victim: str, tmp_path: Path, tiny_model: Path) -> None:
+    job = Job(tmp_path, tiny_model, (*MEMBERS, "train.steps=8", "rollout.max_response_tokens=64", "train.eval_every=0")).start()
+    try:
+        job.wait_for("step 2", lambda: len(job.steps()) >= 2, pause_s=0.02)
+        os.kill(victims(job)[victim], signal.SIGKILL)
+        assert job.finish() == 0 and job.gone(), job.text()[-3000:]
+    finally:
+        job.kill()
+    assert len(job.steps()) == 8
+    [restart] = [line for line in job.text().splitlines() if "restart 1 of at most" in line]
+    said = {"member": "engine 0: its member 1 has ended (", "core": "engine 0: its member 1 has ended (pid ", "coordinator": "engine 0: "}
+    assert said[victim] in restart, restart
+    assert "restart 2 of" not in job.text()
