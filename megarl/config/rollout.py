@@ -27,7 +27,7 @@ class RolloutSettings(Section):
     """Number of engines; the prompts are distributed over them."""
     tp: PositiveInt = 1
     """Tensor parallel size of one engine, or of each data parallel rank; these devices share a node."""
-    dp: PositiveInt = 1
+    dp: Annotated[int, Field(gt=0, le=65_536)] = 1
     """Data parallel size of one engine's attention: it has dp times tp devices, on one or several nodes, and spreads its experts over all
     of them; each data parallel rank keeps whole sequences with a KV cache of its own."""
     expert_parallel: bool = False

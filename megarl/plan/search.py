@@ -20,7 +20,7 @@ from megarl.plan.whole import Models, Plan, build
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 ENGINES = (1, 2, 4, 8)  # tensor parallel sizes of an engine
-SPREAD = (2, 4, 8, 16)  # data parallel sizes of its attention, if it has GPUs of several nodes
+SPREAD, WIDE = (2, 4, 8, 16), (4, 8)  # data parallel sizes of its attention, and tensor parallel sizes, if it has GPUs of several nodes
 
 EngineShape = tuple[int, int, bool]
 """Of an engine: rollout.tp, rollout.dp, rollout.expert_parallel."""
@@ -127,7 +127,7 @@ def _shapes(config: RunSettings, hf: dict[str, Any]) -> tuple[list[EngineShape],
     near = [(tp, dp, apart) for tp in ENGINES]
     if dp > 1 or not family_of(hf).sizes(hf).experts:
         return near, []
-    return near, [(tp, dp, True) for dp in SPREAD for tp in ENGINES if dp * tp > NODE]
+    return near, [(tp, dp, True) for dp in SPREAD for tp in WIDE if dp * tp > NODE]
 
 
 def _plans(

@@ -292,6 +292,11 @@ def test_what_an_engine_cannot_run_is_refused_before_it_starts(tiny: Path) -> No
     hf = read_config(tiny)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tp": 3}, "rollout.tp=3: does not divide the model's 4 attention heads and 2 KV heads"),
+        (
+            {"dp": 3},
+            r"rollout.dp\*rollout.tp=3\*1=3: does not divide the model's moe_intermediate_size=\d+; rollout.expert_parallel=true ",
+        ),
+        ({"dp": 9, "expert_parallel": True}, r"rollout.expert_parallel=true: 8 experts for rollout.dp\*rollout.tp=9\*1=9 GPUs"),
         ({"kv_cache_mb": None}, "rollout.kv_cache_mb: a CPU engine needs it"),
         (
             {"kv_cache_mb": 1, "max_response_tokens": 1000},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from megarl.models.upstream_fields import check_values, fields_of
@@ -82,8 +83,9 @@ ON_CPU = dict.fromkeys(
 )
 
 
+@cache
 def argument_fields() -> dict[str, Any]:
-    """Return the fields of vLLM's AsyncEngineArgs."""
+    """Return the fields of vLLM's AsyncEngineArgs, parsed once: `megarl plan` checks hundreds of configurations."""
     return fields_of("vllm", {"engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs")})
 
 

@@ -249,6 +249,13 @@ TABLE = [
     ),
     Case("a billion ranks", "train", given("layout.ranks=1000000000"), r"^layout\.ranks: .*1048576"),
     Case("a billion engines", "train", given("rollout.replicas=1000000000"), r"^rollout\.replicas: .*65536"),
+    Case("a billion data-parallel ranks", "train", given("rollout.dp=1000000000"), r"^rollout\.dp: .*65536"),
+    Case(
+        "an engine of more GPUs than experts",
+        "train",
+        given("rollout.dp=8", "rollout.tp=2", "rollout.expert_parallel=true"),
+        r"^rollout\.expert_parallel=true: 8 experts for rollout\.dp\*rollout\.tp=8\*2=16 GPUs$",
+    ),
     Case("a billion scorers", "train", given("reward.workers=1000000000"), r"^reward\.workers: .*4096"),
     Case("a billion responses", "train", given("rollout.samples_per_prompt=1000000000"), r"^rollout\.samples_per_prompt: .*65536"),
     Case("2^63 megabytes", "train", given("rollout.kv_cache_mb=9223372036854775807"), r"^rollout\.kv_cache_mb: .*1073741824"),

@@ -101,6 +101,27 @@ def test_what_does_not_fit_is_refused_with_both_numbers(name: str) -> None:
     assert not possible(groups, engines, gpus)
 
 
+@pytest.mark.parametrize(
+    ("tp", "dp", "gpus", "engines"),
+    [
+        (2, 4, [8, 8], [["node 0"] * 4, ["node 1"] * 4]),  # an engine to a node
+        (4, 4, [8] * 4, [["node 0"] * 2 + ["node 1"] * 2, ["node 2"] * 2 + ["node 3"] * 2]),  # two ranks to a node
+        (8, 3, [8] * 6, [["node 0", "node 1", "node 2"], ["node 3", "node 4", "node 5"]]),
+        (1, 6, [4] * 3, [["node 0"] * 3 + ["node 1"] * 3, ["node 2"] * 3 + ["node 0"] * 3]),
+    ],
+)
+def test_an_engine_has_as_many_data_parallel_ranks_on_a_node_as_fit(tp: int, dp: int, gpus: list[int], engines: list[list[str]]) -> None:
+    kind = engine_kind(RolloutSettings(replicas=2, tp=tp, dp=dp), gpus=True)
+    assert (kind.processes, kind.gpus) == (2 * dp, tp)
+    if (tp, dp) == (1, 6):  # blocks of 3 leave a GPU of each node free
+        with pytest.raises(NoRoom, match=r"^12 GPUs .* \(engines 4x3\); there are 12 \(4, 4, 4\)$"):
+            place([kind], nodes_of(gpus))
+        gpus = [*gpus, 4]
+        engines = [["node 0"] * 3 + ["node 1"] * 3, ["node 2"] * 3 + ["node 3"] * 3]
+    [places] = place([kind], nodes_of(gpus))
+    assert [places[:dp], places[dp:]] == engines
+
+
 def test_cpus_count_too() -> None:
     kinds = [ProcessKind("model", 4, 1, (4,)), ProcessKind("engines", 2, 2)]
     assert [set(found) for found in place(kinds, nodes_of([8, 8], cpus=4))] == [{"node 0"}, {"node 1"}]

@@ -40,7 +40,7 @@ def test_layouts_for_too_few_gpus_are_ones_that_a_check_takes(path: str, gpus: i
         anew = load(LARGE / "gspo.yaml", [path, *one.changes], TrainConfig)
         check_fits(anew)
         assert (anew.placement.engines, anew.sync.transport) == ("shared", "cuda_ipc")
-        assert sum(kind.processes for kind in demand(anew)) == gpus == anew.rollout.replicas * anew.rollout.tp
+        assert sum(kind.processes for kind in demand(anew)) == gpus == anew.rollout.replicas * anew.rollout.devices
         assert optimizers(anew)["optimizer"].offloaded == offloaded
 
 

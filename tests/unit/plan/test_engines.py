@@ -1,0 +1,215 @@
+"""Engines of one node and of several: what a GPU holds, by hand, and what is named where an engine does not fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import ConfigError, RolloutSettings, SyncSettings, TrainConfig, load
+from megarl.models.families import family_of
+from megarl.plan import times
+from megarl.plan.devices import DEVICES, GB
+from megarl.plan.engines import OVERHEAD, EngineMemory, engine_weights, plan_engine, weight_parts
+from megarl.plan.facts import facts
+from megarl.plan.search import nearest, search
+from megarl.plan.sync import QUANTIZED, receiver_bytes, sender_bytes, sent_bytes
+from megarl.plan.whole import Plan, build, models_of
+from megarl.rollout.registry import check_engine
+from tests.published_models import MODELS, config_of
+from tests.unit.examples.test_configurations import EXAMPLES
+
+H200 = DEVICES["H200"]
+SMALL = {
+    **config_of(MODELS["Qwen3-30B-A3B"]),
+    **{"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    **{"vocab_size": 1024, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
+# Elements on a rank of SMALL with tp 2: two query heads and a pair of key-value heads, the output projection; norms, router; tables.
+MATRICES = (2 + 2) * 64 * 256 + 256 * 2 * 64
+REST, TABLES = 2 * 256 + 2 * 64 + 6 * 256, 256 + 2 * 1024 // 2 * 256
+EXPERT = 3 * 256 * 128
+
+
+@pytest.mark.parametrize(
+    ("dp", "apart", "experts"),
+    [
+        (1, False, 6 * EXPERT // 2),  # a slice of each
+        (1, True, 3 * EXPERT),
+        (2, False, 6 * EXPERT // 4),
+        (2, True, 2 * EXPERT),  # six on four ranks: the first two have two, and are the fullest
+    ],
+)
+def test_a_rank_holds_what_is_counted_by_hand(dp: int, apart: bool, experts: int) -> None:
+    held, routed = weight_parts(SMALL, 2, "bfloat16", dp, expert_parallel=apart)
+    assert held == 2 * (2 * (MATRICES + REST) + TABLES), "however many data-parallel ranks there are"
+    assert routed == 2 * 2 * experts and engine_weights(SMALL, 2, "bfloat16", dp, expert_parallel=apart) == held + routed
+    held, routed = weight_parts(SMALL, 2, "bfloat16", dp, expert_parallel=apart, fp8=True)
+    scaled = 1 + 4 / 128**2  # a float32 scale to each block
+    assert held == pytest.approx(2 * (scaled * MATRICES + 2 * REST) + 2 * TABLES, abs=1)
+    assert routed == pytest.approx(2 * scaled * experts, abs=1)
+
+
+def test_shared_experts_are_whole_where_ranks_split_the_tokens_and_latents_stay_unquantised() -> None:
+    deepseek, glm = (config_of(MODELS[name]) for name in ("DeepSeek-V3", "GLM-4.5-Air"))
+    for hf, whole in ((deepseek, True), (glm, False)):
+        n = facts(hf).n
+        sliced, apart = (weight_parts(hf, 4, "bfloat16", 2, expert_parallel=apart)[0] for apart in (False, True))
+        assert apart - sliced == whole * 2 * (n.layers - n.dense) * 3 * n.hidden * n.shared_ffn * 3 // 4
+        assert weight_parts(hf, 4, "bfloat16", 1, expert_parallel=True)[0] == sliced, "of one data-parallel rank they never are"
+    its = facts(deepseek)
+    assert its.latents is not None
+    twice = its.n.layers * its.n.heads // 8 * (its.latents.plain + its.latents.value) * its.latents.key_value * 2
+    table = 2 * 2 * its.n.vocab * its.n.hidden // 8
+    assert weight_parts(deepseek, 8, "bfloat16", fp8=True)[0] > twice + table
+
+
+def test_each_data_parallel_rank_has_sequences_of_its_own() -> None:
+    given: dict[str, Any] = {"tp": 2, "max_prompt_tokens": 100, "max_response_tokens": 156, "max_num_seqs": 8}
+    one, two = (plan_engine(SMALL, RolloutSettings(**given, dp=dp), "bfloat16", 80 * GB) for dp in (1, 2))
+    assert one.token == two.token == 2 * 2 * 64 * 2, "one of two key-value heads, in two layers"
+    assert one.live == pytest.approx((0.6 * 80 * GB - one.weights - OVERHEAD - 8 * 1024 * 12) / (one.token * 256))
+    gathered = 16_384 * (2 * 2 * 256 + 2 * 256) * 2  # workspaces for two experts of each token, and its hidden states twice
+    assert two.overhead == one.overhead + gathered and one.cache - two.cache == gathered + two.weights - one.weights
+    assert two.live == pytest.approx(2 * one.live, rel=0.01) and two.devices == 4
+    fewer = RolloutSettings.model_validate({**given, "dp": 2, "engine": {"type": "vllm", "args": {"max_num_batched_tokens": 2048}}})
+    assert plan_engine(SMALL, fewer, "bfloat16", 80 * GB).overhead == one.overhead + gathered // 8
+
+
+def test_a_weight_update_takes_what_an_engine_unpacks_and_half_the_bytes_in_float8() -> None:
+    hf = config_of(MODELS["Qwen3-30B-A3B"])
+    n, sync = family_of(hf).sizes(hf), SyncSettings()
+
+    def unpacked(**changes: Any) -> int:
+        settings = RolloutSettings(**changes)
+        return receiver_bytes(hf, sync, "bfloat16", settings) - receiver_bytes(hf, sync, "bfloat16", RolloutSettings(tp=1 << 40))
+
+    expert = 3 * n.hidden * n.expert_ffn
+    assert unpacked(tp=4) == unpacked(tp=2, dp=2) == unpacked(tp=2, dp=2, expert_parallel=True) == 2 * n.experts * expert // 4
+    assert unpacked(tp=3, dp=1, expert_parallel=True) == 2 * 43 * expert
+    assert unpacked(tp=4, quantization="fp8") == pytest.approx(n.experts * expert / 4, rel=0.001)
+    sent, half = (sent_bytes(hf, RolloutSettings(quantization=kind), "bfloat16") for kind in (None, "fp8"))
+    assert half == pytest.approx(sent / 2 + n.vocab * n.hidden * 2, rel=0.01), "the two tables stay in bfloat16"
+    more = sender_bytes(hf, sync, "bfloat16", fp8=True) - sender_bytes(hf, sync, "bfloat16")
+    assert more == pytest.approx(QUANTIZED + (128 << 20), rel=1e-3), "256 MiB of gathered experts are 128 in float8"
+
+
+def test_tokens_meet_at_the_experts_over_the_network_of_the_gpus_that_gather_them() -> None:
+    """In a node over its links; between nodes over one GPU's network, or over all of a node's where its GPUs split the tokens."""
+    its = facts(SMALL)
+
+    def seconds(tp: int, dp: int, apart: bool) -> float:
+        engine = plan_engine(SMALL, RolloutSettings(tp=tp, dp=dp, expert_parallel=apart), "bfloat16", 80 * GB)
+        return times._met(its, engine, H200)
+
+    moved = 2 * 2 * 256 * 2  # a token's hidden states in bfloat16, there and back, in two layers
+    assert seconds(2, 1, False) == seconds(2, 1, True) == 0
+    assert seconds(2, 2, True) == seconds(2, 2, False) == pytest.approx(moved / 2 / (450e9 * 0.6))
+    assert seconds(8, 2, False) == pytest.approx(moved / 2 / (50e9 * 0.6))
+    assert seconds(8, 2, True) == pytest.approx(moved / 2 / (400e9 * 0.6))
+    assert seconds(2, 8, False) == pytest.approx(moved * 7 / 8 / (200e9 * 0.6))
+
+
+def planned(example: str, model: Path, *changes: str, memory_gb: float = 141) -> tuple[TrainConfig, Plan]:
+    config = load(EXAMPLES / example, [f"model.path={model}", *changes], TrainConfig)
+    return config, build(config, models_of(config), H200, memory_gb)
+
+
+def engine_of(plan: Plan) -> EngineMemory:
+    assert plan.engine is not None
+    return plan.engine
+
+
+def test_the_engines_of_235_b_hold_a_step_of_responses(published: Path) -> None:
+    """Which those of one node do not: there the weights take half of a GPU, and four key-value heads are on eight GPUs."""
+    model, example = published / "Qwen3-235B-A22B", "qwen3_235b_a22b/gspo.yaml"
+    config, spread = planned(example, model)
+    asked = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    near = ["rollout.replicas=8", "rollout.dp=1", "rollout.tp=8", "rollout.expert_parallel=false"]
+    _, alone = planned(example, model, *near)
+    assert config.rollout.replicas * engine_of(spread).live > asked > 2 * 8 * engine_of(alone).live
+    assert spread.times is not None and alone.times is not None and spread.times.generate < alone.times.generate
+    assert (spread.gpus, spread.engines) == (alone.gpus, alone.engines) == (128, 64)
+    assert "655 in each" in (EXAMPLES / example).read_text() and round(engine_of(spread).live) == 655
+
+
+def test_of_an_engine_that_does_not_fit_a_larger_one_and_a_smaller_dtype_are_named(published: Path) -> None:
+    """And with what is named it fits."""
+    model, example = published / "DeepSeek-V3", "deepseek_v3/gspo.yaml"
+    alone = ["rollout.replicas=16", "rollout.dp=1", "rollout.expert_parallel=false", "rollout.engine.args={}"]
+    _, plan = planned(example, model, *alone)
+    fault, *_ = plan.faults
+    assert (
+        fault.startswith("rollout.tp=8: weights 169.8 GB ") and " leave 0.0 of rollout.gpu_memory_fraction=0.8 of a GPU's 141 GB" in fault
+    )
+    [named] = re.findall(r"it would fit with (.*)$", fault)
+    assert "rollout.dp=4" in named and "rollout.expert_parallel=true" in named and "fp8" not in named, "not even that fits one node"
+    assert planned(example, model, *alone, *named.split())[1].faults == []
+    _, tight = planned(example, model, "rollout.dp=2", "rollout.replicas=8")
+    [larger, half] = re.findall(r"it would fit with (.*), or with (.*)$", tight.faults[0])[0]
+    assert half == "rollout.quantization=fp8"
+    for changes in (larger.split(), [half]):
+        assert planned(example, model, "rollout.dp=2", "rollout.replicas=8", *changes)[1].faults == []
+    _, wide = planned(example, model, "rollout.dp=1", "rollout.tp=32", "rollout.replicas=4")
+    assert wide.notes[0].startswith("rollout.tp=32: nodes of more than 8 GPUs")
+
+
+@pytest.mark.parametrize(
+    ("name", "example", "gpus", "memory_gb", "far"),
+    [
+        ("DeepSeek-V3", "deepseek_v3", 128, 141, True),  # no node holds it
+        ("Qwen3-235B-A22B", "qwen3_235b_a22b", 128, 80, True),  # fills a node of these GPUs
+        ("Qwen3-30B-A3B", "qwen3_30b_a3b", 32, 80, False),
+    ],
+)
+def test_engines_are_spread_over_nodes_where_those_of_one_node_are_full(
+    published: Path, name: str, example: str, gpus: int, memory_gb: float, far: bool
+) -> None:
+    near = ["rollout.dp=1", "rollout.expert_parallel=false", "rollout.engine.args={}"]
+    path, given = EXAMPLES / example / "gspo.yaml", [f"model.path={published / name}", *near]
+    config = load(path, given, TrainConfig)
+    found = search(config, models_of(config), H200, memory_gb, gpus, most=4)
+    assert len(found) == 4
+    for one in found:
+        anew = load(path, [*given, *one.changes], TrainConfig)
+        assert build(anew, models_of(anew), H200, memory_gb, gpus).faults == []
+        assert (anew.rollout.dp > 1) == anew.rollout.expert_parallel == far and anew.rollout.quantization is None
+        assert (one.engine_tp, one.engine_dp) == (anew.rollout.tp, anew.rollout.dp)
+        tokens = max(2048, 16_384 // anew.rollout.dp)
+        assert anew.rollout.engine.args == ({"max_num_batched_tokens": tokens} if far else {}), "so that the buffers for them do not grow"
+
+
+def test_float8_is_named_where_it_alone_fits_and_never_chosen(published: Path) -> None:
+    """It changes what engines sample: the user decides."""
+    config = load(EXAMPLES / "deepseek_v3" / "gspo.yaml", [f"model.path={published / 'DeepSeek-V3'}"], TrainConfig)
+    models, few = models_of(config), {"gpus": 128, "memory_gb": 108}
+    assert search(config, models, H200, few["memory_gb"], few["gpus"], most=1) == []
+    said = nearest(config, models, H200, few["memory_gb"], few["gpus"])
+    assert said is not None and said.endswith("; with rollout.quantization=fp8 there are layouts that fit")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Llama-3-70B", {"dp": 2}, r"rollout\.dp=2: the model has no experts; rollout\.replicas makes more engines"),
+        ("Llama-3-70B", {"expert_parallel": True}, r"rollout\.expert_parallel=true: the model has no experts"),
+        ("Mixtral-8x7B", {"dp": 2, "tp": 8, "expert_parallel": True}, r".*: 8 experts for rollout\.dp\*rollout\.tp=2\*8=16 GPUs"),
+        (
+            "Mixtral-8x7B",
+            {"dp": 3},
+            r"rollout\.dp\*rollout\.tp=3\*1=3: does not divide the model's intermediate_size=14336; .* whole experts",
+        ),
+        ("Mixtral-8x7B", {"dp": 3, "expert_parallel": True}, None),  # the first two GPUs have three
+        ("Qwen3-30B-A3B", {"expert_parallel": True}, None),  # one GPU has all of them, and nothing is wrong with that
+        ("DeepSeek-V3", {"dp": 16, "tp": 8, "expert_parallel": True}, None),
+    ],
+)
+def test_what_the_gpus_of_an_engine_cannot_share_is_refused(name: str, changes: dict[str, Any], message: str | None) -> None:
+    hf, settings = config_of(MODELS[name]), RolloutSettings(**changes)
+    if message is None:
+        check_engine(hf, "bfloat16", settings, gpu=True)
+        return
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        check_engine(hf, "bfloat16", settings, gpu=True)
