@@ -93,9 +93,8 @@ def _check_experts(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
         raise ConfigError("rollout.expert_parallel=true: the model has no experts")
     if settings.expert_parallel and n.experts < ranks:
         raise ConfigError(f"rollout.expert_parallel=true: {n.experts} experts for rollout.dp*rollout.tp={dp}*{tp}={ranks} GPUs")
-    whole = (
-        "intermediate_size" if n.experts and not hf.get("moe_intermediate_size") else "moe_intermediate_size"
-    )  # Mixtral's are the former
+    # Mixtral calls the size of its experts as others call that of their dense layers.
+    whole = "intermediate_size" if n.experts and not hf.get("moe_intermediate_size") else "moe_intermediate_size"
     for key in ("intermediate_size", "moe_intermediate_size"):
         if key == whole and settings.expert_parallel and not n.shared_ffn:
             continue
