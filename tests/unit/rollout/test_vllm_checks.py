@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,26 @@ def test_fp8_engines_on_gpus_compute_in_bfloat16(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.quantization=fp8: on GPUs it computes in bfloat16, and rollout\.dtype is float32$"):
         check(hf, "float32", settings, gpu=True)
     check(hf, "bfloat16", settings, gpu=True)
+
+
+def test_a_check_is_quick_enough_for_a_plan_of_thousands_of_layouts() -> None:
+    settings = {"quantization": "fp8", "tp": 8, "dp": 4, "expert_parallel": True, "engine": {"args": {"max_num_batched_tokens": 4096}}}
+    hf, rollout, start = config_of(MODELS["DeepSeek-V3"]), RolloutSettings.model_validate(settings), time.process_time()
+    for _ in range(100):
+        check(hf, "bfloat16", rollout, gpu=True)
+    assert time.process_time() - start < 3, "once for each of 45,000 experts' matrices it was 10 s and more"
+
+
+def test_a_plan_is_made_where_vllm_is_not_installed() -> None:
+    """The large examples set an argument of vLLM's."""
+    code = (
+        "import importlib.util as util; find = util.find_spec;"
+        "util.find_spec = lambda name, *more: None if name == 'vllm' else find(name, *more);"
+        "from megarl.config import RolloutSettings; from megarl.rollout.vllm.checks import check; from tests.published_models import *;"
+        "settings = RolloutSettings.model_validate({'dp': 4, 'tp': 4, 'engine': {'args': {'max_num_batched_tokens': 4096}}});"
+        "check(config_of(MODELS['Qwen3-235B-A22B']), 'bfloat16', settings, gpu=True)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.parametrize("gpu", [False, True])
