@@ -39,9 +39,8 @@ def demand(config: RunSettings) -> list[ProcessKind]:
         groups = [rank_kind(roles[0], layout, gpus) for roles, layout in assign_roles(config)]
         if not shared:
             return [*groups, engine_kind(config.rollout, gpus)]
-        together = tuple(
-            lcm(block, config.rollout.tp) for block in groups[0].blocks
-        )  # a data-parallel rank of an engine uses the GPUs of ranks on one node
+        # A data-parallel rank of an engine uses the GPUs of ranks on one node.
+        together = tuple(lcm(block, config.rollout.tp) for block in groups[0].blocks)
         return [replace(groups[0], blocks=together), *groups[1:]]
     return [rank_kind("model", config.layout, gpus)]
 

@@ -95,10 +95,20 @@ def weight_parts(
             routed += _elements(one.op, 1) * -(-its.n.experts // ranks) * layers * item
         else:
             routed += _elements(one.op, ranks) * its.n.experts * layers * item
-    if its.latents is not None:  # the up-projection of the latents once more, transposed (mla_attention.py: W_UV, W_UK_T)
-        up = its.n.heads // tp * (its.latents.plain + its.latents.value) * its.latents.key_value
-        held += up * its.n.layers * ITEM[dtype]
-    return round(held), round(routed)
+    return round(held) + absorbed_bytes(its, tp, dtype), round(routed)
+
+
+def absorbed_bytes(its: Facts, tp: int, dtype: str) -> int:
+    """Bytes of the up-projection of the latents once more, transposed (mla_attention.py: W_UV, W_UK_T); 0 without latents.
+
+    Args:
+        its: the model.
+        tp: tensor parallel size of the engine.
+        dtype: the dtype of these copies, which are never quantised.
+    """
+    if its.latents is None:
+        return 0
+    return its.n.heads // tp * (its.latents.plain + its.latents.value) * its.latents.key_value * its.n.layers * ITEM[dtype]
 
 
 def splits_tokens(hf: Mapping[str, Any], tp: int, dp: int, *, expert_parallel: bool) -> bool:

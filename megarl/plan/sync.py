@@ -6,7 +6,8 @@ from typing import Any
 
 from megarl.config import RolloutSettings, SyncSettings
 from megarl.models.families import family_of
-from megarl.plan.engines import FP8_BYTES, engine_weights
+from megarl.plan.engines import FP8_BYTES, absorbed_bytes, engine_weights
+from megarl.plan.facts import facts
 from megarl.plan.states import ITEM
 
 GATHERED = 256 << 20  # megarl.parallel.export.GATHER_BYTES, copied here because importing it would import Megatron
@@ -57,14 +58,14 @@ def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, rollout: 
 
 
 def sent_bytes(hf: dict[str, Any], rollout: RolloutSettings, dtype: str) -> int:
-    """Bytes of all weights as they are sent to the engines.
+    """Bytes of all weights as they are sent to the engines. What an engine makes of them for itself is not among them.
 
     Args:
         hf: config.json of the policy.
         rollout: the section `rollout`.
         dtype: the dtype of the engine's weights that are not quantised.
     """
-    return engine_weights(hf, 1, dtype, fp8=rollout.quantization == "fp8")
+    return engine_weights(hf, 1, dtype, fp8=rollout.quantization == "fp8") - absorbed_bytes(facts(hf), 1, dtype)
 
 
 def _bucket(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:

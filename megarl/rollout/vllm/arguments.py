@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -90,8 +91,11 @@ def argument_fields() -> dict[str, Any]:
 
 
 def check_arguments(given: Mapping[str, Any], *, gpu: bool) -> None:
-    """Raise ConfigError for an argument of `rollout.engine.args` that vLLM does not have, or that the user may not set."""
-    if not given:
+    """Raise ConfigError for an argument of `rollout.engine.args` that vLLM does not have, or that the user may not set.
+
+    Where vLLM is not installed, as where a plan is made, nothing is known of its arguments.
+    """
+    if not given or importlib.util.find_spec("vllm") is None:
         return
     fields = argument_fields()
     owned = {name: reason for name in fields for prefix, reason in _PREFIXES.items() if name.startswith(prefix)}

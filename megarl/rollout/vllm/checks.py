@@ -59,16 +59,17 @@ def _check_blocks(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
     all columns, whose inputs are quantised 128 at a time (:583). Only the rows of replicated matrices may end in a part of a block.
     """
     config = dict(hf)
-    for weight in family_of(config).weights(config):
+    for weight in family_of(config).weight_map(config):  # of one layer and expert for all, since `megarl plan` checks thousands of layouts
         if not weight.linear:
             continue
-        if weight.expert is None:
+        if "{expert}" not in weight.megatron:
             tp, key = settings.tp, f"rollout.tp={settings.tp}"
         else:
             tp = 1 if settings.expert_parallel else settings.devices
             key = f"rollout.dp={settings.dp}, rollout.tp={settings.tp}, rollout.expert_parallel={str(settings.expert_parallel).lower()}"
         parts = weight.op.parts if isinstance(weight.op, Fused) else weight.op
-        names = weight.hf * (len(parts.shapes) // len(weight.hf))
+        first = {"layer": weight.layers[0] if weight.layers else 0, "expert": 0}
+        names = [name.format(**first) for name in weight.hf] * (len(parts.shapes) // len(weight.hf))
         for index, (name, shape) in enumerate(zip(names, parts.shapes, strict=True)):
             held = [size // tp if axis == parts.dim else size for axis, size in enumerate(shape)]
             if isinstance(parts, QKV) and index:  # a key-value head that has to serve several workers is held by each
@@ -93,9 +94,8 @@ def _check_experts(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
         raise ConfigError("rollout.expert_parallel=true: the model has no experts")
     if settings.expert_parallel and n.experts < ranks:
         raise ConfigError(f"rollout.expert_parallel=true: {n.experts} experts for rollout.dp*rollout.tp={dp}*{tp}={ranks} GPUs")
-    whole = (
-        "intermediate_size" if n.experts and not hf.get("moe_intermediate_size") else "moe_intermediate_size"
-    )  # Mixtral's are the former
+    # Mixtral calls the size of its experts as others call that of their dense layers.
+    whole = "intermediate_size" if n.experts and not hf.get("moe_intermediate_size") else "moe_intermediate_size"
     for key in ("intermediate_size", "moe_intermediate_size"):
         if key == whole and settings.expert_parallel and not n.shared_ffn:
             continue

@@ -28,6 +28,10 @@ def dense(copy: Path) -> None:
     build(copy, layers=1, hidden=128, experts=2, expert_hidden=32, seed=1, family="qwen3")
 
 
+def few_experts(copy: Path) -> None:
+    build(copy, layers=1, hidden=128, experts=2, expert_hidden=32, seed=1)
+
+
 def deep_tokenizer(copy: Path) -> None:
     (copy / "tokenizer.json").write_bytes(DEEP)
 
@@ -115,6 +119,36 @@ TABLE = [
         r"^rollout\.engine\.args\.enable_chunked_prefill: a CPU engine computes prompts whole, and compiles nothing$",
     ),
     # --- experts that cannot be replayed
+    *(
+        Case(f"{name} ({verb})", verb, model(change, *overrides), line)
+        for verb in ("train", "eval", "pairs")
+        for name, change, overrides, line in (
+            (
+                "data-parallel attention of a dense model",
+                dense,
+                ("rollout.dp=2",),
+                r"^rollout\.dp=2: the model has no experts; rollout\.replicas makes more engines$",
+            ),
+            (
+                "whole experts of a dense model",
+                dense,
+                ("rollout.expert_parallel=true",),
+                r"^rollout\.expert_parallel=true: the model has no experts$",
+            ),
+            (
+                "fewer experts than GPUs",
+                few_experts,
+                ("rollout.dp=3", "rollout.expert_parallel=true"),
+                r"^rollout\.expert_parallel=true: 2 experts for rollout\.dp\*rollout\.tp=3\*1=3 GPUs$",
+            ),
+            (
+                "experts that data-parallel ranks cannot slice",
+                few_experts,
+                ("rollout.dp=3",),
+                r"^rollout\.dp\*rollout\.tp=3\*1=3: does not divide the model's moe_intermediate_size=32; rollout\.expert_parallel=true ",
+            ),
+        )
+    ),
     Case(
         "replay in a dense model",
         "train",

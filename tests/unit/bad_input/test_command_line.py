@@ -66,6 +66,10 @@ def test_the_job_itself_passes(tmp_path: Path, tiny_model: Path, capsys: pytest.
             r"^placement.engines=shared: rollout.replicas\*rollout.dp\*rollout.tp=2\*1\*1=2 is more than layout.ranks=1",
         ),
         (
+            "placement.engines=shared rollout.dp=2 rollout.expert_parallel=true",
+            r"^placement.engines=shared: rollout.replicas\*rollout.dp\*rollout.tp=1\*2\*1=2 is more than layout.ranks=1",
+        ),
+        (
             "placement.engines=shared cluster.gpus=true sync.transport=nccl",
             "^sync.transport=nccl with placement.engines=shared: on one GPU only",
         ),

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megarl.models.hf import read_config
 from megarl.rollout.engine import Setup
 from megarl.rollout.vllm.checks import HEAD_SIZES, check, native_architectures
 from megarl.rollout.vllm.launch import engine_arguments
+from tests.published_models import MODELS, config_of
 
 
 def test_the_head_sizes_are_those_of_vllm() -> None:
@@ -89,6 +91,64 @@ def test_blocks_that_an_fp8_engine_would_have_to_cut_are_refused(tiny_model: Pat
     check({**hf, "moe_intermediate_size": 128}, "float32", spread, gpu=False)  # a worker holds whole experts
 
 
+def test_a_replicated_matrix_may_end_in_a_part_of_a_block() -> None:
+    """DeepSeek-V3's down-projection to the latents has 576 rows, its published FP8 weights too; a query's projection is split."""
+    hf = config_of(MODELS["DeepSeek-V3"])
+    check(hf, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=4, expert_parallel=True), gpu=True)
+    check(hf, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=2), gpu=True)
+    with pytest.raises(
+        ConfigError,
+        match=r"^rollout\.quantization=fp8: with rollout\.dp=4, rollout\.tp=8, rollout\.expert_parallel=false a worker holds 64 rows",
+    ):
+        check(hf, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=4), gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("Llama-3-70B", {"dp": 2}, "rollout.dp=2: the model has no experts; rollout.replicas makes more engines"),
+        ("Llama-3-70B", {"expert_parallel": True}, "rollout.expert_parallel=true: the model has no experts"),
+        (
+            "Mixtral-8x7B",
+            {"dp": 4, "tp": 4, "expert_parallel": True},
+            "rollout.expert_parallel=true: 8 experts for rollout.dp*rollout.tp=4*4=16 GPUs",
+        ),
+        (
+            "Qwen3-30B-A3B",
+            {"dp": 5, "tp": 2},
+            "rollout.dp*rollout.tp=5*2=10: does not divide the model's moe_intermediate_size=768; rollout.expert_parallel=true gives each "
+            "GPU whole experts",
+        ),
+        (
+            "Mixtral-8x7B",
+            {"dp": 3},
+            "rollout.dp*rollout.tp=3*1=3: does not divide the model's intermediate_size=14336; rollout.expert_parallel=true gives each GPU "
+            "whole experts",
+        ),
+        ("Llama-3-70B", {"tp": 3}, "rollout.tp=3: does not divide the model's 64 attention heads and 8 KV heads"),
+    ],
+)
+def test_experts_that_the_gpus_of_an_engine_cannot_share_are_refused(model: str, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check(config_of(MODELS[model]), "bfloat16", RolloutSettings.model_validate(settings), gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("Mixtral-8x7B", {"dp": 2, "tp": 4, "expert_parallel": True}),  # one expert for each GPU
+        ("Mixtral-8x7B", {"dp": 3, "expert_parallel": True}),  # 3, 3 and 2
+        ("Mixtral-8x7B", {"dp": 2, "tp": 8}),
+        ("Qwen3-30B-A3B", {"dp": 5, "tp": 2, "expert_parallel": True}),
+        ("Qwen3-30B-A3B", {"expert_parallel": True}),  # one GPU has them all
+        ("DeepSeek-V3", {"dp": 8, "tp": 8, "expert_parallel": True}),
+        ("Llama-3-70B", {"tp": 8}),
+    ],
+)
+def test_experts_that_they_can_share_pass(model: str, settings: dict[str, int]) -> None:
+    check(config_of(MODELS[model]), "bfloat16", RolloutSettings.model_validate(settings), gpu=True)
+
+
 def test_a_key_value_head_of_several_workers_is_whole_in_each(tiny_model: Path) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 512}
     check({**read_config(tiny_model), **sizes}, "float32", RolloutSettings(kv_cache_mb=64, quantization="fp8", tp=4), gpu=False)
@@ -100,6 +160,26 @@ def test_fp8_engines_on_gpus_compute_in_bfloat16(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.quantization=fp8: on GPUs it computes in bfloat16, and rollout\.dtype is float32$"):
         check(hf, "float32", settings, gpu=True)
     check(hf, "bfloat16", settings, gpu=True)
+
+
+def test_a_check_is_quick_enough_for_a_plan_of_thousands_of_layouts() -> None:
+    settings = {"quantization": "fp8", "tp": 8, "dp": 4, "expert_parallel": True, "engine": {"args": {"max_num_batched_tokens": 4096}}}
+    hf, rollout, start = config_of(MODELS["DeepSeek-V3"]), RolloutSettings.model_validate(settings), time.process_time()
+    for _ in range(100):
+        check(hf, "bfloat16", rollout, gpu=True)
+    assert time.process_time() - start < 3, "once for each of 45,000 experts' matrices it was 10 s and more"
+
+
+def test_a_plan_is_made_where_vllm_is_not_installed() -> None:
+    """The large examples set an argument of vLLM's."""
+    code = (
+        "import importlib.util as util; find = util.find_spec;"
+        "util.find_spec = lambda name, *more: None if name == 'vllm' else find(name, *more);"
+        "from megarl.config import RolloutSettings; from megarl.rollout.vllm.checks import check; from tests.published_models import *;"
+        "settings = RolloutSettings.model_validate({'dp': 4, 'tp': 4, 'engine': {'args': {'max_num_batched_tokens': 4096}}});"
+        "check(config_of(MODELS['Qwen3-235B-A22B']), 'bfloat16', settings, gpu=True)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.parametrize("gpu", [False, True])
