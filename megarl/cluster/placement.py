@@ -1,7 +1,8 @@
 """Choose a node for each process of a run, from what the run asks for and what the nodes have. Independent of Ray.
 
 Processes come in kinds (the ranks of one group, the engines). Consecutive processes of a kind form blocks, each of which stays on one node:
-a tensor-parallel group, an expert-parallel group, the data-parallel ranks of an engine as far as they fit. A kind fills whole nodes as far as possible.
+a tensor-parallel group, an expert-parallel group, as many data-parallel ranks of an engine as fit. A kind fills whole nodes as far as
+possible.
 """
 
 from __future__ import annotations

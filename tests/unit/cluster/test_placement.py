@@ -101,42 +101,25 @@ def test_what_does_not_fit_is_refused_with_both_numbers(name: str) -> None:
     assert not possible(groups, engines, gpus)
 
 
-def engines_of(replicas: int, dp: int, tp: int, gpus: bool = True) -> ProcessKind:
-    return engine_kind(RolloutSettings(replicas=replicas, dp=dp, tp=tp), gpus=gpus)
-
-
-def test_an_engine_has_a_process_for_each_data_parallel_rank() -> None:
-    kind = engines_of(3, 12, 2)
-    assert (kind.processes, kind.gpus, kind.blocks) == (36, 2, (12, 6, 4, 3, 2, 1)), "every size divides the ranks of an engine"
-    assert engines_of(3, 1, 8).blocks == (1,) and engines_of(3, 4, 2, gpus=False).gpus == 0
-
-
 @pytest.mark.parametrize(
-    ("shape", "gpus", "together"),
+    ("tp", "dp", "gpus", "engines"),
     [
-        ((2, 4, 2), [8, 8], 4),  # an engine on each node
-        ((1, 4, 4), [8, 8], 2),  # one over two nodes, of two ranks each
-        ((2, 8, 8), [8] * 16, 1),  # each rank fills a node
-        ((4, 4, 4), [8] * 8, 2),
-        ((2, 2, 2), [8], 2),
-        ((1, 6, 1), [4, 4], 3),  # 3 and 3, since 4 and 2 are not blocks of one size
+        (2, 4, [8, 8], [["node 0"] * 4, ["node 1"] * 4]),  # an engine to a node
+        (4, 4, [8] * 4, [["node 0"] * 2 + ["node 1"] * 2, ["node 2"] * 2 + ["node 3"] * 2]),  # two ranks to a node
+        (8, 3, [8] * 6, [["node 0", "node 1", "node 2"], ["node 3", "node 4", "node 5"]]),
+        (1, 6, [4] * 3, [["node 0"] * 3 + ["node 1"] * 3, ["node 2"] * 3 + ["node 0"] * 3]),
     ],
 )
-def test_ranks_of_an_engine_share_nodes_as_far_as_these_can_hold_them(shape: tuple[int, int, int], gpus: list[int], together: int) -> None:
-    replicas, dp, tp = shape
-    [found] = place([engines_of(*shape)], nodes_of(gpus))
-    assert len(found) == replicas * dp
-    assert all(len(set(found[first : first + together])) == 1 for first in range(0, len(found), together))
-    used = Counter(found)
-    assert all(count * tp <= 8 for count in used.values()) and len(used) == -(-replicas * dp * tp // gpus[0])
-
-
-def test_ranks_that_no_node_holds_are_refused_with_both_numbers() -> None:
-    pattern = r"^32 GPUs are asked for, in blocks on one node each \(engines 2x16\); there are 32 \(8, 8, 8, 8\)$"
-    with pytest.raises(NoRoom, match=pattern):
-        place([engines_of(1, 2, 16)], nodes_of([8] * 4))
-    with pytest.raises(NoRoom, match=r"^8 GPUs .* \(engines 2x4\); there are 6 \(3, 3\)$"):
-        place([engines_of(1, 2, 4)], nodes_of([3, 3]))
+def test_an_engine_has_as_many_data_parallel_ranks_on_a_node_as_fit(tp: int, dp: int, gpus: list[int], engines: list[list[str]]) -> None:
+    kind = engine_kind(RolloutSettings(replicas=2, tp=tp, dp=dp), gpus=True)
+    assert (kind.processes, kind.gpus) == (2 * dp, tp)
+    if (tp, dp) == (1, 6):  # blocks of 3 leave a GPU of each node free
+        with pytest.raises(NoRoom, match=r"^12 GPUs .* \(engines 4x3\); there are 12 \(4, 4, 4\)$"):
+            place([kind], nodes_of(gpus))
+        gpus = [*gpus, 4]
+        engines = [["node 0"] * 3 + ["node 1"] * 3, ["node 2"] * 3 + ["node 3"] * 3]
+    [places] = place([kind], nodes_of(gpus))
+    assert [places[:dp], places[dp:]] == engines
 
 
 def test_cpus_count_too() -> None:

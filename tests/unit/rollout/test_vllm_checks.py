@@ -103,52 +103,6 @@ def test_a_replicated_matrix_may_end_in_a_part_of_a_block() -> None:
         check(hf, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=4), gpu=True)
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "message"),
-    [
-        ("Llama-3-70B", {"dp": 2}, "rollout.dp=2: the model has no experts; rollout.replicas makes more engines"),
-        ("Llama-3-70B", {"expert_parallel": True}, "rollout.expert_parallel=true: the model has no experts"),
-        (
-            "Mixtral-8x7B",
-            {"dp": 4, "tp": 4, "expert_parallel": True},
-            "rollout.expert_parallel=true: 8 experts for rollout.dp*rollout.tp=4*4=16 GPUs",
-        ),
-        (
-            "Qwen3-30B-A3B",
-            {"dp": 5, "tp": 2},
-            "rollout.dp*rollout.tp=5*2=10: does not divide the model's moe_intermediate_size=768; rollout.expert_parallel=true gives each "
-            "GPU whole experts",
-        ),
-        (
-            "Mixtral-8x7B",
-            {"dp": 3},
-            "rollout.dp*rollout.tp=3*1=3: does not divide the model's intermediate_size=14336; rollout.expert_parallel=true gives each GPU "
-            "whole experts",
-        ),
-        ("Llama-3-70B", {"tp": 3}, "rollout.tp=3: does not divide the model's 64 attention heads and 8 KV heads"),
-    ],
-)
-def test_experts_that_the_gpus_of_an_engine_cannot_share_are_refused(model: str, settings: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        check(config_of(MODELS[model]), "bfloat16", RolloutSettings.model_validate(settings), gpu=True)
-
-
-@pytest.mark.parametrize(
-    ("model", "settings"),
-    [
-        ("Mixtral-8x7B", {"dp": 2, "tp": 4, "expert_parallel": True}),  # one expert for each GPU
-        ("Mixtral-8x7B", {"dp": 3, "expert_parallel": True}),  # 3, 3 and 2
-        ("Mixtral-8x7B", {"dp": 2, "tp": 8}),
-        ("Qwen3-30B-A3B", {"dp": 5, "tp": 2, "expert_parallel": True}),
-        ("Qwen3-30B-A3B", {"expert_parallel": True}),  # one GPU has them all
-        ("DeepSeek-V3", {"dp": 8, "tp": 8, "expert_parallel": True}),
-        ("Llama-3-70B", {"tp": 8}),
-    ],
-)
-def test_experts_that_they_can_share_pass(model: str, settings: dict[str, int]) -> None:
-    check(config_of(MODELS[model]), "bfloat16", RolloutSettings.model_validate(settings), gpu=True)
-
-
 def test_a_key_value_head_of_several_workers_is_whole_in_each(tiny_model: Path) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 512}
     check({**read_config(tiny_model), **sizes}, "float32", RolloutSettings(kv_cache_mb=64, quantization="fp8", tp=4), gpu=False)
