@@ -102,7 +102,7 @@ class VllmEngine(Engine):
         self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
         self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._updated.set()
-        self._loop, self._blank = asyncio.get_running_loop(), setup.blank
+        self._blank = setup.blank
         directory = open_directory(setup.gpu, *([] if meeting is None else [meeting.host]))
         arguments = engine_arguments(setup, hf) | {"worker_extension_cls": self.extension}
         try:
