@@ -73,6 +73,16 @@ class RolloutSettings(Section):
         return self.dp * self.tp
 
     @property
+    def step_tokens(self) -> int:
+        """The most prompt tokens that a data-parallel rank of an engine on GPUs computes in a step.
+
+        vLLM takes 16,384 on GPUs of 70 GiB and more (vllm/engine/arg_utils.py:2743, LLM_CLASS). Since those of all ranks meet at the
+        experts, in buffers that grow with their sum, each of several ranks takes fewer, but not so few that prompts take many steps.
+        """
+        given = self.engine.args.get("max_num_batched_tokens")
+        return int(given or max(16_384 // self.dp, 2_048, self.max_num_seqs))
+
+    @property
     def cut(self) -> str | None:
         """The first setting that excludes tokens from sampling, as text for a message; None if every token may be sampled."""
         wide = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}

@@ -15,8 +15,6 @@ from megarl.plan.facts import Facts, facts
 from megarl.plan.states import ITEM
 
 OVERHEAD = 4 * GB  # CUDA's context, NCCL, graphs, activations of one rank's prompt tokens in a step: an estimate
-TOKENS = "max_num_batched_tokens"  # vLLM's setting of the most prompt tokens of a data-parallel rank in a step
-STEP_TOKENS = 16_384  # its default on GPUs of 70 GiB and more (vllm/engine/arg_utils.py:2743, LLM_CLASS)
 VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of this many rows (vocab_parallel_embedding.py)
 FP8_BYTES = 1 + 4 / 128**2  # of a weight: float8, and a float32 scale for each block of 128 x 128
 # Models whose ranks split the tokens before they send them to the experts of other ranks, and therefore all hold the whole shared experts
@@ -184,6 +182,5 @@ def _gathered(its: Facts, settings: RolloutSettings, dtype: str) -> int:
     The tokens of all ranks meet at the experts: hidden states, and two workspaces with a row for each expert of each token (vLLM's
     fused_moe/experts/triton_moe.py: workspace_shapes; modular_kernel.py: _allocate_buffers no longer cuts them into chunks).
     """
-    tokens = int(settings.engine.args.get(TOKENS) or STEP_TOKENS)
     inner = its.n.expert_ffn if settings.expert_parallel else its.n.expert_ffn // settings.devices
-    return tokens * (2 * its.topk * max(its.n.hidden, 2 * inner) + 2 * its.n.hidden) * ITEM[dtype]
+    return settings.step_tokens * (2 * its.topk * max(its.n.hidden, 2 * inner) + 2 * its.n.hidden) * ITEM[dtype]

@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.config import OptimizerSettings, RolloutSettings, RunSettings, TrainConfig, optimizers
-from megarl.plan.engines import STEP_TOKENS, TOKENS
+from megarl.config import OptimizerSettings, RunSettings, TrainConfig, optimizers
 
-SPREAD = (2, 4, 8, 16, 32)  # times as many data-parallel ranks of an engine
-FEWEST_TOKENS = 2048  # prompt tokens of a data-parallel rank in a step: below this, prompts take more steps than they save memory
+TIMES = (2, 4, 8, 16, 32)  # times as many data-parallel ranks of an engine
 AWAY = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 
@@ -62,30 +60,9 @@ def spread(config: TrainConfig) -> Iterator[TrainConfig]:
     Only for a model with experts.
     """
     rollout = config.rollout
-    for times in SPREAD:
-        yield config.model_copy(
-            update={"rollout": resized(rollout, rollout.tp, times * rollout.dp, True, -(-rollout.replicas // times))},
-        )
-
-
-def resized(rollout: RolloutSettings, tp: int, dp: int, expert_parallel: bool, replicas: int) -> RolloutSettings:
-    """Give engines another size.
-
-    The prompt tokens of all data-parallel ranks meet at the experts, and the buffers for them grow with their number. So where the
-    number of ranks changes, each has fewer of them in a step, unless the configuration says how many.
-
-    Args:
-        rollout: the section `rollout`.
-        tp: its new `tp`.
-        dp: its new `dp`.
-        expert_parallel: its new `expert_parallel`.
-        replicas: the number of engines.
-    """
-    changes: dict[str, Any] = {"tp": tp, "dp": dp, "expert_parallel": expert_parallel, "replicas": replicas}
-    if dp != rollout.dp and not rollout.engine.args.get(TOKENS):
-        args = {**rollout.engine.args, TOKENS: max(FEWEST_TOKENS, STEP_TOKENS // dp)}
-        changes["engine"] = rollout.engine.model_copy(update={"args": args})
-    return rollout.model_copy(update=changes)
+    for times in TIMES:
+        changes = {"dp": times * rollout.dp, "expert_parallel": True, "replicas": -(-rollout.replicas // times)}
+        yield config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
 
 
 def quantized(config: TrainConfig) -> TrainConfig:

@@ -5,25 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from megarl.cluster.demand import assign_roles
-from megarl.config import Layout, LearnConfig, RunSettings, TrainConfig
+from megarl.config import Layout, LearnConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.plan.devices import GB, NODE, Device
 from megarl.plan.engines import EngineMemory, plan_engine
-from megarl.plan.remedies import overrides, quantized, resized, ways
+from megarl.plan.remedies import overrides, quantized, ways
 from megarl.plan.whole import Models, Plan, build
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 ENGINES = (1, 2, 4, 8)  # tensor parallel sizes of an engine
 SPREAD, WIDE = (2, 4, 8, 16), (4, 8)  # data parallel sizes of its attention, and tensor parallel sizes, if it has GPUs of several nodes
 
-EngineShape = tuple[int, int, bool]
-"""Of an engine: rollout.tp, rollout.dp, rollout.expert_parallel."""
+
+class EngineShape(NamedTuple):
+    """What the search changes of an engine, as in the section `rollout`."""
+
+    tp: int
+    dp: int
+    expert_parallel: bool
+
+    def of(self, rollout: RolloutSettings, **changes: Any) -> RolloutSettings:
+        """Return the section with engines of this shape, and other changes."""
+        return rollout.model_copy(update={**self._asdict(), **changes})
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ def _engines(config: RunSettings, hf: dict[str, Any], memory_gb: float) -> list[
     rollout, dtype = config.rollout, config.rollout.dtype or config.model.dtype
 
     def roomy(shapes: Sequence[EngineShape]) -> dict[EngineShape, EngineMemory]:
-        planned = {shape: plan_engine(hf, resized(rollout, *shape, replicas=1), dtype, memory_gb * GB) for shape in shapes}
+        planned = {shape: plan_engine(hf, shape.of(rollout), dtype, memory_gb * GB) for shape in shapes}
         return {shape: engine for shape, engine in planned.items() if engine.room}
 
     near, far = (roomy(shapes) for shapes in _shapes(config, hf))
@@ -124,10 +133,10 @@ def _shapes(config: RunSettings, hf: dict[str, Any]) -> tuple[list[EngineShape],
     if not isinstance(config, TrainConfig):
         return [], []
     dp, apart = config.rollout.dp, config.rollout.expert_parallel
-    near = [(tp, dp, apart) for tp in ENGINES]
+    near = [EngineShape(tp, dp, apart) for tp in ENGINES]
     if dp > 1 or not family_of(hf).sizes(hf).experts:
         return near, []
-    return near, [(tp, dp, True) for dp in SPREAD for tp in WIDE if dp * tp > NODE]
+    return near, [EngineShape(tp, dp, True) for dp in SPREAD for tp in WIDE if dp * tp > NODE]
 
 
 def _plans(
@@ -163,10 +172,10 @@ def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Seq
     for ranks in sorted(splits):
         engine_gpus = gpus if shared else gpus - ranks
         for layout, shape, offload in product(_layouts(ranks, experts, sequences), engines, sorted(offloads)):
-            replicas, rest = divmod(engine_gpus, shape[0] * shape[1])
+            replicas, rest = divmod(engine_gpus, shape.tp * shape.dp)
             if replicas and not rest:
                 placement = config.placement.model_copy(update={"offload": offload})
-                changes = {"rollout": resized(config.rollout, *shape, replicas=replicas), "placement": placement}
+                changes = {"rollout": shape.of(config.rollout, replicas=replicas), "placement": placement}
                 yield config.model_copy(update={**laid_out(layout), **changes})
 
 

@@ -105,6 +105,8 @@ def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:
         **settings.engine.args,
     }
     if setup.gpu:
+        if settings.dp > 1:
+            common["max_num_batched_tokens"] = settings.step_tokens
         return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction, "enable_sleep_mode": setup.sleeps}
     return {
         **common,

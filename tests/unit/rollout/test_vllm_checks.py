@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,7 +126,7 @@ def test_a_check_is_quick_enough_for_a_plan_of_thousands_of_layouts() -> None:
 
 
 def test_a_plan_is_made_where_vllm_is_not_installed() -> None:
-    """The large examples set an argument of vLLM's."""
+    """Also if it sets an argument of vLLM's."""
     code = (
         "import importlib.util as util; find = util.find_spec;"
         "util.find_spec = lambda name, *more: None if name == 'vllm' else find(name, *more);"
@@ -147,3 +148,13 @@ def test_vllm_is_told_the_format_of_fp8_weights_and_which_modules_have_none(tiny
     assert arguments.get("moe_backend") == ("triton" if gpu else None)
     plain = engine_arguments(Setup(tiny_model, "bfloat16", RolloutSettings(), 1, gpu=gpu), hf)
     assert plain["hf_overrides"] == {} and "moe_backend" not in plain
+
+
+def test_an_engine_of_several_data_parallel_ranks_takes_fewer_prompt_tokens_in_each(tiny_model: Path) -> None:
+    def tokens(**given: Any) -> int | None:
+        settings = RolloutSettings.model_validate(given)
+        told: int | None = engine_arguments(Setup(tiny_model, "bfloat16", settings, 1, gpu=True), {}).get("max_num_batched_tokens")
+        return told
+
+    assert tokens(dp=1) is None and tokens(dp=4) == 4_096
+    assert tokens(dp=4, engine={"args": {"max_num_batched_tokens": 512}}) == 512
