@@ -1,8 +1,9 @@
 """Clean up after a Ray session when its driver ends, however it ends. Run as a script: `python -I -S reaper.py DIRECTORY`.
 
 Ray's workers outlive a killed driver by seconds, and nothing else removes the session's directory. The driver holds the other end of this
-process's standard input, which closes when the driver ends. Then every process that has a file in the session's directory open for writing
-is killed, and the directory is removed. If this process is killed too, the next start does both (`megarl.scratch`).
+process's standard input, which closes when the driver has closed the session, or has ended. Then every process that has a file in the
+session's directory open for writing is killed, and the directory is removed. If this process is killed too, the next start does both
+(`megarl.scratch`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import stat
 import sys
 import time
 
+OVER = b"over"  # what a driver says that has closed its session
 QUIET_S = 1.0  # after this long without a new process of the session, it is over
 LIMIT_S = 20.0
 
@@ -44,16 +46,22 @@ def _writes(descriptor: str, roots: tuple[str, ...]) -> bool:
         return False
 
 
-def end(spared: set[int], *directories: str) -> int:
-    """Kill the members of these directories until no more appear, and return how many there were."""
+def end(spared: set[int], *directories: str, over: bool = False) -> int:
+    """Kill the members of these directories until no more appear, and return how many there were.
+
+    `over`: the session has been closed. Then there is nothing to wait for unless a first look finds members.
+    """
     killed = set[int]()
-    ended = last = time.monotonic()
-    while time.monotonic() - last < QUIET_S and time.monotonic() - ended < LIMIT_S:
-        for pid in set(members(*directories)) - spared:
+    begun = last = time.monotonic()
+    while time.monotonic() - begun < LIMIT_S:
+        found = set(members(*directories)) - spared
+        for pid in found:
             last = time.monotonic()
             killed.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if not found and (time.monotonic() - last >= QUIET_S or (over and not killed)):
+            break
         time.sleep(0.1)
     return len(killed)
 
@@ -62,6 +70,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; this process goes last
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     driver = os.getppid()
-    sys.stdin.buffer.read()
-    end({driver}, sys.argv[1])  # spare the driver, which may go on without the session
+    over = sys.stdin.buffer.read() == OVER
+    end({driver}, sys.argv[1], over=over)  # spare the driver, which may go on without the session
     shutil.rmtree(sys.argv[1], ignore_errors=True)

@@ -105,6 +105,13 @@ def evaluation_due(train: StepSettings, state: TrainState) -> bool:
     return state.learned > 0 and state.evaluated < state.step and (last or regular)
 
 
+def compare_engines(ctx: RunContext, measured: Mapping[str, Metric]) -> None:
+    """Warn if engines and trainer disagree about log-probs, as far as these metrics tell; RuntimeError if they run different models."""
+    config = ctx.config
+    if warning := check_gap(measured, config.sync, config.rollout, config.model.dtype):
+        ctx.run.event("logprob_gap", warning)
+
+
 def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dict[str, Metric]:
     """Take one step of critic and policy, or of the critic alone during value pretraining.
 
@@ -125,17 +132,22 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
     metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
     metrics |= lag_metrics(batch.responses, state.learned, frozen=state.step - state.learned, most=config.rollout.most_lag)
 
+    # The first step compares the engines' log-probs with the trainer's: before the update, unless that computes the trainer's itself.
+    first = state.step == 0
     with run.phase("old_logp"):  # also the reference's log-probs and the critic's values
-        plan, said = models.forward(batch, score=state.step == 0, sync_follows=not critic_only)
-    if state.step == 0 and (warning := check_gap(said, config.sync, config.rollout, config.model.dtype)):
-        run.event("logprob_gap", warning)
+        plan, said = models.forward(batch, score=first and (critic_only or config.old_logp != "update"), sync_follows=not critic_only)
+    if first:
+        compare_engines(ctx, said)
     with run.phase("advantage"):
         kl_N, explained = models.advantages(plan, batch.greedy, state.kl_coef, monte_carlo=critic_only)
     metrics |= said | explained
 
     state.step += 1
     with run.phase("update"):
-        metrics |= models.update(plan, policy=not critic_only)
+        updated = models.update(plan, policy=not critic_only)
+    if first:
+        compare_engines(ctx, updated)
+    metrics |= updated
     source.after_update(sync_follows=not critic_only)
     metrics |= source.metrics()
     if critic_only:

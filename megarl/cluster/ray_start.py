@@ -21,7 +21,8 @@ from megarl.text import one_line
 
 AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")  # options of the raylet
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-LOOK_S = 0.02  # how often Ray's server is asked whether the raylet has registered
+LOOK_MS = 20  # how often Ray's server is asked whether the raylet has registered, and the object store whether it is there
+STORE_S = 60  # for the object store to take its memory; 0.7 s for each GB were measured in a virtual machine
 ANSWER_S = 1.0  # for its answer
 NO_PORT = -1  # what Ray's own agent reports when it has no server (dashboard/agent.py:104)
 LOWEST_PORT = 10_000
@@ -49,6 +50,9 @@ def mend(timeout_s: float, chosen_ports: bool = False) -> None:
         RAY_gcs_server_port_wait_time_s=str(seconds),
         RAY_worker_register_timeout_seconds=str(seconds),
         RAY_agent_register_timeout_ms=str(1000 * seconds),
+        # For the raylet to reach its object store, which first takes its memory: Ray tries ten times, once a second.
+        RAY_raylet_client_num_connect_attempts=str(1000 * STORE_S // LOOK_MS),
+        RAY_raylet_client_connect_timeout_milliseconds=str(LOOK_MS),
     )
     if chosen_ports:
         os.environ["RAY_GCS_SERVER_PORT"] = str(_free_ports(1)[0])
@@ -96,7 +100,7 @@ def _wait_for_raylet(timeout_s: float, chosen_ports: bool) -> None:
                     raise RayNotStarted(f"Ray's {kind} ended at the start ({_last_words(node, kind, process)})")
             if time.monotonic() > deadline:
                 raise RayNotStarted(f"cluster.start_timeout_s: Ray's raylet did not register within {timeout_s:g} s")
-            time.sleep(LOOK_S)
+            time.sleep(LOOK_MS / 1000)
         return _get_node(gcs_address, node_id)
 
     Node.start_ray_processes, services.get_node = start_ray_processes, get_node

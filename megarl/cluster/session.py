@@ -227,7 +227,7 @@ def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_ma
             del os.environ["TMPDIR"]
             if temporary is not None:
                 os.environ["TMPDIR"] = temporary
-            reaper.communicate()
+            reaper.communicate(reaper_script.OVER)
             scratch.remove()
 
 

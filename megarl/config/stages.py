@@ -31,9 +31,9 @@ class StepSettings(Section):
     epochs: Passes = 1
     """Passes of the policy over a rollout's mini-batches (PPO's epochs), not over the data; `steps` sets how long training lasts."""
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
-    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates. auto: the same, but after the
-    first step the pass is skipped if only one update follows, whose own log-probs then serve, and nothing else needs it (a reference, a
-    correction, routing.replay=r2). rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
+    """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates. auto: the same, but the
+    pass is skipped if only one update follows, whose own log-probs then serve, and nothing else needs it (a reference, a correction,
+    routing.replay=r2). rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
     micro_batch_tokens: PositiveInt = 16384
     """Maximum number of tokens in one micro-batch on one context-parallel group."""
     dynamic_sampling_rounds: Passes | None = None

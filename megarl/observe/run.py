@@ -149,7 +149,6 @@ class Run:
         self._console.phase(f"start: {what}")
         with self._phases("start"):
             yield
-        self._memory.sample()
         self._console.note(f"{what}: ready after {time.monotonic() - begun:.1f} s")
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from megarl.config import RolloutSettings
+from megarl.config import ConfigError, RolloutSettings
 from megarl.imports import find
 
 if TYPE_CHECKING:
@@ -16,8 +16,11 @@ ENGINES = {"vllm": "megarl.rollout.vllm.engine:VllmEngine"}
 
 
 def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-    """Call `Engine.check` of the chosen engine, before any process starts."""
-    engine_type(settings).check(hf, dtype, settings, gpu=gpu)
+    """Call `Engine.check` of the chosen engine, before any process starts. Raises ConfigError, too, if it has no members and needs some."""
+    engine = engine_type(settings)
+    if settings.dp > 1 and engine.member is None:
+        raise ConfigError(f"rollout.dp={settings.dp}: engine {settings.engine.type} has one data-parallel rank only")
+    engine.check(hf, dtype, settings, gpu=gpu)
 
 
 def engine_type(settings: RolloutSettings) -> type[Engine]:

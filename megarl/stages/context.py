@@ -55,10 +55,10 @@ class RunContext:
 def open_context(config: TrainConfig, resume: ResumePoint | None) -> Iterator[RunContext]:
     """Open the run, and start Ray, the scoring processes, the model workers and the engines; end them all on exit."""
     with Run(config, None if resume is None else resume.run) as run, session(config, run), ExitStack() as stack:
-        import_meanwhile()
         with run.starting("scoring processes"):
             scorers = stack.enter_context(open_scorers(config.reward, run.note, new_log(run.directory, "rewards")))
         restarts = Restarts(config.cluster.restarts, run.restarted, run.note)
         models, engines = start(config, run.starting, restarts, blank=resume is not None)
         engines.note_sandbox(run.note)
+        import_meanwhile()  # during the first rollout; before, it would take a core from engines and ranks, which import as much
         yield RunContext(config, run, models, engines, *scorers.rewards(models), restarts)

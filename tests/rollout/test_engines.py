@@ -50,6 +50,8 @@ def test_the_registry_gives_the_engine_that_the_configuration_names(tiny_model: 
         registry.check_engine(read_config(tiny_model), "float32", settings, gpu=False)
     with pytest.raises(ConfigError, match=r"^rollout\.tp=2: the engine has one worker$"):
         registry.check_engine({}, "float32", settings.model_copy(update={"engine": BackwardsSettings()}), gpu=False)
+    with pytest.raises(ConfigError, match=r"^rollout\.dp=2: engine backwards has one data-parallel rank only$"):
+        registry.check_engine({}, "float32", RolloutSettings(dp=2).model_copy(update={"engine": BackwardsSettings()}), gpu=False)
 
 
 def test_a_mixture_is_refused_where_its_engine_cannot_report_the_experts_that_are_asked_for(

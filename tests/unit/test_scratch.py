@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.reaper import members
+from megarl.reaper import QUIET_S, end, members
 from megarl.scratch import OWNER, PREFIX, Scratch, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +123,20 @@ def test_a_reaper_that_is_at_work_is_left_to_it(start: Start) -> None:
     wait_for(lambda: not alive(owner.keeper))
     sweep()
     assert not alive(owner.agent) and not owner.path.exists()
+
+
+def test_a_closed_session_is_waited_for_only_if_something_of_it_is_left(start: Start) -> None:
+    owner = start()
+
+    def seconds(over: bool) -> float:
+        begun = time.monotonic()
+        end(set(), str(owner.path), over=over)
+        return time.monotonic() - begun
+
+    spared = {owner.process.pid}  # holds the lock
+    assert end(spared, str(owner.path), over=True) == 1 and not alive(owner.agent)
+    owner.kill()
+    assert seconds(over=True) < QUIET_S <= seconds(over=False)
 
 
 def test_a_living_run_inside_a_killed_one_is_not_touched(start: Start) -> None:

@@ -33,13 +33,12 @@ from megarl.rollout.engine import (
 )
 from megarl.rollout.vllm import checks
 from megarl.rollout.vllm.launch import EXTENSION, engine_arguments, launch, open_directory, remove_files, unlink_shared_memory
-from megarl.rollout.vllm.member import VllmMember
+from megarl.rollout.vllm.member import ENDED_S, VllmMember
 from megarl.rollout.vllm.requests import check_request, sample_of, sampling_parameters
 from megarl.sync.fingerprint import Piece, Print, join
 from megarl.text import one_line
 
 _SHUTDOWN_S = 3.0  # the grace period before SIGKILL
-_ENDED_S = 10.0  # longest wait for a killed process to end
 _AGAIN_S = 1.0  # after which the processes of an engine that has lost a member in its start are looked for again
 
 Result = TypeVar("Result")
@@ -163,7 +162,7 @@ class VllmEngine(Engine):
             # started gets a grace period: it may have named shared memory, which only it can remove.
             llm.shutdown(timeout=0 if self._up else _SHUTDOWN_S)
             for process in self._watched:
-                process.join(_ENDED_S)
+                process.join(ENDED_S)
 
     # ---------------------------------------------------------------- requests
 

@@ -13,7 +13,7 @@ from megarl.network import own_address
 from megarl.rollout.engine import Meeting, Member, Setup
 from megarl.rollout.vllm.launch import EXTENSION, engine_arguments, launch_member, open_directory, remove_files, unlink_shared_memory
 
-_ENDED_S = 10.0  # longest wait for a killed process to end
+ENDED_S = 10.0  # longest wait for a killed process to end
 
 
 class VllmMember(Member):
@@ -46,7 +46,7 @@ class VllmMember(Member):
         loop.add_reader(process.sentinel, ended.set)
         await ended.wait()
         loop.remove_reader(process.sentinel)
-        process.join(_ENDED_S)
+        process.join(ENDED_S)
         return f"pid {process.pid}: exit code {process.exitcode}"
 
     def close(self) -> None:
