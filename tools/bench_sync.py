@@ -93,7 +93,7 @@ async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int,
         settings = RolloutSettings(max_prompt_tokens=32, max_response_tokens=32, timeout_s=TIMEOUT_S, kv_cache_mb=64)
         await engine.start(Setup(path, "float32", settings, 1, gpu=False))
         try:
-            sender = Sender("shm", workers=1, host="", bucket_mb=256, timeout_s=TIMEOUT_S, device=torch.device("cpu"))
+            sender = Sender("shm", workers=1, host="", bucket_mb=64, timeout_s=TIMEOUT_S, device=torch.device("cpu"))
             loop, found = asyncio.get_running_loop(), list[Round]()
 
             def do(work: Coroutine[Any, Any, None]) -> Callable[[], object]:

@@ -117,8 +117,9 @@ class SyncSettings(Section):
 
     transport: Literal["gloo", "shm", "nccl", "cuda_ipc"] = "nccl"
     """nccl and gloo send over a process group; shm uses the shared memory of one machine, cuda_ipc the memory of one GPU."""
-    bucket_mb: Megabytes = 256
-    """Maximum size of the buckets in which tensors are sent (a larger tensor has one of its own)."""
+    bucket_mb: Megabytes | None = None
+    """Maximum size of the buckets in which tensors are sent (a larger tensor has one of its own). The engines load a bucket while the next
+    one is filled. null: 256, and 64 with shm, where both take about as long."""
     verify: bool = True
     """Verify the fingerprint of every tensor in the engines after each sync."""
     logprob_gap: Annotated[float, Field(gt=0)] | None = None
@@ -126,3 +127,8 @@ class SyncSettings(Section):
     0.05, with rollout.quantization above 0.1)."""
     timeout_s: Seconds = 600.0
     """Time limit of one sync."""
+
+    @property
+    def most_bucket_mb(self) -> int:
+        """The maximum size of a bucket."""
+        return self.bucket_mb or (64 if self.transport == "shm" else 256)

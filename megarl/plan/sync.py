@@ -70,7 +70,7 @@ def sent_bytes(hf: dict[str, Any], rollout: RolloutSettings, dtype: str) -> int:
 
 def _bucket(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
     """Bytes of a bucket, which is enlarged for the largest tensor."""
-    return max(sync.bucket_mb << 20, largest_tensor(hf, dtype))
+    return max(sync.most_bucket_mb << 20, largest_tensor(hf, dtype))
 
 
 def largest_tensor(hf: dict[str, Any], dtype: str) -> int:

@@ -38,7 +38,7 @@ class WeightPublisher:
             settings.transport,
             workers=len(engines) * workers_per_engine,
             host=host,
-            bucket_mb=settings.bucket_mb,
+            bucket_mb=settings.most_bucket_mb,
             timeout_s=settings.timeout_s,
             device=device,
             relay=relay,
