@@ -109,9 +109,13 @@ class Side:
             rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
             return [row for row in rows if "actor/lr" in row and row["step"] > steps]
 
-        process = self._start("train", self._here / "job.yaml", *overrides)
-        while process.poll() is None and not learned():
-            time.sleep(0.02)
+        process, size = self._start("train", self._here / "job.yaml", *overrides), -1
+        while process.poll() is None:
+            if metrics.exists() and metrics.stat().st_size != size:
+                size = metrics.stat().st_size
+                if learned():
+                    break
+            time.sleep(0.05)
         first = time.perf_counter() - begun
         self._finish(process)
         return learned(), first, time.perf_counter() - begun
@@ -190,6 +194,7 @@ def main() -> int:
         build(models["small"], layers=4, hidden=128, experts=8, expert_hidden=128, seed=1)
         build(models["large"], layers=4, hidden=512, experts=16, expert_hidden=576, seed=1)
         make_model(models["huge"], LAYERS)
+        os.sync()
         sides = {"before": Side(before, Path(scratch) / "b", models), "now": Side(ROOT, Path(scratch) / "n", models)}
         found: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
         for turn in range(given.rounds):

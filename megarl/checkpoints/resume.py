@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from megarl.checkpoints.places import fingerprint, paths
 
@@ -61,6 +64,22 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], held: Mapping[str,
         for key, old, new in _differences(saved, now, "")
         if not _free(key) and not (held and key in held and isinstance(new, str) and fingerprint(Path(new)) == held[key])
     ]
+
+
+def completed(saved: Mapping[str, Any], kind: type[BaseModel]) -> Mapping[str, Any]:
+    """Add the keys that did not exist yet when a checkpoint was saved, with their defaults, which leave everything as it was.
+
+    Args:
+        saved: the checkpoint's configuration, as returned by model_dump(mode="json").
+        kind: the configuration's class.
+
+    Returns:
+        The whole configuration, likewise; `saved` itself if it is no longer valid.
+    """
+    try:
+        return kind.model_validate_json(json.dumps(saved), strict=True).model_dump(mode="json")
+    except ValidationError:
+        return saved
 
 
 def held_by(tree: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from megarl import termination
 from megarl.checkpoints.files import Content, LargeContent
-from megarl.checkpoints.resume import compare, held_by
+from megarl.checkpoints.resume import compare, completed, held_by
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, SavedStep, damaged, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
 from megarl.errors import Alarmed, DamagedFile, SaveError
@@ -186,7 +186,7 @@ def _trainer(data: bytes, path: Path) -> _Trainer:
 
 
 def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb: str, items: int) -> None:
-    differing = compare(saved.config, config.model_dump(mode="json"), saved.held)
+    differing = compare(completed(saved.config, type(config)), config.model_dump(mode="json"), saved.held)
     before = saved.progress.sampler.count
     if saved.verb != verb:
         differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved.verb}`, and this is `megarl {verb}`")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoints.resume import MAY_DIFFER, MAY_NOT, compare
+from megarl.checkpoints.resume import MAY_DIFFER, MAY_NOT, compare, completed
 from megarl.config import HttpReward, TrainConfig, dump, load, yaml_text
 from megarl.describe import keys
 from megarl.models.megatron_fields import megatron_fields
@@ -28,6 +28,17 @@ def test_the_same_run_may_be_resumed() -> None:
     """From the configuration as its checkpoint has it."""
     config = load(EXAMPLE, [], TrainConfig)
     assert compare(yaml_text.read(dump(config)), config.model_dump(mode="json")) == []
+
+
+def test_a_checkpoint_of_an_earlier_version_lacks_keys_and_may_be_resumed() -> None:
+    saved = tree()
+    for key in ("dp", "quantization"):
+        del saved["rollout"][key]
+    assert compare(completed(saved, TrainConfig), tree()) == []
+    [changed] = compare(completed(saved, TrainConfig), tree("rollout.quantization=fp8"))
+    assert changed.startswith("rollout.quantization: None in the checkpoint and 'fp8' now")
+    saved["rollout"]["gone"] = 1
+    assert any("rollout.gone: 1 in the checkpoint" in line for line in compare(completed(saved, TrainConfig), tree()))
 
 
 def test_relative_paths_are_those_of_where_the_command_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
