@@ -104,7 +104,7 @@ async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int,
                 tensors, prints = list(stream(path, number)), Fingerprinter()
                 begun = time.process_time() + await engine.cpu()
                 await engine.start_update(TIMEOUT_S)
-                moved = await asyncio.to_thread(sender.send, tensors, lambda header: do(engine.load_bucket(header, TIMEOUT_S)))
+                moved = await asyncio.to_thread(sender.send, tensors, lambda header: do(engine.load_buckets([header], TIMEOUT_S)))
                 await engine.finish_update(number + 1, TIMEOUT_S)
                 loaded = time.process_time() + await engine.cpu()
                 for name, tensor in tensors:

@@ -67,7 +67,7 @@ async def measured(model: Path, prompts: list[TokenPrompt], tokens: int, quantiz
         )
 
         def announce(header: dict[str, Any]) -> Any:
-            return asyncio.run_coroutine_threadsafe(engine.load_bucket(header, TIMEOUT_S), loop).result
+            return asyncio.run_coroutine_threadsafe(engine.load_buckets([header], TIMEOUT_S), loop).result
 
         try:
             await engine.start_update(TIMEOUT_S)

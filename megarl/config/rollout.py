@@ -128,6 +128,10 @@ class SyncSettings(Section):
     timeout_s: Seconds = 600.0
     """Time limit of one sync."""
 
+    def senders(self, stages: int) -> int:
+        """The number of ranks that send to the engines: one of each pipeline stage over a network, else rank 0 alone."""
+        return stages if self.transport in ("nccl", "gloo") else 1
+
     @property
     def most_bucket_mb(self) -> int:
         """The maximum size of a bucket."""

@@ -56,6 +56,11 @@ class Grid:
     timeout_s: float
 
     @property
+    def leads_stage(self) -> bool:
+        """Whether this rank is the first of its pipeline stage."""
+        return self.rank == self.pp_rank * (self.world // self.layout.pp)
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the end of the model (with vpp, in its last chunk)."""
         return self.pp_rank == self.layout.pp - 1

@@ -68,8 +68,9 @@ class Work:
 
     longest: int  # tokens of the longest sequence
     micro_batches: int  # of a mini-batch on one data-parallel rank
-    sync_bytes: int  # what a weight update takes on rank 0
-    kept_bytes: int = 0  # what rank 0's GPU keeps between weight updates
+    sync_bytes: int  # what a weight update takes on a rank that sends
+    kept_bytes: int = 0  # what its GPU keeps between weight updates
+    senders: int = 1  # pipeline stages whose first rank sends
     offload: bool = False  # whether models that wait are in host memory
     gpu: bool = True  # otherwise the layers are those for CPUs, and there is no CUDA context
 
@@ -103,7 +104,7 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         states(model.chunks[stage], layout, settings.dtype, trained=model.role.trained, offloaded=model.role.offloaded) for model in models
     ]
     everything = sum(held, States(0))
-    kept: dict[str, float] = {"sync buckets": work.kept_bytes} if stage == 0 and work.kept_bytes else {}
+    kept: dict[str, float] = {"sync buckets": work.kept_bytes} if stage < work.senders and work.kept_bytes else {}
     phases: dict[str, dict[str, float]] = {}
     for model, own in zip(models, held, strict=True):
         doing = "update" if model.role.trained else "forward"
@@ -111,7 +112,7 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         phases[f"{model.role.name} {doing}"] = _parts(there) | _activations(model, layout, settings, stage, work) | kept
         if model.role.trained:  # Megatron copies the weights into its buffers
             phases[f"{model.role.name} start"] = {"weights": there.weights + own.weights, "gradients": there.gradients}
-    if stage == 0 and work.sync_bytes:
+    if stage < work.senders and work.sync_bytes:
         phases["sync"] = _parts(held[0] if work.offload else everything) | {"sync": work.sync_bytes}
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     context = CONTEXT if work.gpu else 0

@@ -1,4 +1,4 @@
-"""The memory that a weight update takes beside the weights, on rank 0 and on a GPU of an engine."""
+"""The memory that a weight update takes beside the weights, on a rank that sends and on a GPU of an engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ QUANTIZED = (1 << 24) * 12  # bytes of the temporaries of megarl.sync.quantize: 
 
 
 def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, *, fp8: bool = False) -> int:
-    """Bytes on rank 0: two buckets; the largest tensor or part of a layer's experts, gathered and joined; for fingerprints, a third bucket.
+    """Bytes on a sender: two buckets; the largest tensor, or part of a layer's experts, gathered and joined; a third one for fingerprints.
 
     Args:
         hf: config.json of the policy.
         sync: the section `sync`.
         dtype: the dtype of the policy's weights.
-        fp8: whether rank 0 quantises what it has gathered: the result then lies beside it.
+        fp8: whether it quantises what it has gathered: the result then lies beside it.
     """
     table, bucket = largest_tensor(hf, dtype), _bucket(hf, sync, dtype)
     quantized = QUANTIZED + round(GATHERED / ITEM[dtype] * FP8_BYTES) if fp8 else 0
@@ -30,7 +30,7 @@ def sender_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, *, fp8: boo
 
 
 def kept_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
-    """Bytes that rank 0's GPU keeps between weight updates: the two buckets, if the transport keeps them on the GPU.
+    """Bytes that a sender's GPU keeps between weight updates: the two buckets, if the transport keeps them on the GPU.
 
     Args:
         hf: config.json of the policy.
@@ -40,8 +40,8 @@ def kept_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str) -> int:
     return 2 * _bucket(hf, sync, dtype) if sync.transport in ("nccl", "cuda_ipc") else 0
 
 
-def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, rollout: RolloutSettings) -> int:
-    """Bytes on a GPU of an engine: a bucket, its part of the experts of one layer as they are unpacked, and fingerprints.
+def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, rollout: RolloutSettings, senders: int = 1) -> int:
+    """Bytes on a GPU of an engine: a bucket of each sender, its part of the experts of one layer as they are unpacked, and fingerprints.
 
     A bucket is no smaller with fp8, since it has room for the embedding, which is not quantised; but there are half as many.
 
@@ -50,11 +50,13 @@ def receiver_bytes(hf: dict[str, Any], sync: SyncSettings, dtype: str, rollout: 
         sync: the section `sync`.
         dtype: the dtype of the engine's weights that are not quantised.
         rollout: the section `rollout`.
+        senders: the number of ranks that send; the first has the embedding, and the last the output layer.
     """
     n = family_of(hf).sizes(hf)
     held = -(-n.experts // rollout.devices) if rollout.expert_parallel else n.experts / rollout.devices
     layer = 3 * held * n.expert_ffn * n.hidden * (FP8_BYTES if rollout.quantization == "fp8" else ITEM[dtype])
-    return _bucket(hf, sync, dtype) + (round(layer) + HASHED) * sync.verify
+    buckets = min(senders, 2) * _bucket(hf, sync, dtype) + max(0, senders - 2) * (sync.most_bucket_mb << 20)
+    return buckets + (round(layer) + HASHED) * sync.verify
 
 
 def sent_bytes(hf: dict[str, Any], rollout: RolloutSettings, dtype: str) -> int:

@@ -109,7 +109,8 @@ def plan_times(
         generate=_generate(rollout, train.prompts_per_step, its, elements, engine, device),
         score=forward * passes * bubble,
         update=updates,
-        sync=sent / (device.network * NETWORK_SHARE),  # one stream to all of them at once, however many GPUs they have
+        # Each sender's stream goes to all engines at once; GPUs of a node, each with a link of its own, pass on what one of them receives.
+        sync=sent / (device.network * NETWORK_SHARE * min(config.sync.senders(layout.pp), rollout.devices, NODE)),
         park=4 * waiting / HOST_BANDWIDTH,  # out and in, both for scoring and for the update
         ahead=ahead,
     )

@@ -124,7 +124,7 @@ class Engine(Protocol):
     """One replica. Call `start` first. Every later call may raise EngineDead, and RolloutTimeout if it takes longer than `timeout_s`.
 
     `receive` returns every request that `submit` has accepted exactly once, however it ended. New weights are loaded between requests:
-    `start_update`, `load_bucket` for each bucket, `finish_update`. With `rollout.mode=free` they are loaded while requests are
+    `start_update`, `load_buckets` for each round of buckets, `finish_update`. With `rollout.mode=free` they are loaded while requests are
     unfinished: these pause and continue with the new weights alone; their samples record the first token of each weight version.
     """
 
@@ -211,17 +211,20 @@ class Engine(Protocol):
     async def wake(self, part: Part, timeout_s: float) -> None:
         """Bring a part back onto the device. Weights that were dropped come back with arbitrary values: an update must follow."""
 
-    async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
-        """Let each worker join the trainer's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.
+    async def connect(self, meetings: list[dict[str, Any]], first_rank: int) -> None:
+        """Let each worker join each sender's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.
 
-        With gloo it returns when all members of the group, the trainer included, have joined; with NCCL they meet in their first broadcast.
+        With gloo it returns when all members of the groups, senders included, have joined; with NCCL they meet in their first broadcast.
         """
 
     async def start_update(self, timeout_s: float) -> None:
         """Prepare for buckets, which bring every tensor once. Raises RolloutError if requests are unfinished and the mode forbids it."""
 
-    async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
-        """Receive one bucket (wire.Header.plain()), sent at the same time. Raises WeightSyncError naming a tensor that does not fit."""
+    async def load_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
+        """Receive buckets (wire.Header.plain()), at most one of each sender, sent at the same time.
+
+        Raises WeightSyncError naming a tensor that does not fit.
+        """
 
     async def finish_update(self, version: int, timeout_s: float) -> None:
         """Put the new weights into use as `version`. Raises WeightSyncError naming a tensor that has not arrived."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.shared_memory import mapped
-from megarl.sync.wire import Header, Rendezvous, TensorName, broadcast, join, open_cuda, place_of, unpack, unpack_stacks
+from megarl.sync.wire import Header, Rendezvous, TensorName, broadcast, each, join, open_cuda, place_of, unpack_stacks
 
 
 class WeightError(ValueError):
@@ -59,49 +59,64 @@ class BucketReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL
-        self._store: Any = None
+        self._groups: list[Any] = []  # ProcessGroupGloo or ProcessGroupNCCL, by sender
+        self._stores: list[Any] = []
         self._rank = 0
 
-    def connect(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Join the broadcast group as `rank` (0 sends); waits for the others as `wire.join` does."""
-        self._rank = rank
-        timeout = timedelta(seconds=rendezvous.timeout_s)
-        self._store = dist.TCPStore(rendezvous.host, rendezvous.port, None, False, timeout, wait_for_workers=False)
-        self._group = join(rendezvous, self._store, rank)
+    def connect(self, meetings: Sequence[Rendezvous], rank: int) -> None:
+        """Join each sender's broadcast group as `rank` (0 sends); waits for the others as `wire.join` does."""
+        self._rank, self._groups, self._stores = rank, [], []
+        for meeting in meetings:
+            timeout = timedelta(seconds=meeting.timeout_s)
+            self._stores.append(dist.TCPStore(meeting.host, meeting.port, None, False, timeout, wait_for_workers=False))
+            self._groups.append(join(meeting, self._stores[-1], rank))
 
-    def receive(self, header: Header) -> list[tuple[str, Tensor]]:
-        """Receive the (name, tensor) pairs of one bucket, in memory of this worker's own: the sender reuses a shared buffer."""
-        return unpack(self._bytes(header), header)
+    def receive(self, headers: Sequence[Header]) -> list[tuple[str, Tensor]]:
+        """Receive the (name, tensor) pairs of buckets that are sent at the same time, in memory of this worker's own.
 
-    def receive_stacks(self, header: Header) -> list[tuple[TensorName, Tensor]]:
+        A sender reuses a shared buffer.
+        """
+        return [one for name, tensor in self.receive_stacks(headers) for one in each(name, tensor)]
+
+    def receive_stacks(self, headers: Sequence[Header]) -> list[tuple[TensorName, Tensor]]:
         """Like `receive`, with stacks as they were sent."""
-        return unpack_stacks(self._bytes(header), header)
+        coming = [self._start(header) for header in headers]
+        return [one for header, arrived in zip(headers, coming, strict=True) for one in unpack_stacks(arrived(), header)]
 
-    def _bytes(self, header: Header) -> Tensor:
+    def _start(self, header: Header) -> Callable[[], Tensor]:
+        """Start receiving a bucket; the returned function waits for its bytes."""
+        if header.path is not None or header.handle is not None:
+            bytes_B = self._opened(header)
+            return lambda: bytes_B
+        return self._broadcast(header, torch.empty(header.nbytes, dtype=torch.uint8, device=self._device))
+
+    def _opened(self, header: Header) -> Tensor:
+        """The bytes of a bucket in the sender's memory, or passed on by the worker that shares it."""
         if not header.relayed:
             return self._own(header)
         bytes_B = self._own(header) if self._rank == 0 else torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
-        broadcast(self._joined(header), bytes_B).wait()
-        return bytes_B
+        return self._broadcast(header, bytes_B)()
 
     def _own(self, header: Header) -> Tensor:
         if header.path is not None:
             self._require(header, torch.device("cpu"), "shm")
             return mapped(header.path, header.nbytes).clone()
-        if header.handle is not None:
-            self._require(header, self._device, "cuda_ipc")
-            bytes_B = open_cuda(header.handle, self._device.index).clone()
-            torch.accelerator.synchronize(self._device)
-            return bytes_B
-        bytes_B = torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
-        broadcast(self._joined(header), bytes_B).wait()
+        assert header.handle is not None
+        self._require(header, self._device, "cuda_ipc")
+        bytes_B = open_cuda(header.handle, self._device.index).clone()
+        torch.accelerator.synchronize(self._device)
         return bytes_B
 
-    def _joined(self, header: Header) -> Any:
-        if self._group is None:
+    def _broadcast(self, header: Header, bytes_B: Tensor) -> Callable[[], Tensor]:
+        if header.sender >= len(self._groups):
             raise WeightError(f"{header.first}: came before this worker joined the broadcast group")
-        return self._group
+        work = broadcast(self._groups[header.sender], bytes_B)
+
+        def arrived() -> Tensor:
+            work.wait()
+            return bytes_B
+
+        return arrived
 
     def _require(self, header: Header, device: torch.device, transport: str) -> None:
         """Raise WeightError if this worker does not share the sender's memory."""

@@ -1,4 +1,4 @@
-"""The trainer's side of a weight update, on rank 0: sends the exported stream in buckets to every engine.
+"""The trainer's side of a weight update: sends a stream in buckets to every engine. Each sender has a broadcast group of its own.
 
 The control plane is the caller's: `Announce` hands a bucket's header to all engine workers at once and returns a function that blocks
 until each has taken the bucket (and raises an engine's error, or on timeout). The data plane is here: a broadcast over gloo or NCCL,
@@ -50,17 +50,29 @@ class Sender:
         timeout_s: longest wait for the workers to join the group, and for one broadcast.
         device: the trainer's device; nccl and cuda_ipc need a GPU, and keep the buckets there.
         relay: whether shared memory and CUDA IPC only reach the first worker, which then broadcasts.
+        number: this sender's number.
+        senders: how many there are, each with a group of its own (gloo and nccl).
     """
 
     def __init__(
-        self, transport: str, *, workers: int, host: str, bucket_mb: int, timeout_s: float, device: torch.device, relay: bool = False
+        self,
+        transport: str,
+        *,
+        workers: int,
+        host: str,
+        bucket_mb: int,
+        timeout_s: float,
+        device: torch.device,
+        relay: bool = False,
+        number: int = 0,
+        senders: int = 1,
     ) -> None:
         assert transport in ("gloo", "nccl", "shm", "cuda_ipc"), transport
         assert device.type == "cuda" or transport in ("gloo", "shm"), f"{transport} needs tensors on a GPU"
         self._transport, self._workers, self._host, self._timeout_s = transport, workers, host, timeout_s
         self._relay = {"shm": "gloo", "cuda_ipc": "nccl"}.get(transport) if relay and workers > 1 else None
         self._place = device if transport in ("nccl", "cuda_ipc") else torch.device("cpu")
-        self._capacity = bucket_mb << 20
+        self._capacity, self._number, self._senders = bucket_mb << 20, number, senders
         self._buffers: list[_Buffer] = []
         self._group: Backend | None = None
         self._store: Any = None
@@ -77,7 +89,7 @@ class Sender:
             return
         world = 1 + self._workers
         self._store, port = listen_store(self._host, world, self._timeout_s)
-        meeting = wire.Rendezvous(self._transport, self._host, port, world, self._timeout_s)
+        meeting = wire.Rendezvous(self._transport, self._host, port, world, self._timeout_s, self._senders)
         joined = announce(meeting.plain())
         # Join in a thread, so that an engine that fails to join is noticed at once, and not when the others time out.
         member: Future[Backend] = Future()
@@ -185,7 +197,7 @@ class Sender:
             handle, place = wire.share_cuda(buffer.bytes_B), wire.place_of(self._place)
             return announce(replace(bucket.header(), handle=handle, place=place, relayed=self._relay is not None).plain())
         assert self._group is not None, "connect comes before send"
-        taken = announce(bucket.header().plain())
+        taken = announce(replace(bucket.header(), sender=self._number).plain())
         work = wire.broadcast(self._group, bucket.content_B)
 
         def done() -> None:

@@ -22,6 +22,7 @@ from megarl.network import choose_nccl_interface, interface_towards
 from megarl.sync import gloo
 
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset
+CTAS = 64  # thread blocks of NCCL for the broadcasts of several senders together: about half of a GPU's multiprocessors
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TensorName = str | list[str]  # the name of a tensor, or the names of tensors that are stacked along a first axis
@@ -36,6 +37,7 @@ class Header:
     shapes: list[list[int]]
     offsets: list[int]  # bytes, multiples of ALIGN
     nbytes: int  # of the whole bucket
+    sender: int = 0  # whose broadcast group brings it
     path: str | None = None  # transport shm: the file to map
     handle: list[Any] | None = None  # transport cuda_ipc: see `share_cuda`
     place: str | None = None  # where path or handle is valid: see `place_of`
@@ -67,9 +69,9 @@ class Header:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How an engine reaches the broadcast group (transports gloo and nccl); plain data.
+    """How an engine reaches a sender's broadcast group (transports gloo and nccl); plain data.
 
-    Rank 0 is the trainer, and the engine workers are ranks 1 .. world-1. If buckets are relayed, the trainer is not a member, and the first
+    Rank 0 is the sender, and the engine workers are ranks 1 .. world-1. If buckets are relayed, the trainer is not a member, and the first
     worker is rank 0.
     """
 
@@ -78,6 +80,7 @@ class Rendezvous:
     port: int
     world: int
     timeout_s: float
+    senders: int = 1  # that broadcast at the same time, each in a group of its own
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -188,6 +191,8 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
     choose_nccl_interface(interface)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
+    if rendezvous.senders > 1:  # so that the broadcasts of all of them fit on a GPU at once
+        options.config.max_ctas = max(1, CTAS // rendezvous.senders)
     return dist.ProcessGroupNCCL(members, rank, rendezvous.world, options)
 
 

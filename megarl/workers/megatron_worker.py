@@ -56,9 +56,13 @@ class MegatronWorker:
         """Open the rendezvous of the ranks, on rank 0, and return its address."""
         from megarl.sync.store import listen_store
 
-        self._host = "127.0.0.1" if self._config.cluster.interface is None else ray.util.get_node_ip_address()
         self._store, port = listen_store(self._host, self._layout.ranks, self._config.cluster.start_timeout_s)
         return self._host, port
+
+    @property
+    def _host(self) -> str:
+        """The address at which other processes of the session reach this one."""
+        return "127.0.0.1" if self._config.cluster.interface is None else str(ray.util.get_node_ip_address())
 
     def build(self, address: tuple[str, int], blank: bool = False) -> str | None:
         """Join the grid, then build the models of this kind of rank.

@@ -179,13 +179,19 @@ class Model:
         self._parking.wake()
         self._backend.synchronize()
 
-    def stream(self, dtype: str | None) -> Any:
-        """Stream the weights as (Hugging Face name, tensor) on rank 0; every rank must iterate to the end. `dtype` None: the model's."""
+    def stream(self, dtype: str | None, *, by_stage: bool) -> Any:
+        """Stream the weights as (Hugging Face name, tensor); every rank must iterate to the end.
+
+        Args:
+            dtype: their dtype; None: the model's.
+            by_stage: each pipeline stage's on its first rank, instead of all on rank 0.
+        """
         self._wait_for_weights()
-        return export_stacks(self.chunks, self.hf, self._grid, DTYPES[dtype] if dtype else self._config.params_dtype)
+        kind = DTYPES[dtype] if dtype else self._config.params_dtype
+        return export_stacks(self.chunks, self.hf, self._grid, kind, by_stage=by_stage)
 
     def quantized(self, stream: Any, dtype: str | None, quantization: str) -> Any:
-        """Quantise a weight stream on rank 0.
+        """Quantise a weight stream on the rank that sends it.
 
         Args:
             stream: from `stream`, in the model's dtype.

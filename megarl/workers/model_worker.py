@@ -42,8 +42,9 @@ from megarl.workers.reward import RewardModel
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
     from megarl.parallel.routing import ExpertsRecorded, RoutingPass
+    from megarl.sync.rounds import Rounds
     from megarl.workers.model import Model
-    from megarl.workers.weight_publisher import WeightPublisher
+    from megarl.workers.weight_publisher import Publisher
 
 TRAINED: tuple[Role, ...] = ("policy", "critic")
 # Experts that the pass of the old log-probs keeps for the updates, by routing.replay.
@@ -100,7 +101,8 @@ class ModelWorker(MegatronWorker):
                 assert spec.reward is not None
                 self._models[role] = self._model(spec.reward, "value")
             self._use(role)
-        self._publisher: WeightPublisher | None = None
+        self._publisher: Publisher | None = None
+        self._rounds: Rounds | None = None
         self._kl_coef = 0.0
 
     def forward(self, plan: StepPlan, score: bool = True) -> dict[str, Metric]:
@@ -234,7 +236,9 @@ class ModelWorker(MegatronWorker):
         settings: SyncSettings,
         quantization: str | None = None,
     ) -> dict[str, Metric]:
-        """Stream the policy's weights into the engines. Every rank takes part in the gather; rank 0 sends.
+        """Stream the policy's weights into the engines. Every rank takes part in the gather.
+
+        Over a network, the first rank of each pipeline stage sends the stage's weights; in memory that is shared, rank 0 sends all of them.
 
         Args:
             engines: the engines' actors; they stay connected for later calls, until one fails or they change.
@@ -242,7 +246,7 @@ class ModelWorker(MegatronWorker):
             dtype: the dtype of the engines' weights; None: the model's.
             version: the version of the weights, which samples then carry.
             settings: transport, bucket size, time limit, and whether to verify; read when the engines are connected.
-            quantization: how the engines' weights are quantised (`rollout.quantization`): rank 0 does it, from the model's own dtype.
+            quantization: how the engines' weights are quantised (`rollout.quantization`): the senders do it, from the model's own dtype.
 
         Returns:
             On rank 0, metrics of what was moved and how long it took.
@@ -250,22 +254,33 @@ class ModelWorker(MegatronWorker):
         Raises:
             FingerprintMismatch: an engine holds other bits (`settings.verify`). Errors of an engine or the transport are raised, too.
         """
-        from megarl.workers.weight_publisher import WeightPublisher
+        from megarl.sync.rounds import Rounds, Stopped
 
-        model = self._use("policy")
-        stream = model.stream(None if quantization else dtype)
-        if self._rank != 0:
+        model, senders = self._use("policy"), settings.senders(self._grid.layout.pp)
+        stream = model.stream(None if quantization else dtype, by_stage=senders > 1)
+        if not (self._grid.leads_stage and self._grid.pp_rank < senders):
             collections.deque(stream, maxlen=0)
             return {}
+        if self._rounds is None:
+            self._rounds = Rounds(self._grid.store, self._grid.pp_rank, senders, settings.timeout_s)
         try:
             if self._publisher is None or not self._publisher.reaches(engines):
-                place, relay = (self._host, self._backend.device), self._spec.shared_devices
-                self._publisher = WeightPublisher(engines, workers_per_engine, settings, *place, relay=relay)
+                self._publisher = self._connected(engines, workers_per_engine, settings, self._rounds)
             return self._publisher.publish(stream if quantization is None else model.quantized(stream, dtype, quantization), version)
-        except BaseException:
+        except BaseException as error:
             self._publisher = None
             collections.deque(stream, maxlen=0)  # the other ranks gather to the stream's end
+            if isinstance(error, Stopped):  # the sender that has failed raises
+                return {}
             raise
+
+    def _connected(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, rounds: Rounds) -> Publisher:
+        """Connect this rank to the engines, as one of the senders."""
+        from megarl.workers.weight_publisher import StagePublisher, WeightPublisher
+
+        kind = StagePublisher if self._grid.pp_rank else WeightPublisher
+        place, relay = (self._host, self._backend.device), self._spec.shared_devices
+        return kind(engines, workers_per_engine, settings, *place, rounds, relay=relay)
 
     def save(self, role: Role, directory: Path) -> None:
         """Write a model as a Hugging Face directory; value models in the sequence-classification layout."""

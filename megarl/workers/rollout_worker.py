@@ -327,14 +327,14 @@ class RolloutWorker:
 
     # The calls of a weight update, which the WeightPublisher makes; see Engine.
 
-    async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
-        await self._engine.connect(rendezvous, first_rank)
+    async def connect(self, meetings: list[dict[str, Any]], first_rank: int) -> None:
+        await self._engine.connect(meetings, first_rank)
 
     async def start_update(self, timeout_s: float) -> None:
         await self._engine.start_update(timeout_s)
 
-    async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
-        await self._engine.load_bucket(header, timeout_s)
+    async def load_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
+        await self._engine.load_buckets(headers, timeout_s)
 
     async def finish_update(self, version: int, timeout_s: float) -> None:
         await self._engine.finish_update(version, timeout_s)

@@ -1,4 +1,4 @@
-"""Transfer of new weights from rank 0 to the engines: control calls go through Ray, the bytes through the sender's transport."""
+"""Transfer of new weights to the engines: control calls go through Ray, the bytes through the senders' transport."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from megarl.cluster.actor_group import raise_cause
 from megarl.config import SyncSettings
 from megarl.observe.metrics import Last, Metric
-from megarl.sync.fingerprint import Fingerprinter, check
+from megarl.sync.fingerprint import Fingerprinter, Print, check
+from megarl.sync.rounds import Rounds, Stopped
 from megarl.sync.send import Sender
 
 
-class WeightPublisher:
-    """Rank 0's connection to the engines.
+class Publisher:
+    """A rank's connection to the engines. Every sender has one, and makes and uses it at the same time as the others.
 
     Args:
         engines: the engines' actors.
@@ -27,13 +28,22 @@ class WeightPublisher:
         settings: the section `sync`.
         host: the address at which the engines reach this process.
         device: this rank's device.
+        rounds: this sender's part in the rounds of all.
         relay: whether the engines share the devices of several ranks (see `Sender`); the first engine shares this rank's.
     """
 
     def __init__(
-        self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, host: str, device: torch.device, *, relay: bool
+        self,
+        engines: Sequence[Any],
+        workers_per_engine: int,
+        settings: SyncSettings,
+        host: str,
+        device: torch.device,
+        rounds: Rounds,
+        *,
+        relay: bool,
     ) -> None:
-        self._engines, self._per_engine, self._settings = engines, workers_per_engine, settings
+        self._engines, self._per_engine, self._settings, self._rounds = engines, workers_per_engine, settings, rounds
         self._sender = Sender(
             settings.transport,
             workers=len(engines) * workers_per_engine,
@@ -42,37 +52,103 @@ class WeightPublisher:
             timeout_s=settings.timeout_s,
             device=device,
             relay=relay,
+            number=rounds.sender,
+            senders=rounds.senders,
         )
-        self._sender.connect(self._meet)
+        rounds.begin()
+        try:
+            self._connect()
+        except Exception as error:
+            rounds.fail(str(error))
+            raise
 
     def reaches(self, engines: Sequence[Any]) -> bool:
         """Whether it is connected to exactly these engines."""
         return [engine._actor_id for engine in engines] == [engine._actor_id for engine in self._engines]
 
     def publish(self, stream: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Metric]:
-        """Send the whole stream to every engine, which then uses the weights as `version`; return metrics of the transfer.
+        """Send the stream to every engine, which then uses the weights of all senders as `version`; return metrics of the transfer.
 
         With `sync.verify`, raises FingerprintMismatch, which names the tensors whose bits in an engine differ from those exported, or
-        FloatingPointError, which names those that are not finite. Also raises whatever an engine or the transport raised.
+        FloatingPointError, which names those that are not finite. Also raises whatever an engine or the transport raised; and Stopped if
+        another sender has raised.
         """
+        self._rounds.begin()
+        try:
+            return self._publish(stream, version, Fingerprinter())
+        except Stopped:
+            self._sender.close()
+            raise
+        except BaseException as error:
+            self._rounds.fail(str(error))
+            raise
+
+    def _connect(self) -> None:
+        raise NotImplementedError
+
+    def _publish(self, stream: Iterable[tuple[str, Tensor]], version: int, prints: Fingerprinter) -> dict[str, Metric]:
+        raise NotImplementedError
+
+
+class StagePublisher(Publisher):
+    """The first rank of a further pipeline stage: sends the stage's weights, of which rank 0 tells the engines."""
+
+    def _connect(self) -> None:
+        self._sender.connect(self._rounds.offer)
+        self._rounds.leave(None)
+
+    def _publish(self, stream: Iterable[tuple[str, Tensor]], version: int, prints: Fingerprinter) -> dict[str, Metric]:
+        sent = self._sender.send(stream, self._rounds.offer, prints.add if self._settings.verify else None)
+        found = [(name, one.value, one.numel) for name, one in prints.digest().items()]
+        self._rounds.leave((sent.tensors, sent.nbytes, found))
+        return {}
+
+
+class WeightPublisher(Publisher):
+    """Rank 0's connection: it sends its own stage's weights, or all of them, and makes the calls to the engines."""
+
+    def _connect(self) -> None:
+        self._sender.connect(self._meet)
+        assert not self._rounds.gathered(), "the others have told their meetings"
+        self._rounds.end()
+
+    def _publish(self, stream: Iterable[tuple[str, Tensor]], version: int, prints: Fingerprinter) -> dict[str, Metric]:
         begun, timeout_s = time.perf_counter(), self._settings.timeout_s
-        prints = Fingerprinter()
         self._all("start_update", timeout_s)()
-        sent = self._sender.send(
-            stream, lambda header: self._all("load_bucket", header, timeout_s), prints.add if self._settings.verify else None
-        )
+        sent = self._sender.send(stream, self._load, prints.add if self._settings.verify else None)
+        while headers := self._rounds.gathered():  # other stages may have more
+            self._load_all(headers)()
         self._all("finish_update", version, timeout_s)()
         moved = time.perf_counter()
+        mine = prints.digest()
+        for _, _, found in self._rounds.last:
+            mine |= {name: Print(value, numel) for name, value, numel in found}
         if self._settings.verify:
-            mine = prints.digest()
             for index, theirs in enumerate(self._all("fingerprints", timeout_s)()):
                 check(mine, theirs, f"engine {index}")
+        self._rounds.end()
         return {
-            "sync/tensors": Last(sent.tensors),
-            "sync/mb": Last(sent.nbytes / 2**20),
+            "sync/tensors": Last(sent.tensors + sum(tensors for tensors, _, _ in self._rounds.last)),
+            "sync/mb": Last((sent.nbytes + sum(nbytes for _, nbytes, _ in self._rounds.last)) / 2**20),
             "timing_s/sync_move": Last(moved - begun),
             "timing_s/sync_verify": Last(time.perf_counter() - moved),
         }
+
+    def _load(self, header: dict[str, Any]) -> Callable[[], object]:
+        """Announce this rank's bucket, with those that the other senders send in the same round."""
+        return self._load_all([header, *self._rounds.gathered()])
+
+    def _load_all(self, headers: list[dict[str, Any]]) -> Callable[[], object]:
+        return self._settled(self._all("load_buckets", headers, self._settings.timeout_s))
+
+    def _settled(self, done: Callable[[], object]) -> Callable[[], object]:
+        """Let the other senders know when the engines have done something."""
+
+        def settle() -> None:
+            done()
+            self._rounds.settle()
+
+        return settle
 
     def _all(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         """Start a call on every engine; the returned function waits for all of them."""
@@ -80,11 +156,12 @@ class WeightPublisher:
         return lambda: self._wait(references, method)
 
     def _meet(self, rendezvous: dict[str, Any]) -> Callable[[], object]:
+        meetings = [rendezvous, *self._rounds.gathered()]
         references = [
-            engine.connect.remote(rendezvous, self._sender.first_rank + index * self._per_engine)
+            engine.connect.remote(meetings, self._sender.first_rank + index * self._per_engine)
             for index, engine in enumerate(self._engines)
         ]
-        return lambda: self._wait(references, "connect")
+        return self._settled(lambda: self._wait(references, "connect"))
 
     def _wait(self, references: list[Any], doing: str) -> list[Any]:
         """Wait for the engines' answers. Raise what the first failing engine raised, naming the engine if it died or is late."""

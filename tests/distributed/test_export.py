@@ -267,9 +267,9 @@ def relayed(grid: Grid, path: Path) -> dict[str, Tensor]:
         while message := json.loads(grid.store.get(key := next(keys))):
             if "world" in message:
                 assert message["world"] == engines
-                receiver.connect(wire.Rendezvous(**message), grid.rank)
+                receiver.connect([wire.Rendezvous(**message)], grid.rank)
             else:
-                got |= dict(receiver.receive(wire.Header.parse(message)))
+                got |= dict(receiver.receive([wire.Header.parse(message)]))
             grid.store.set(f"{key}/{grid.rank}", "")
         grid.store.set(f"{key}/{grid.rank}", "")
     return {name: tensor.clone() for name, tensor in got.items()}  # each is a view of its bucket, which would be pickled with it

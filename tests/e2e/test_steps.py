@@ -26,7 +26,7 @@ CORRECTION = "algorithm.correction={type: tis, normalise: true, reject: [{by: k3
 
 @pytest.mark.parametrize(
     "overrides",
-    [("layout.ranks=2", "layout.pp=2"), ("layout.ranks=2", "layout.cp=2", "algorithm.kl_coef=0.01", CORRECTION)],
+    [("layout.ranks=2", "layout.pp=2", "sync.transport=gloo"), ("layout.ranks=2", "layout.cp=2", "algorithm.kl_coef=0.01", CORRECTION)],
     ids=["pp2", "cp2-reference-correction"],
 )
 def test_a_step_is_the_same_on_any_layout(lab: Lab, one_rank: Job, tmp_path: Path, tiny_model: Path, overrides: tuple[str, ...]) -> None:

@@ -23,7 +23,14 @@ from tests.e2e.rewards import share_of_letters
 from tests.rollout.transformers_reference import assert_greedy
 
 
-@pytest.mark.parametrize("layout", [("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo")], ids=["tp2-ep2-gloo"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo"),
+        ("layout.ranks=2", "layout.pp=2", "sync.transport=gloo"),  # two senders
+    ],
+    ids=["tp2-ep2-gloo", "pp2-gloo"],
+)
 def test_after_every_sync_the_engine_answers_as_transformers_does(
     lab: Lab, tmp_path: Path, tiny_model: Path, layout: tuple[str, ...]
 ) -> None:

@@ -79,14 +79,14 @@ class BackwardsEngine(Engine):
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         self._aborted |= set(ids)
 
-    async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
+    async def connect(self, meetings: list[dict[str, Any]], first_rank: int) -> None:
         raise AssertionError("buckets in shared memory need no group")
 
     async def start_update(self, timeout_s: float) -> None:
         self._buckets, self._prints = BucketReceiver(torch.device("cpu")), Fingerprinter()
 
-    async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
-        for name, tensor in self._buckets.receive(Header.parse(header)):
+    async def load_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
+        for name, tensor in self._buckets.receive([Header.parse(header) for header in headers]):
             self._prints.add(name, tensor)
 
     async def finish_update(self, version: int, timeout_s: float) -> None:

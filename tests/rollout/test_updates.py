@@ -304,9 +304,9 @@ def test_faulty_updates_are_refused_by_name_and_mended_by_a_good_one(host: Host,
 class Heedless(Corruptible):
     """Goes on after a bucket that was refused."""
 
-    async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
+    async def load_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
         with suppress(WeightSyncError):
-            await super().load_bucket(header, timeout_s)
+            await super().load_buckets(headers, timeout_s)
 
 
 async def _failed_load(tiny: Path) -> None:

@@ -74,12 +74,12 @@ class Trainer:
         sent = Fingerprinter()
         if self._sender is None:
             self._sender = Sender(self._transport, device=torch.device("cpu"), **self._options)
-            await asyncio.to_thread(self._sender.connect, lambda meeting: self._do(self._engine.connect(meeting, 1)))
+            await asyncio.to_thread(self._sender.connect, lambda meeting: self._do(self._engine.connect([meeting], 1)))
         self._version += 1
         await self._engine.start_update(TIMEOUT_S)
         try:
             moved = await asyncio.to_thread(
-                self._sender.send, tensors, lambda header: self._do(self._engine.load_bucket(header, TIMEOUT_S)), sent.add
+                self._sender.send, tensors, lambda header: self._do(self._engine.load_buckets([header], TIMEOUT_S)), sent.add
             )
         except BaseException:
             self._sender = None  # it has closed itself

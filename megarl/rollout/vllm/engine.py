@@ -287,8 +287,8 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- weights
 
-    async def connect(self, rendezvous: dict[str, Any], first_rank: int) -> None:
-        await self._weights("megarl_connect", rendezvous, first_rank, timeout_s=rendezvous["timeout_s"])
+    async def connect(self, meetings: list[dict[str, Any]], first_rank: int) -> None:
+        await self._weights("megarl_connect", meetings, first_rank, timeout_s=meetings[0]["timeout_s"])
 
     async def start_update(self, timeout_s: float) -> None:
         async with self._lock:
@@ -305,8 +305,8 @@ class VllmEngine(Engine):
                 self._counts = {name: count for core in counts for name, count in core.items()}
             await self._weights("megarl_start_update", self._expected, timeout_s=timeout_s)
 
-    async def load_bucket(self, header: dict[str, Any], timeout_s: float) -> None:
-        await self._weights("megarl_load_bucket", header, timeout_s=timeout_s)
+    async def load_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
+        await self._weights("megarl_load_buckets", headers, timeout_s=timeout_s)
 
     async def finish_update(self, version: int, timeout_s: float) -> None:
         async with self._lock:

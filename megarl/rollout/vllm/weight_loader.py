@@ -1,6 +1,6 @@
 """Load new weights into the model of a vLLM worker, bucket by bucket, by vLLM's layerwise reload; each tensor must arrive exactly once.
 
-`start` -> `load_bucket` for each bucket -> `finish`. After any failure the worker refuses to continue until the next `start`.
+`start` -> `load_buckets`, once or several times -> `finish`. After any failure the worker refuses to continue until the next `start`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class WeightLoader:
         self._inventory: Inventory | None = None  # of the update under way; None after a failure
         self._begun = False  # vLLM may have buffered tensors
 
-    def connect(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Join the trainer's broadcast group as `rank`."""
-        self._buckets.connect(rendezvous, rank)
+    def connect(self, meetings: Sequence[Rendezvous], rank: int) -> None:
+        """Join each sender's broadcast group as `rank`."""
+        self._buckets.connect(meetings, rank)
 
     def start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
         """Begin an update that must bring exactly the expected tensors: (shape, dtype) by name.
@@ -55,12 +55,12 @@ class WeightLoader:
             initialize_layerwise_reload(self._model)
         self._inventory, self._begun = Inventory(expected), True
 
-    def load_bucket(self, header: Header) -> None:
-        """Receive one bucket and load it. Raises WeightError naming a tensor that does not fit."""
-        tensors = self._buckets.receive_stacks(header)  # before any check: the trainer is already sending
+    def load_buckets(self, headers: Sequence[Header]) -> None:
+        """Receive buckets, one of each sender, and load them. Raises WeightError naming a tensor that does not fit."""
+        tensors = self._buckets.receive_stacks(headers)  # before any check: the trainer is already sending
         inventory, self._inventory = self._inventory, None  # which stays so if this bucket fails
         if inventory is None:
-            raise WeightError(f"{header.first}: came outside of an update, or after it failed")
+            raise WeightError(f"{headers[0].first}: came outside of an update, or after it failed")
         self._load(tensors, inventory)
         self._inventory = inventory
 

@@ -117,9 +117,9 @@ class WorkerExtension:
     model_runner: Any
     use_v2_model_runner: bool
 
-    def megarl_connect(self, rendezvous: dict[str, Any], first_rank: int) -> str | None:
+    def megarl_connect(self, meetings: list[dict[str, Any]], first_rank: int) -> str | None:
         rank = self.vllm_config.parallel_config.data_parallel_rank * self.vllm_config.parallel_config.world_size + self.rank
-        return _refusal(lambda: self._megarl_loader().connect(Rendezvous(**rendezvous), first_rank + rank))
+        return _refusal(lambda: self._megarl_loader().connect([Rendezvous(**one) for one in meetings], first_rank + rank))
 
     def megarl_read(self, directory: str, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().read(Path(directory), expected))
@@ -127,8 +127,8 @@ class WorkerExtension:
     def megarl_start_update(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().start(expected))
 
-    def megarl_load_bucket(self, header: dict[str, Any]) -> str | None:
-        return _refusal(lambda: self._megarl_loader().load_bucket(Header.parse(header)))
+    def megarl_load_buckets(self, headers: list[dict[str, Any]]) -> str | None:
+        return _refusal(lambda: self._megarl_loader().load_buckets([Header.parse(header) for header in headers]))
 
     def megarl_finish_update(self) -> str | None:
         return _refusal(lambda: self._megarl_loader().finish())

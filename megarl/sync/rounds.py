@@ -1,0 +1,111 @@
+"""Lets the first ranks of several pipeline stages send one update together, each the weights of its own stage.
+
+In a round, each of these senders that has tensors left sends one bucket. The first sender learns of all of them, tells the engines, and
+tells the others when the engines have them. This goes through the ranks' store; the buckets go from each sender straight to the engines, so
+that an update takes as long as its largest stage, as far as the engines' network keeps up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+POLL_S = 0.002
+_FAULT, _OVER = "fault", "over"
+
+
+class Stopped(Exception):
+    """Another sender has failed, and says why."""
+
+
+class Rounds:
+    """One sender's part in the rounds of an exchange.
+
+    Args:
+        store: the ranks' store.
+        sender: this sender's number; 0 is the first.
+        senders: how many there are.
+        timeout_s: longest wait for another sender.
+    """
+
+    def __init__(self, store: Any, sender: int, senders: int, timeout_s: float) -> None:
+        self.sender, self.senders = sender, senders
+        self._store, self._others, self._timeout_s = store, list(range(1, senders)), timeout_s
+        self._exchange = self._number = 0
+        self._left: list[int] = []  # of the others, those that have not said their last
+        self._keys: Any = None  # of this exchange, and of the one before
+        self._before: Any = None
+        self.last: list[Any] = []
+        """The last messages of the other senders, on the first."""
+
+    def begin(self) -> None:
+        """Begin an exchange; every sender must do so."""
+        self._exchange, self._before = self._exchange + 1, self._keys
+        self._keys, self._number, self._left, self.last = dist.PrefixStore(f"weights/{self._exchange}", self._store), 0, [*self._others], []
+
+    # --- what the first sender does
+
+    def gathered(self) -> list[Any]:
+        """Wait for the other senders' messages of the next round, and return them in the senders' order, without any last ones."""
+        found, number, waiting = list[Any](), self._number, [*self._left]
+        for sender in waiting:
+            key = f"{number}/{sender}"
+            self._wait(key, f"the first rank of pipeline stage {sender}")
+            message, last = json.loads(self._keys.get(key))
+            self._keys.delete_key(key)
+            if last:
+                self._left.remove(sender)
+                self.last.append(message)
+            else:
+                found.append(message)
+        if waiting:  # they have seen what they waited for before
+            if number:
+                self._keys.delete_key(f"{number - 1}")
+            elif self._before is not None:
+                self._before.delete_key(_OVER)
+        self._number += 1
+        return found
+
+    def settle(self) -> None:
+        """Tell the other senders that the messages of the last round have been dealt with."""
+        if self._left:
+            self._keys.set(f"{self._number - 1}", "")
+
+    def end(self) -> None:
+        """End the exchange: the other senders return."""
+        if self._others:
+            self._keys.set(_OVER, "")
+
+    # --- what the others do
+
+    def offer(self, message: Any) -> Callable[[], object]:
+        """Give the first sender this round's message; the returned function waits until it has been dealt with."""
+        number, self._number = self._number, self._number + 1
+        self._keys.set(f"{number}/{self.sender}", json.dumps([message, False]))
+        return lambda: self._wait(f"{number}", "rank 0")
+
+    def leave(self, message: Any) -> None:
+        """Give the first sender the last message, and wait for the end of the exchange."""
+        self._keys.set(f"{self._number}/{self.sender}", json.dumps([message, True]))
+        self._wait(_OVER, "rank 0")
+
+    # --- what any does
+
+    def fail(self, fault: str) -> None:
+        """Stop all senders: each one's wait raises Stopped."""
+        if self._others:
+            self._keys.set(_FAULT, fault)
+
+    def _wait(self, key: str, whom: str) -> None:
+        """Wait for a key. Raises Stopped, or RuntimeError if `whom` is late."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self._keys.check([key]):
+            if self._keys.check([_FAULT]):
+                raise Stopped(self._keys.get(_FAULT).decode())
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"sync: {whom} did not send or answer within {self._timeout_s:g} s")
+            time.sleep(POLL_S)

@@ -1,0 +1,134 @@
+"""Several ranks send one update, each its part: every receiver gets all of it, and where one fails all end at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.config import Layout
+from megarl.parallel.grid import Grid
+from megarl.sync.receive import BucketReceiver
+from megarl.sync.rounds import Rounds, Stopped
+from megarl.sync.send import Sender
+from megarl.sync.wire import Header, Rendezvous
+from tests.rank_pool import Pool
+
+SENDERS, RECEIVERS = 3, 2
+LIMIT_S = 120.0
+
+
+def tensors(sender: int, sizes: list[int]) -> list[tuple[str, Tensor]]:
+    return [(f"{sender}/{n}", torch.full((size,), 100.0 * sender + n)) for n, size in enumerate(sizes)]
+
+
+def told(grid: Grid, keys: Iterator[str], rounds: Rounds) -> Callable[[dict[str, Any]], Callable[[], object]]:
+    """As rank 0 tells the engines of its own message and of the other senders'."""
+
+    def announce(message: dict[str, Any]) -> Callable[[], object]:
+        return tell([message, *rounds.gathered()])
+
+    def tell(messages: list[dict[str, Any]]) -> Callable[[], object]:
+        key = next(keys)
+        grid.store.set(key, json.dumps(messages))
+
+        def taken() -> None:
+            grid.store.wait([f"{key}/{rank}" for rank in range(SENDERS, SENDERS + RECEIVERS)])
+            rounds.settle()
+
+        return taken
+
+    announce.all = tell  # type: ignore[attr-defined]
+    return announce
+
+
+def several(grid: Grid, sizes: list[list[int]], updates: int) -> dict[str, float]:
+    """The first ranks send `updates` times, in buckets of 1 MB; the others return the last value of each tensor that they have got."""
+    keys = (f"senders/{number}" for number in count())
+    if grid.rank >= SENDERS:
+        receiver, got = BucketReceiver(torch.device("cpu")), dict[str, float]()
+        while messages := json.loads(grid.store.get(key := next(keys))):
+            if "world" in messages[0]:
+                receiver.connect([Rendezvous(**message) for message in messages], 1 + grid.rank - SENDERS)
+            else:
+                for name, tensor in receiver.receive([Header.parse(message) for message in messages]):
+                    assert name not in got and bool((tensor == tensor[0]).all())
+                    got[name] = float(tensor[0])
+            grid.store.set(f"{key}/{grid.rank}", "")
+            if "world" not in messages[0] and len(got) == sum(map(len, sizes)) and (updates := updates - 1):
+                got.clear()
+        grid.store.set(f"{key}/{grid.rank}", "")
+        return got
+    rounds = Rounds(grid.store, grid.rank, SENDERS, LIMIT_S)
+    options: dict[str, Any] = {"workers": RECEIVERS, "host": "127.0.0.1", "bucket_mb": 1, "timeout_s": LIMIT_S}
+    sender, mine = (
+        Sender("gloo", device=torch.device("cpu"), number=grid.rank, senders=SENDERS, **options),
+        tensors(grid.rank, sizes[grid.rank]),
+    )
+    rounds.begin()
+    if grid.rank:
+        sender.connect(rounds.offer)
+        rounds.leave(None)
+        for _ in range(updates):
+            rounds.begin()
+            rounds.leave(sender.send(iter(mine), rounds.offer).tensors)
+        return {}
+    announce: Any = told(grid, keys, rounds)
+    sender.connect(announce)
+    assert rounds.gathered() == []
+    rounds.end()
+    for _ in range(updates):
+        rounds.begin()
+        sender.send(iter(mine), announce)
+        while messages := rounds.gathered():
+            announce.all(messages)()
+        assert sorted(rounds.last) == sorted(map(len, sizes[1:]))
+        rounds.end()
+    announce.all([])()
+    return {}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [[1000], [200_000] * 9, [5] * 3],
+        [[200_000] * 9, [7], [300_000, 1, 300_000]],
+        [[5], [5], [5]],
+    ],
+    ids=["most-from-the-second", "most-from-the-first", "a-bucket-each"],
+)
+def test_receivers_get_what_several_senders_send(pool: Pool, sizes: list[list[int]]) -> None:
+    *_, first, second = pool.run(several, Layout(ranks=SENDERS + RECEIVERS), sizes, 2)
+    expected = {name: float(tensor[0]) for sender, own in enumerate(sizes) for name, tensor in tensors(sender, own)}
+    assert first == second == expected
+
+
+def failing(grid: Grid, which: int) -> tuple[str, float]:
+    """A sender fails after its first message; what each of them raises, and after how long."""
+    rounds, begun = Rounds(grid.store, grid.rank, SENDERS, LIMIT_S), time.monotonic()
+    rounds.begin()
+    try:
+        for number in range(3):
+            if number == 1 and grid.rank == which:
+                rounds.fail("its weights are not finite")
+                raise FloatingPointError("its weights are not finite")
+            if grid.rank:
+                rounds.offer({})()
+            else:
+                rounds.gathered()
+                rounds.settle()
+    except (Stopped, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "all sent", 0.0
+
+
+@pytest.mark.parametrize("which", range(SENDERS))
+def test_where_a_sender_fails_the_others_stop(pool: Pool, which: int) -> None:
+    for rank, (said, seconds) in enumerate(pool.run(failing, Layout(ranks=SENDERS), which)):
+        assert said == f"{'FloatingPointError' if rank == which else 'Stopped'}: its weights are not finite" and seconds < LIMIT_S / 2
