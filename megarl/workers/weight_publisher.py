@@ -99,8 +99,15 @@ class StagePublisher(Publisher):
 
     def _publish(self, stream: Iterable[tuple[str, Tensor]], version: int, prints: Fingerprinter) -> dict[str, Metric]:
         sent = self._sender.send(stream, self._rounds.offer, prints.add if self._settings.verify else None)
-        found = [(name, one.value, one.numel) for name, one in prints.digest().items()]
-        self._rounds.leave((sent.tensors, sent.nbytes, found))
+        broken: FloatingPointError | None = None
+        found = list[tuple[str, int, int]]()
+        try:
+            found = [(name, one.value, one.numel) for name, one in prints.digest().items()]
+        except FloatingPointError as error:  # raised once the engines have a whole update
+            broken = error
+        self._rounds.leave((sent.tensors, sent.nbytes, found, broken and str(broken)))
+        if broken is not None:
+            raise broken
         return {}
 
 
@@ -121,15 +128,17 @@ class WeightPublisher(Publisher):
         self._all("finish_update", version, timeout_s)()
         moved = time.perf_counter()
         mine = prints.digest()
-        for _, _, found in self._rounds.last:
+        for _, _, found, broken in self._rounds.last:
             mine |= {name: Print(value, numel) for name, value, numel in found}
+            if broken is not None:
+                raise FloatingPointError(broken)
         if self._settings.verify:
             for index, theirs in enumerate(self._all("fingerprints", timeout_s)()):
                 check(mine, theirs, f"engine {index}")
         self._rounds.end()
         return {
-            "sync/tensors": Last(sent.tensors + sum(tensors for tensors, _, _ in self._rounds.last)),
-            "sync/mb": Last((sent.nbytes + sum(nbytes for _, nbytes, _ in self._rounds.last)) / 2**20),
+            "sync/tensors": Last(sent.tensors + sum(one[0] for one in self._rounds.last)),
+            "sync/mb": Last((sent.nbytes + sum(one[1] for one in self._rounds.last)) / 2**20),
             "timing_s/sync_move": Last(moved - begun),
             "timing_s/sync_verify": Last(time.perf_counter() - moved),
         }

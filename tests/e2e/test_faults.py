@@ -24,14 +24,19 @@ import pytest
 
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import EVERYTHING, Job
-from tests.e2e.kill_at import PHASES, Aim, Phase, Processes, done, title
+from tests.e2e.kill_at import PHASES, Aim, Phase, Processes, Victim, done, title
 from tests.e2e.lab import Lab
 
 SEED = 12
 STILL_S = 3
 LONG = "train.steps=60"  # for what nobody waits for: a run may be done before its GCS, or its raylet, has been stopped for STILL_S
 LIMIT_S = 90.0  # from the signal to the end: twice what the slowest took on two cores
-LAYOUTS = {"one": (), "tp2": ("layout={ranks: 2, tp: 2, ep: 2}", "sync.transport=gloo"), "shared": ("placement.engines=shared",)}
+LAYOUTS = {
+    "one": (),
+    "tp2": ("layout={ranks: 2, tp: 2, ep: 2}", "sync.transport=gloo"),
+    "pp2": ("layout={ranks: 2, pp: 2}", "sync.transport=gloo"),  # two ranks send
+    "shared": ("placement.engines=shared",),
+}
 
 
 @dataclass(frozen=True)
@@ -157,3 +162,23 @@ def test_an_engine_that_shares_devices_with_the_ranks_is_replaced(
         job.kill()
     assert [row["events/restart/engine"] for row in job.rows() if "events/restart" in row] == [1.0] * len(phases)
     assert_same(job, straight("shared"), "model", "critic")
+
+
+@pytest.mark.long
+def test_a_process_is_replaced_that_dies_while_two_ranks_send(
+    lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
+) -> None:
+    """The engine, then the first sender, then the second."""
+    victims: tuple[tuple[Victim, int], ...] = (("engine core", 0), ("rank", 0), ("rank", 1))
+    random = np.random.default_rng(SEED)
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS["pp2"])).start()
+    try:
+        job.wait_for("the engine", lambda: "sync ..." in job.text())
+        for number, (victim, rank) in enumerate(victims):
+            Aim("sync", victim, 2 + 2 * number).hit(job, Processes.of(job, rank), job.wait_for, random)
+            job.wait_for("its recovery", lambda: job.text().count(": resumed after step ") > number)  # noqa: B023
+        assert job.finish() == 0 and job.gone(), job.text()[-3000:]
+    finally:
+        job.kill()
+    assert job.text().count(": resumed after step ") == len(victims)
+    assert_same(job, straight("pp2"), "model", "critic")

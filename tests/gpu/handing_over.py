@@ -70,7 +70,7 @@ def _engine(address: str, where: str) -> None:
     receiver = BucketReceiver(device)
     with Client(address) as pipe:
         while (message := pipe.recv()) is not None:
-            values = {name: tensor.aminmax() for name, tensor in receiver.receive(Header.parse(message))}
+            values = {name: tensor.aminmax() for name, tensor in receiver.receive([Header.parse(message)])}
             pipe.send(({name: (float(least), float(most)) for name, (least, most) in values.items()}, _held(device)))
 
 

@@ -55,7 +55,7 @@ def park(grid: Any, path: Path) -> dict[str, Any]:
 
     def printed() -> dict[str, Any]:
         prints = Fingerprinter()
-        for name, tensor in model.stream("bfloat16"):
+        for name, tensor in model.stream("bfloat16", by_stage=False):
             prints.add(name, tensor)
         return {name: (found.value, found.numel) for name, found in prints.digest().items()}
 

@@ -163,10 +163,10 @@ def test_memory_that_is_not_shared_is_refused_by_its_place(monkeypatch: pytest.M
     bucket.add("norm", torch.ones(4))
     receiver = BucketReceiver(torch.device("cpu"))
     with pytest.raises(WeightError, match=r"^sync\.transport=shm: .* the trainer's is on other, this worker's on [0-9a-f-]{36} "):
-        receiver.receive(replace(bucket.header(), path="/nowhere", place="other"))
+        receiver.receive([replace(bucket.header(), path="/nowhere", place="other")])
     monkeypatch.setattr(receive, "place_of", lambda device: "host/GPU-1")
     with pytest.raises(WeightError, match=r"^sync\.transport=cuda_ipc: .* trainer's is on host/GPU-2, this worker's on host/GPU-1 "):
-        receiver.receive(replace(bucket.header(), handle=["opened, it would fail otherwise"], place="host/GPU-2"))
+        receiver.receive([replace(bucket.header(), handle=["opened, it would fail otherwise"], place="host/GPU-2")])
 
 
 async def _frugal(tiny: Path, tp: int) -> None:

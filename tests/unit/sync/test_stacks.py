@@ -28,8 +28,8 @@ def _received(stream: list[tuple[TensorName, Tensor]], capacity_mb: int) -> tupl
     def announce(plain: dict[str, Any]) -> Callable[[], object]:
         header = Header.parse(plain)
         headers.append(header)
-        assert [name for name, _ in receiver.receive_stacks(header)] == header.names
-        found.update(receiver.receive(header))
+        assert [name for name, _ in receiver.receive_stacks([header])] == header.names
+        found.update(receiver.receive([header]))
         return lambda: None
 
     sender = Sender("shm", workers=1, host="", bucket_mb=capacity_mb, timeout_s=10.0, device=torch.device("cpu"))
