@@ -238,7 +238,7 @@ class ModelWorker(MegatronWorker):
     ) -> dict[str, Metric]:
         """Stream the policy's weights into the engines. Every rank takes part in the gather.
 
-        Over a network, the first rank of each pipeline stage sends the stage's weights; in memory that is shared, rank 0 sends all of them.
+        Over a network, the first rank of each pipeline stage sends the stage's weights; in shared memory rank 0 sends all of them.
 
         Args:
             engines: the engines' actors; they stay connected for later calls, until one fails or they change.
@@ -278,9 +278,8 @@ class ModelWorker(MegatronWorker):
         """Connect this rank to the engines, as one of the senders."""
         from megarl.workers.weight_publisher import StagePublisher, WeightPublisher
 
-        kind = StagePublisher if self._grid.pp_rank else WeightPublisher
-        place, relay = (self._host, self._backend.device), self._spec.shared_devices
-        return kind(engines, workers_per_engine, settings, *place, rounds, relay=relay)
+        kind, device = StagePublisher if self._grid.pp_rank else WeightPublisher, self._backend.device
+        return kind(engines, workers_per_engine, settings, self._host, device, rounds, relay=self._spec.shared_devices)
 
     def save(self, role: Role, directory: Path) -> None:
         """Write a model as a Hugging Face directory; value models in the sequence-classification layout."""

@@ -87,6 +87,21 @@ def test_the_prompt_tokens_of_all_ranks_in_a_step_do_not_grow_with_their_number(
     )
 
 
+def test_a_weight_update_is_sent_by_the_first_rank_of_every_stage(published: Path) -> None:
+    def seconds(*changes: str) -> float:
+        config = load(EXAMPLES / "qwen3_235b_a22b" / "gspo.yaml", [f"model.path={published / 'Qwen3-235B-A22B'}", *changes], TrainConfig)
+        planned = build(config, models_of(config), H200, 141, 128).times
+        assert isinstance(planned, times.StepTimes)
+        return planned.sync
+
+    alone = seconds("model.megatron={}", "layout={ranks: 64, tp: 4, pp: 1, ep: 8, etp: 1}")
+    assert seconds() == pytest.approx(alone / 8) and alone == pytest.approx(16, rel=0.05)
+    hf, sync = config_of(MODELS["Qwen3-235B-A22B"]), SyncSettings()
+    one, two, eight = (receiver_bytes(hf, sync, "bfloat16", RolloutSettings(), senders) for senders in (1, 2, 8))
+    table = 151936 * 4096 * 2  # bytes of the embedding, and of the output layer, for each of which a bucket grows
+    assert two - one == table and eight - two == 6 * (256 << 20)
+
+
 def test_a_weight_update_takes_what_an_engine_unpacks_and_half_the_bytes_in_float8() -> None:
     hf = config_of(MODELS["Qwen3-30B-A3B"])
     n, sync = family_of(hf).sizes(hf), SyncSettings()
