@@ -47,9 +47,12 @@ def _writes(descriptor: str, roots: tuple[str, ...]) -> bool:
 
 
 def end(spared: set[int], *directories: str, over: bool = False) -> int:
-    """Kill the members of these directories until no more appear, and return how many there were.
+    """Kill the members of directories until no more appear, and return how many there were.
 
-    `over`: the session has been closed. Then there is nothing to wait for unless a first look finds members.
+    Args:
+        spared: pids of members that are not killed.
+        directories: the sessions' directories.
+        over: the session has been closed. Then there is nothing to wait for unless a first look finds members.
     """
     killed = set[int]()
     begun = last = time.monotonic()

@@ -42,7 +42,7 @@ from megarl.workers.reward import RewardModel
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
     from megarl.parallel.routing import ExpertsRecorded, RoutingPass
-    from megarl.sync.rounds import Rounds
+    from megarl.sync.senders import SenderRounds
     from megarl.workers.model import Model
     from megarl.workers.weight_publisher import Publisher
 
@@ -102,7 +102,7 @@ class ModelWorker(MegatronWorker):
                 self._models[role] = self._model(spec.reward, "value")
             self._use(role)
         self._publisher: Publisher | None = None
-        self._rounds: Rounds | None = None
+        self._rounds: SenderRounds | None = None
         self._kl_coef = 0.0
 
     def forward(self, plan: StepPlan, score: bool = True) -> dict[str, Metric]:
@@ -254,7 +254,7 @@ class ModelWorker(MegatronWorker):
         Raises:
             FingerprintMismatch: an engine holds other bits (`settings.verify`). Errors of an engine or the transport are raised, too.
         """
-        from megarl.sync.rounds import Rounds, Stopped
+        from megarl.sync.senders import SenderRounds, SenderStopped
 
         model, senders = self._use("policy"), settings.senders(self._grid.layout.pp)
         stream = model.stream(None if quantization else dtype, by_stage=senders > 1)
@@ -262,7 +262,7 @@ class ModelWorker(MegatronWorker):
             collections.deque(stream, maxlen=0)
             return {}
         if self._rounds is None:
-            self._rounds = Rounds(self._grid.store, self._grid.pp_rank, senders, settings.timeout_s)
+            self._rounds = SenderRounds(self._grid.store, self._grid.pp_rank, senders, settings.timeout_s)
         try:
             if self._publisher is None or not self._publisher.reaches(engines):
                 self._publisher = self._connected(engines, workers_per_engine, settings, self._rounds)
@@ -270,11 +270,11 @@ class ModelWorker(MegatronWorker):
         except BaseException as error:
             self._publisher = None
             collections.deque(stream, maxlen=0)  # the other ranks gather to the stream's end
-            if isinstance(error, Stopped):  # the sender that has failed raises
+            if isinstance(error, SenderStopped):  # the sender that has failed raises
                 return {}
             raise
 
-    def _connected(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, rounds: Rounds) -> Publisher:
+    def _connected(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, rounds: SenderRounds) -> Publisher:
         """Connect this rank to the engines, as one of the senders."""
         from megarl.workers.weight_publisher import StagePublisher, WeightPublisher
 

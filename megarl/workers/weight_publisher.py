@@ -15,8 +15,8 @@ from megarl.cluster.actor_group import raise_cause
 from megarl.config import SyncSettings
 from megarl.observe.metrics import Last, Metric
 from megarl.sync.fingerprint import Fingerprinter, Print, check
-from megarl.sync.rounds import Rounds, Stopped
 from megarl.sync.send import Sender
+from megarl.sync.senders import SenderRounds, SenderStopped
 
 
 class Publisher:
@@ -39,7 +39,7 @@ class Publisher:
         settings: SyncSettings,
         host: str,
         device: torch.device,
-        rounds: Rounds,
+        rounds: SenderRounds,
         *,
         relay: bool,
     ) -> None:
@@ -70,13 +70,13 @@ class Publisher:
         """Send the stream to every engine, which then uses the weights of all senders as `version`; return metrics of the transfer.
 
         With `sync.verify`, raises FingerprintMismatch, which names the tensors whose bits in an engine differ from those exported, or
-        FloatingPointError, which names those that are not finite. Also raises whatever an engine or the transport raised; and Stopped if
-        another sender has raised.
+        FloatingPointError, which names those that are not finite. Also raises whatever an engine or the transport raised;
+        and SenderStopped if another sender has raised.
         """
         self._rounds.begin()
         try:
             return self._publish(stream, version, Fingerprinter())
-        except Stopped:
+        except SenderStopped:
             self._sender.close()
             raise
         except BaseException as error:

@@ -15,8 +15,8 @@ from torch import Tensor
 from megarl.config import Layout
 from megarl.parallel.grid import Grid
 from megarl.sync.receive import BucketReceiver
-from megarl.sync.rounds import Rounds, Stopped
 from megarl.sync.send import Sender
+from megarl.sync.senders import SenderRounds, SenderStopped
 from megarl.sync.wire import Header, Rendezvous
 from tests.rank_pool import Pool
 
@@ -28,7 +28,7 @@ def tensors(sender: int, sizes: list[int]) -> list[tuple[str, Tensor]]:
     return [(f"{sender}/{n}", torch.full((size,), 100.0 * sender + n)) for n, size in enumerate(sizes)]
 
 
-def told(grid: Grid, keys: Iterator[str], rounds: Rounds) -> Callable[[dict[str, Any]], Callable[[], object]]:
+def told(grid: Grid, keys: Iterator[str], rounds: SenderRounds) -> Callable[[dict[str, Any]], Callable[[], object]]:
     """As rank 0 tells the engines of its own message and of the other senders'."""
 
     def announce(message: dict[str, Any]) -> Callable[[], object]:
@@ -65,7 +65,7 @@ def several(grid: Grid, sizes: list[list[int]], updates: int) -> dict[str, float
                 got.clear()
         grid.store.set(f"{key}/{grid.rank}", "")
         return got
-    rounds = Rounds(grid.store, grid.rank, SENDERS, LIMIT_S)
+    rounds = SenderRounds(grid.store, grid.rank, SENDERS, LIMIT_S)
     options: dict[str, Any] = {"workers": RECEIVERS, "host": "127.0.0.1", "bucket_mb": 1, "timeout_s": LIMIT_S}
     sender, mine = (
         Sender("gloo", device=torch.device("cpu"), number=grid.rank, senders=SENDERS, **options),
@@ -111,7 +111,7 @@ def test_receivers_get_what_several_senders_send(pool: Pool, sizes: list[list[in
 
 def failing(grid: Grid, which: int) -> tuple[str, float]:
     """A sender fails after its first message; what each of them raises, and after how long."""
-    rounds, begun = Rounds(grid.store, grid.rank, SENDERS, LIMIT_S), time.monotonic()
+    rounds, begun = SenderRounds(grid.store, grid.rank, SENDERS, LIMIT_S), time.monotonic()
     rounds.begin()
     try:
         for number in range(3):
@@ -123,7 +123,7 @@ def failing(grid: Grid, which: int) -> tuple[str, float]:
             else:
                 rounds.gathered()
                 rounds.settle()
-    except (Stopped, FloatingPointError) as error:
+    except (SenderStopped, FloatingPointError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return "all sent", 0.0
 
@@ -131,4 +131,4 @@ def failing(grid: Grid, which: int) -> tuple[str, float]:
 @pytest.mark.parametrize("which", range(SENDERS))
 def test_where_a_sender_fails_the_others_stop(pool: Pool, which: int) -> None:
     for rank, (said, seconds) in enumerate(pool.run(failing, Layout(ranks=SENDERS), which)):
-        assert said == f"{'FloatingPointError' if rank == which else 'Stopped'}: its weights are not finite" and seconds < LIMIT_S / 2
+        assert said == f"{'FloatingPointError' if rank == which else 'SenderStopped'}: its weights are not finite" and seconds < LIMIT_S / 2

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from megarl.batch import VersionSpan
 from megarl.cluster.actor_group import WorkerLate
@@ -108,6 +109,9 @@ def test_engines_that_are_lost_beside_the_ranks_are_a_part_of_their_restart(lab:
         straight, first = engines.generate(prompts, sampling), list(engines.group.actors)
         assert engines.start_lost() == {}
         ray.kill(first[1])
+        with pytest.raises(RayError):  # for a moment it may still answer
+            while True:
+                ray.get(first[1].ping.remote(60.0), timeout=60)
         opening = engines.start_lost()
         engines.ready(opening)
         assert [*opening] == [1] and engines.group.actors[0] is first[0] and engines.group.actors[1] is not first[1]

@@ -18,11 +18,11 @@ POLL_S = 0.002
 _FAULT, _OVER = "fault", "over"
 
 
-class Stopped(Exception):
+class SenderStopped(Exception):
     """Another sender has failed, and says why."""
 
 
-class Rounds:
+class SenderRounds:
     """One sender's part in the rounds of an exchange.
 
     Args:
@@ -96,16 +96,16 @@ class Rounds:
     # --- what any does
 
     def fail(self, fault: str) -> None:
-        """Stop all senders: each one's wait raises Stopped."""
+        """Stop all senders: each one's wait raises SenderStopped."""
         if self._others:
             self._keys.set(_FAULT, fault)
 
     def _wait(self, key: str, whom: str) -> None:
-        """Wait for a key. Raises Stopped, or RuntimeError if `whom` is late."""
+        """Wait for a key. Raises SenderStopped, or RuntimeError if `whom` is late."""
         deadline = time.monotonic() + self._timeout_s
         while not self._keys.check([key]):
             if self._keys.check([_FAULT]):
-                raise Stopped(self._keys.get(_FAULT).decode())
+                raise SenderStopped(self._keys.get(_FAULT).decode())
             if time.monotonic() > deadline:
                 raise RuntimeError(f"sync: {whom} did not send or answer within {self._timeout_s:g} s")
             time.sleep(POLL_S)
