@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ class SenderRounds:
         for sender in waiting:
             key = f"{number}/{sender}"
             self._wait(key, f"the first rank of pipeline stage {sender}")
-            message, last = json.loads(self._keys.get(key))
+            message, last = json.loads(zlib.decompress(self._keys.get(key)))
             self._keys.delete_key(key)
             if last:
                 self._left.remove(sender)
@@ -64,11 +65,17 @@ class SenderRounds:
                 found.append(message)
         if waiting:  # they have seen what they waited for before
             if number:
+                self._keys.delete_key(f"told/{number - 1}")
                 self._keys.delete_key(f"{number - 1}")
             elif self._before is not None:
                 self._before.delete_key(_OVER)
         self._number += 1
         return found
+
+    def told(self) -> None:
+        """Let the other senders go on: the engines have been told of the messages of the last round."""
+        if self._left:
+            self._keys.set(f"told/{self._number - 1}", "")
 
     def settle(self) -> None:
         """Tell the other senders that the messages of the last round have been dealt with."""
@@ -83,15 +90,23 @@ class SenderRounds:
     # --- what the others do
 
     def offer(self, message: Any) -> Callable[[], object]:
-        """Give the first sender this round's message; the returned function waits until it has been dealt with."""
+        """Give the first sender this round's message, and wait until it has told the engines: they must expect what is broadcast next.
+
+        The returned function waits until the message has been dealt with.
+        """
         number, self._number = self._number, self._number + 1
-        self._keys.set(f"{number}/{self.sender}", json.dumps([message, False]))
+        self._say(message, number, last=False)
+        self._wait(f"told/{number}", "rank 0")
         return lambda: self._wait(f"{number}", "rank 0")
 
     def leave(self, message: Any) -> None:
         """Give the first sender the last message, and wait for the end of the exchange."""
-        self._keys.set(f"{self._number}/{self.sender}", json.dumps([message, True]))
+        self._say(message, self._number, last=True)
         self._wait(_OVER, "rank 0")
+
+    def _say(self, message: Any, number: int, *, last: bool) -> None:
+        """Compressed, since the store takes no value of more than 8 MiB."""
+        self._keys.set(f"{number}/{self.sender}", zlib.compress(json.dumps([message, last]).encode()))
 
     # --- what any does
 

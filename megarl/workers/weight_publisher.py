@@ -44,21 +44,21 @@ class Publisher:
         relay: bool,
     ) -> None:
         self._engines, self._per_engine, self._settings, self._rounds = engines, workers_per_engine, settings, rounds
-        self._sender = Sender(
-            settings.transport,
-            workers=len(engines) * workers_per_engine,
-            host=host,
-            bucket_mb=settings.most_bucket_mb,
-            timeout_s=settings.timeout_s,
-            device=device,
-            relay=relay,
-            number=rounds.sender,
-            senders=rounds.senders,
-        )
         rounds.begin()
         try:
+            self._sender = Sender(
+                settings.transport,
+                workers=len(engines) * workers_per_engine,
+                host=host,
+                bucket_mb=settings.most_bucket_mb,
+                timeout_s=settings.timeout_s,
+                device=device,
+                relay=relay,
+                number=rounds.sender,
+                senders=rounds.senders,
+            )
             self._connect()
-        except Exception as error:
+        except BaseException as error:
             rounds.fail(str(error))
             raise
 
@@ -116,7 +116,8 @@ class WeightPublisher(Publisher):
 
     def _connect(self) -> None:
         self._sender.connect(self._meet)
-        assert not self._rounds.gathered(), "the others have told their meetings"
+        further = self._rounds.gathered()
+        assert not further, "each sender has one meeting"
         self._rounds.end()
 
     def _publish(self, stream: Iterable[tuple[str, Tensor]], version: int, prints: Fingerprinter) -> dict[str, Metric]:
@@ -151,7 +152,8 @@ class WeightPublisher(Publisher):
         return self._settled(self._all("load_buckets", headers, self._settings.timeout_s))
 
     def _settled(self, done: Callable[[], object]) -> Callable[[], object]:
-        """Let the other senders know when the engines have done something."""
+        """Let the other senders know that the engines have been told of something, and when they have done it."""
+        self._rounds.told()
 
         def settle() -> None:
             done()

@@ -37,6 +37,7 @@ def told(grid: Grid, keys: Iterator[str], rounds: SenderRounds) -> Callable[[dic
     def tell(messages: list[dict[str, Any]]) -> Callable[[], object]:
         key = next(keys)
         grid.store.set(key, json.dumps(messages))
+        rounds.told()
 
         def taken() -> None:
             grid.store.wait([f"{key}/{rank}" for rank in range(SENDERS, SENDERS + RECEIVERS)])
@@ -122,6 +123,7 @@ def failing(grid: Grid, which: int) -> tuple[str, float]:
                 rounds.offer({})()
             else:
                 rounds.gathered()
+                rounds.told()
                 rounds.settle()
     except (SenderStopped, FloatingPointError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
