@@ -8,9 +8,8 @@ resume, conversion of 1.4 GB in bfloat16, and the check of 100,000 prompts. The 
 from __future__ import annotations
 
 import argparse
-import json
+import inspect
 import os
-import random
 import shutil
 import statistics
 import subprocess
@@ -22,43 +21,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megarl.observe.writers import read_json_lines
 from tools.bench_convert import make_model
+from tools.bench_step import CONFIG, FILLING, LONGEST, LR, PROMPT, PROMPTS, SAMPLES, cache_mb, letters, words, write_prompts
 from tools.make_tiny_model import build
 
 ROOT = Path(__file__).parents[1]
 LAYERS = 13  # of the model that is converted
 ROWS = 100_000  # prompts to check
-REWARD = """def letters(response: str) -> float:
-    return sum(map(str.isalpha, response)) / max(1, len(response))
-"""
-CONFIG = """
-name: job
-seed: 1
-run_dir: {here}
-model: {{path: {model}, dtype: float32}}
-cluster: {{gpus: false}}
-optimizer: {{lr: 1.0e-5}}
-algorithm: {{type: grpo}}
-data:
-  chat: false
-  train: {{type: file, path: {here}/prompts.jsonl, prompt_key: prompt, answer_key: answer}}
-  eval: {{type: file, path: {here}/held_out.jsonl, prompt_key: prompt, answer_key: answer}}
-reward: {{source: {{type: function, path: "letters:letters"}}}}
-rollout: {{samples_per_prompt: 8, max_prompt_tokens: 32, max_response_tokens: 32, max_num_seqs: 512, kv_cache_mb: 128}}
-sync: {{transport: shm}}
-log: {{tensorboard: false}}
-train: {{steps: 6, prompts_per_step: 64, micro_batch_tokens: 8192, eval_at_start: false, eval_every: 0}}
-"""
+STEPS = 6
 SPREAD = ("layout.ranks=2", "rollout.replicas=2")
-LONG = (*SPREAD, "rollout.max_response_tokens=256", "rollout.kv_cache_mb=640", "train.steps=4")
+LONG = (*SPREAD, "rollout.max_response_tokens=256", f"rollout.kv_cache_mb={cache_mb(256)}", "train.steps=4")
 LARGE = ("train.prompts_per_step=8", "rollout.samples_per_prompt=2", "rollout.max_num_seqs=16")
 Figures = dict[str, float]
-
-
-def write_prompts(path: Path, count: int) -> None:
-    """Write `count` prompts as JSON lines."""
-    draw = random.Random(1)
-    path.write_text("".join(json.dumps({"prompt": f"spell {draw.randrange(10**6)} backward", "answer": ""}) + "\n" for _ in range(count)))
 
 
 class Side:
@@ -74,9 +49,13 @@ class Side:
         self._here, self._models = here, models
         self._environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{here}"}
         here.mkdir()
-        (here / "letters.py").write_text(REWARD)
-        write_prompts(here / "prompts.jsonl", 64 * 8)
-        write_prompts(here / "held_out.jsonl", 2)
+        (here / "letters.py").write_text(inspect.getsource(letters))
+        words(here, STEPS)
+
+    def _configure(self, model: str) -> None:
+        told = {"prompts": PROMPTS, "samples": SAMPLES, "prompt": PROMPT, "longest": LONGEST, "steps": STEPS, "lr": LR}
+        text = CONFIG.format(here=self._here, model=self._models[model], reward="letters:letters", cache=cache_mb(LONGEST), **told)
+        (self._here / "job.yaml").write_text(text)
 
     def _start(self, *arguments: object) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
@@ -101,13 +80,11 @@ class Side:
             overrides: beside the configuration's values.
             steps: those that an earlier run has made, which this one goes on with.
         """
-        (self._here / "job.yaml").write_text(CONFIG.format(here=self._here, model=self._models[model]))
+        self._configure(model)
         metrics, begun = self._here / "job" / "metrics.jsonl", time.perf_counter()
 
         def learned() -> list[dict[str, Any]]:
-            text = metrics.read_text() if metrics.exists() else ""
-            rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-            return [row for row in rows if "actor/lr" in row and row["step"] > steps]
+            return [row for row in read_json_lines(metrics) if "actor/lr" in row and row["step"] > steps]
 
         process, size = self._start("train", self._here / "job.yaml", *overrides), -1
         while process.poll() is None:
@@ -131,13 +108,13 @@ class Side:
         """A run of short responses."""
         rows, first, end = self.train("small", *overrides)
         named = "two ranks and two engines" if overrides else "one rank and one engine"
-        step = statistics.fmean(row["perf/time_per_step"] for row in rows[2:])
-        return {f"RL step, {named}": step, f"command to the end of the first step, {named}": first, f"run of 6 steps, {named}": end}
+        step = statistics.fmean(row["perf/time_per_step"] for row in rows[FILLING:])
+        return {f"RL step, {named}": step, f"command to the end of the first step, {named}": first, f"run of {STEPS} steps, {named}": end}
 
     def long_steps(self) -> Figures:
         """A run whose responses differ much in length."""
         rows, _, _ = self.train("small", *LONG)
-        tokens = sum(row["response_length/mean"] for row in rows[1:]) * 64 * 8
+        tokens = sum(row["response_length/mean"] for row in rows[1:]) * PROMPTS * SAMPLES
         return {"1,000 tokens of an RL step with long-tailed lengths": 1000 * sum(row["perf/time_per_step"] for row in rows[1:]) / tokens}
 
     def large_steps(self) -> Figures:
@@ -164,7 +141,7 @@ class Side:
 
     def check(self) -> Figures:
         """All checks of a run with many prompts."""
-        (self._here / "job.yaml").write_text(CONFIG.format(here=self._here, model=self._models["small"]))
+        self._configure("small")
         write_prompts(many := self._here / "many.jsonl", ROWS)
         return {f"check a run of {ROWS:,} prompts": self.command("train", "--check", self._here / "job.yaml", f"data.train.path={many}")}
 

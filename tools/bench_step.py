@@ -51,7 +51,7 @@ data:
   chat: false
   train: {{type: file, path: {here}/prompts.jsonl, prompt_key: prompt, answer_key: answer}}
   eval: {{type: file, path: {here}/held_out.jsonl, prompt_key: prompt, answer_key: answer}}
-reward: {{source: {{type: function, path: "tools.bench_step:letters"}}}}
+reward: {{source: {{type: function, path: "{reward}"}}}}
 rollout:
   {{samples_per_prompt: {samples}, max_prompt_tokens: {prompt}, max_response_tokens: {longest}, max_num_seqs: 512, kv_cache_mb: {cache}}}
 sync: {{transport: shm}}
@@ -65,12 +65,16 @@ def letters(response: str) -> float:
     return sum(map(str.isalpha, response)) / max(1, len(response))
 
 
+def write_prompts(path: Path, count: int) -> None:
+    """Write `count` prompts as JSON lines."""
+    draw = random.Random(1)
+    path.write_text("\n".join(json.dumps({"prompt": f"spell {draw.randrange(10**6)} backward", "answer": ""}) for _ in range(count)))
+
+
 def words(here: Path, steps: int) -> None:
     """Write prompts for all steps to `prompts.jsonl`."""
-    draw = random.Random(1)
-    rows = [json.dumps({"prompt": f"spell {draw.randrange(10**6)} backward", "answer": ""}) for _ in range(PROMPTS * steps)]
-    (here / "prompts.jsonl").write_text("\n".join(rows))
-    (here / "held_out.jsonl").write_text("\n".join(rows[:2]))
+    write_prompts(here / "prompts.jsonl", PROMPTS * steps)
+    write_prompts(here / "held_out.jsonl", 2)
 
 
 def prompts_of(here: Path) -> list[str]:
@@ -252,6 +256,7 @@ def main() -> int:
                 if side in OVERRIDES:
                     told = {
                         "prompts": PROMPTS,
+                        "reward": f"tools.bench_step:{letters.__name__}",
                         "samples": SAMPLES,
                         "prompt": PROMPT,
                         "longest": given.longest,

@@ -125,13 +125,8 @@ def each(name: TensorName, tensor: Tensor) -> list[tuple[str, Tensor]]:
     return [(name, tensor)] if isinstance(name, str) else list(zip(name, tensor, strict=True))
 
 
-def unpack(bytes_B: Tensor, header: Header) -> list[tuple[str, Tensor]]:
-    """Views of a bucket's bytes (uint8 [>= nbytes]) as (name, tensor): valid as long as the bytes are."""
-    return [one for name, tensor in unpack_stacks(bytes_B, header) for one in each(name, tensor)]
-
-
 def unpack_stacks(bytes_B: Tensor, header: Header) -> list[tuple[TensorName, Tensor]]:
-    """Like `unpack`, with stacks as they were sent."""
+    """Views of a bucket's bytes (uint8 [>= nbytes]) as (name, tensor), with stacks as they were sent: valid as long as the bytes are."""
     views: list[tuple[TensorName, Tensor]] = []
     for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):
         kind = DTYPES[dtype]

@@ -227,7 +227,8 @@ def transferred(grid: Grid, path: Path, transport: str) -> tuple[Any, dict[str, 
                 assert group is not None
                 bytes_B = torch.empty(header.nbytes, dtype=torch.uint8)
                 wire.broadcast(group, bytes_B).wait()
-            got |= {name: tensor.clone() for name, tensor in wire.unpack(bytes_B, header)}
+            stacks = wire.unpack_stacks(bytes_B, header)
+            got |= {name: tensor.clone() for names, stack in stacks for name, tensor in wire.each(names, stack)}
         grid.store.set(f"{key}/{grid.rank}", "")
         if not message:
             return None, got

@@ -28,11 +28,8 @@ def tensors(sender: int, sizes: list[int]) -> list[tuple[str, Tensor]]:
     return [(f"{sender}/{n}", torch.full((size,), 100.0 * sender + n)) for n, size in enumerate(sizes)]
 
 
-def told(grid: Grid, keys: Iterator[str], rounds: SenderRounds) -> Callable[[dict[str, Any]], Callable[[], object]]:
-    """As rank 0 tells the engines of its own message and of the other senders'."""
-
-    def announce(message: dict[str, Any]) -> Callable[[], object]:
-        return tell([message, *rounds.gathered()])
+def telling(grid: Grid, keys: Iterator[str], rounds: SenderRounds) -> Callable[[list[dict[str, Any]]], Callable[[], object]]:
+    """As rank 0 tells the engines of a round's messages."""
 
     def tell(messages: list[dict[str, Any]]) -> Callable[[], object]:
         key = next(keys)
@@ -45,8 +42,7 @@ def told(grid: Grid, keys: Iterator[str], rounds: SenderRounds) -> Callable[[dic
 
         return taken
 
-    announce.all = tell  # type: ignore[attr-defined]
-    return announce
+    return tell
 
 
 def several(grid: Grid, sizes: list[list[int]], updates: int) -> dict[str, float]:
@@ -80,7 +76,11 @@ def several(grid: Grid, sizes: list[list[int]], updates: int) -> dict[str, float
             rounds.begin()
             rounds.leave(sender.send(iter(mine), rounds.offer).tensors)
         return {}
-    announce: Any = told(grid, keys, rounds)
+    tell = telling(grid, keys, rounds)
+
+    def announce(message: dict[str, Any]) -> Callable[[], object]:
+        return tell([message, *rounds.gathered()])
+
     sender.connect(announce)
     assert rounds.gathered() == []
     rounds.end()
@@ -88,10 +88,10 @@ def several(grid: Grid, sizes: list[list[int]], updates: int) -> dict[str, float
         rounds.begin()
         sender.send(iter(mine), announce)
         while messages := rounds.gathered():
-            announce.all(messages)()
+            tell(messages)()
         assert sorted(rounds.last) == sorted(map(len, sizes[1:]))
         rounds.end()
-    announce.all([])()
+    tell([])()
     return {}
 
 

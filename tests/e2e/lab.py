@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.exceptions import RayError
+from safetensors.torch import load_file, save_file
 
 from megarl import cli
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
@@ -59,6 +62,12 @@ class Lab:
         self._host: Any = None  # the process of engines that one run has for itself: an actor of EngineHost
         self._ranks: list[Any] = []  # processes that wait for a part: actors of Player
         self.playing: list[int] = []  # process ids of those that were taken last
+
+    def forget(self) -> None:
+        """Drop the keys and values in the engines' caches: after numbers that are not finite, since on a CPU 0 x nan is nan."""
+        turns = Turns(self.engines.group, timeout_s=60)
+        turns.to_ranks()
+        turns.to_engines()
 
     def run(self, job: Job, own_engine: bool = False) -> Job:
         """`megarl train` or `megarl value` in this process, to the end."""
@@ -225,6 +234,15 @@ def _played(name: str) -> Callable[..., Any]:
 
 for _name in {name for kind in (ModelWorker, learner.Learner) for name in dir(kind) if not name.startswith("_")}:
     setattr(Player, _name, _played(_name))
+
+
+def with_nan(model: Path, target: Path) -> str:
+    """Copy a model and make one number of its second layer nan; return the name of the weight."""
+    shutil.copytree(model, target)
+    weights = load_file(target / "model.safetensors")
+    weights[name := "model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return name
 
 
 def command(job: Job) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.verify import main as verify
-from megarl.workers.turns import Turns
 from tests.e2e.job import EVERYTHING, Job, assert_same_step
 from tests.e2e.kill_at import done
-from tests.e2e.lab import Lab
+from tests.e2e.lab import Lab, with_nan
 from tests.e2e.value_models import biased_by_position
 from tests.rows import rows
 from tools.make_tiny_model import build
@@ -56,16 +54,10 @@ def test_numbers_that_are_not_finite_end_a_run_by_name_and_what_is_saved_is_whol
     ):
         lab.run(ruined)
     assert done(ruined) >= 1 and verify([str(ruined.runs / "job")]) == 0
-    broken = tmp_path / "model"
-    shutil.copytree(tiny_model, broken)
-    weights = load_file(broken / "model.safetensors")
-    weights[name := "model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    name = with_nan(tiny_model, broken := tmp_path / "model")
     with pytest.raises(FloatingPointError, match=rf"^weights that are not finite: {name}\s"):
         lab.run(Job(tmp_path / "weights", broken))
-    turns = Turns(lab.engines.group, timeout_s=60)  # an engine's cache holds what it has computed, and on a CPU 0 x nan is nan
-    turns.to_ranks()
-    turns.to_engines()
+    lab.forget()
 
 
 CRITIC = (
