@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import psutil
 
@@ -31,12 +31,19 @@ def own_address(host: str) -> str:
 
 
 @contextmanager
-def reserved_port(address: str) -> Iterator[int]:
-    """A port of this machine's `address` that the kernel gives to nobody else within the block, while a ZeroMQ socket may listen on it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ sets it
-        holder.bind((address, 0))
-        yield int(holder.getsockname()[1])
+def reserved_ports(address: str, count: int) -> Iterator[list[int]]:
+    """Ports of this machine's `address` that the kernel gives to nobody else within the block.
+
+    A socket with SO_REUSEADDR, as ZeroMQ's and Python's servers have it, may listen on each of them meanwhile.
+    """
+    with ExitStack() as held:
+        ports = []
+        for _ in range(count):
+            holder = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind((address, 0))
+            ports.append(int(holder.getsockname()[1]))
+        yield ports
 
 
 def _interface_of(address: str) -> str:

@@ -59,10 +59,7 @@ def bind_stores(*modules: Any) -> None:
 
 def _bound(host_name: str, port: int, **named: Any) -> dist.TCPStore:
     if named.get("is_master") and named.get("master_listen_fd") is None:
-        try:
-            listener = socket.create_server((host_name, port), backlog=1024)
-        except OSError as error:  # torch's own error, after which vLLM tries another port (vllm/config/parallel.py:700)
-            raise dist.DistNetworkError(f"EADDRINUSE: {host_name}:{port}: {error}") from error
+        listener = socket.create_server((host_name, port), backlog=1024)
         named = {**named, "multi_tenant": False, "master_listen_fd": listener.detach()}
     return dist.TCPStore(host_name, port, **named)
 

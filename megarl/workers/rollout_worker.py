@@ -23,7 +23,7 @@ from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.imports import find
 from megarl.models.hf import end_tokens
-from megarl.network import choose_nccl_interface, interface_towards, reserved_port
+from megarl.network import choose_nccl_interface, interface_towards, reserved_ports
 from megarl.observe.output import keep_output
 from megarl.response import EpisodeSummary, Response
 from megarl.rollout.engine import Engine, Meeting, Part, RolloutError, Setup
@@ -163,7 +163,7 @@ class RolloutWorker:
             await self._engine.start(setup)
         else:
             name = ray.get_runtime_context().get_actor_id()
-            with reserved_port(address) as port:
+            with reserved_ports(address, 1) as [port]:
                 meeting, actors = Meeting(address, port), [member.create(f"{name}/{rank}") for rank, member in enumerate(members, 1)]
                 await asyncio.gather(*(actor.open.remote(setup, meeting, rank) for rank, actor in enumerate(actors, 1)))
                 self._mind(actors)

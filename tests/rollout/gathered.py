@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megarl.network import reserved_port
+from megarl.network import reserved_ports
 from megarl.rollout.engine import Meeting, Setup
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.rollout.vllm.member import VllmMember
@@ -19,7 +19,7 @@ class GatheredEngine(VllmEngine):
 
     async def start(self, setup: Setup, meeting: Meeting | None = None) -> list[int]:
         self.members = [self.member(f"{self.label} member {rank}") for rank in range(1, setup.settings.dp)]
-        with reserved_port(HERE) as port:
+        with reserved_ports(HERE, 1) as [port]:
             if self.members:
                 meeting = Meeting(HERE, port)
                 for rank, member in enumerate(self.members, 1):

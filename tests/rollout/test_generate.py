@@ -25,10 +25,11 @@ from megarl.rollout.generate import generate as generate_within
 from megarl.rollout.registry import check_engine
 from megarl.rollout.responder import Responder
 from megarl.rollout.vllm.engine import VllmEngine
-from megarl.rollout.vllm.launch import launch
+from megarl.rollout.vllm.launch import held_ports, launch
 from tests.rollout.engine_host import Host
-from tests.rollout.gathered import GatheredEngine
+from tests.rollout.gathered import HERE, GatheredEngine
 from tests.rollout.transformers_reference import PROMPTS, TIMEOUT_S, generate
+from tests.unit.test_network import free
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=96, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 END = 1
@@ -286,6 +287,20 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+async def _reserved() -> tuple[list[int], list[bool]]:
+    from vllm.config import ParallelConfig
+
+    with held_ports(HERE):
+        config = ParallelConfig(data_parallel_size=2)
+        ports = [*config._data_parallel_master_port_list, config.data_parallel_master_port]
+        return ports, [free(port) for port in ports]
+
+
+def test_the_ports_where_an_engines_members_will_meet_are_taken_by_nobody_else(host: Host) -> None:
+    ports, are_free = host.run(_reserved)
+    assert len(set(ports)) == 5 and not any(are_free)
 
 
 def test_what_an_engine_cannot_run_is_refused_before_it_starts(tiny: Path) -> None:

@@ -20,7 +20,8 @@ from megarl.config import RolloutSettings
 from megarl.imports import uncollected
 from megarl.models.families import family_of
 from megarl.models.weight_map import FP8_BLOCK
-from megarl.network import interface_towards
+from megarl.network import interface_towards, reserved_ports
+from megarl.patching import expect
 from megarl.rollout.engine import Meeting, RolloutError, Setup
 from megarl.rollout.overheard import overheard
 from megarl.text import one_line
@@ -149,7 +150,7 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
     Raises:
         RolloutError: the wrong version or platform of vLLM is installed, or it does not start.
     """
-    with _starting(label, arguments, hf, gpu=gpu):
+    with _starting(label, arguments, hf, gpu=gpu), nullcontext() if meeting is None else held_ports(meeting.host):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config, executor = _configure(arguments | ({} if meeting is None else _place(meeting)))
@@ -194,6 +195,25 @@ def launch_member(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], 
 
 def _place(meeting: Meeting) -> dict[str, Any]:
     return {"data_parallel_size_local": 1, "data_parallel_address": meeting.host, "data_parallel_rpc_port": meeting.port}
+
+
+@contextmanager
+def held_ports(address: str) -> Iterator[None]:
+    """Let vLLM choose, for the groups of an engine's members, ports of `address` that nobody else can take within the block.
+
+    vLLM looks for free ports long before its processes listen on them (vllm/config/parallel.py:924). If one is taken meanwhile, the engine
+    does not start: where vLLM tries again (line 700), the first member goes on to the next port, and the others stay at this one.
+    """
+    import vllm.config.parallel as parallel
+
+    expect(parallel.ParallelConfig.__post_init__, "self._data_parallel_master_port_list = get_open_ports_list(5)")
+    before = parallel.get_open_ports_list
+    with reserved_ports(address, 5) as ports:
+        parallel.get_open_ports_list = lambda count: ports[:count]
+        try:
+            yield
+        finally:
+            parallel.get_open_ports_list = before
 
 
 def _configure(arguments: dict[str, Any], *, headless: bool = False) -> tuple[Any, Any]:
