@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from megarl.config.model import Layout
 from megarl.config.section import BatchSize, Megabytes, Seconds, Section
 
 
@@ -128,9 +129,15 @@ class SyncSettings(Section):
     timeout_s: Seconds = 600.0
     """Time limit of one sync."""
 
-    def senders(self, stages: int) -> int:
-        """The number of ranks that send to the engines: one of each pipeline stage over a network, else rank 0 alone."""
-        return stages if self.transport in ("nccl", "gloo") else 1
+    def senders(self, layout: Layout, sharing: int) -> int:
+        """The number of ranks that send to the engines: the first of each pipeline stage if each can reach them, else rank 0 alone.
+
+        Args:
+            layout: the layout of the policy's ranks.
+            sharing: how many of these ranks, from the first on, share their device with a worker of an engine, which then relays.
+        """
+        last = layout.ranks // layout.pp * (layout.pp - 1)  # the first rank of the last stage
+        return layout.pp if self.transport in ("nccl", "gloo") or last < sharing else 1
 
     @property
     def most_bucket_mb(self) -> int:

@@ -254,6 +254,12 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"{key}: does not go with rollout.mode={mode}, whose responses span several steps")
 
     @property
+    def senders(self) -> int:
+        """The number of ranks that send new weights to the engines."""
+        sharing = self.rollout.replicas * self.rollout.devices if self.placement.engines == "shared" else 0
+        return self.sync.senders(self.layout, sharing)
+
+    @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:
         """Where the old log-probs of a step come from: a forward pass of their own, the update's own pass, or the engine."""
         alone = self.algorithm.correction is None and not self.algorithm.needs_reference and self.routing.replay != "r2"

@@ -110,7 +110,7 @@ def plan_times(
         score=forward * passes * bubble,
         update=updates,
         # Each sender's stream goes to all engines at once; GPUs of a node, each with a link of its own, pass on what one of them receives.
-        sync=sent / (device.network * NETWORK_SHARE * min(config.sync.senders(layout.pp), rollout.devices, NODE)),
+        sync=sent / (device.network * NETWORK_SHARE * min(config.senders, rollout.devices, NODE)),
         park=4 * waiting / HOST_BANDWIDTH,  # out and in, both for scoring and for the update
         ahead=ahead,
     )

@@ -44,7 +44,7 @@ class Plan:
     engines: int
     receiver: float  # bytes that a weight update takes on a GPU of an engine
     beside: float  # bytes of a rank that shares this GPU, meanwhile
-    kept: float  # bytes that weight updates keep on rank 0's GPU at all times
+    kept: float  # bytes that weight updates keep on a sender's GPU at all times
     host: NodeMemory | None
     times: StepTimes | None
     notes: list[str]  # assumptions that no run of this release meets
@@ -109,8 +109,8 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         dtype, shared = config.rollout.dtype or config.model.dtype, config.placement.engines == "shared"
         check_engine(hf, dtype, config.rollout, gpu=True)
         engine, engines = plan_engine(hf, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.devices
-        receiver = receiver_bytes(hf, config.sync, dtype, config.rollout, config.sync.senders(config.layout.pp))
-        if shared:  # rank 0 sends from a GPU on which an engine receives
+        receiver = receiver_bytes(hf, config.sync, dtype, config.rollout, config.senders)
+        if shared:  # a rank sends from a GPU on which an engine receives
             receiver += _sender_bytes(config, hf)
             beside = max(stage.resident for stage in groups[0].stages)
             kept = kept_bytes(hf, config.sync, config.model.dtype)
@@ -187,7 +187,7 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         micro_batches=ceil(micro_batches(config.train, config.rollout, layout) / MEAN_LENGTH),  # all responses of the greatest length
         sync_bytes=_sender_bytes(config, models["model"]) if "policy" in names else 0,
         kept_bytes=kept_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
-        senders=config.sync.senders(layout.pp),
+        senders=config.senders,
         offload=config.placement.offload,
     )
     return plan_group(roles, layout, config.model, work)

@@ -64,7 +64,7 @@ class BucketReceiver:
         self._rank = 0
 
     def connect(self, meetings: Sequence[Rendezvous], rank: int) -> None:
-        """Join each sender's broadcast group as `rank` (0 sends); waits for the others as `wire.join` does."""
+        """Join each sender's broadcast group as `rank`; waits for the others as `wire.join` does."""
         self._rank, self._groups, self._stores = rank, [], []
         for meeting in meetings:
             timeout = timedelta(seconds=meeting.timeout_s)
@@ -85,19 +85,17 @@ class BucketReceiver:
 
     def _start(self, header: Header) -> Callable[[], Tensor]:
         """Start receiving a bucket; the returned function waits for its bytes."""
-        if header.path is not None or header.handle is not None:
+        shared = header.path is not None or header.handle is not None
+        if shared and header.relay in (None, self._rank):
             bytes_B = self._opened(header)
-            return lambda: bytes_B
-        return self._broadcast(header, torch.empty(header.nbytes, dtype=torch.uint8, device=self._device))
+            if header.relay is None:
+                return lambda: bytes_B
+        else:
+            bytes_B = torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
+        return self._broadcast(header, bytes_B)
 
     def _opened(self, header: Header) -> Tensor:
-        """The bytes of a bucket in the sender's memory, or passed on by the worker that shares it."""
-        if not header.relayed:
-            return self._own(header)
-        bytes_B = self._own(header) if self._rank == 0 else torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
-        return self._broadcast(header, bytes_B)()
-
-    def _own(self, header: Header) -> Tensor:
+        """A copy of a bucket in memory that the sender shares with this worker."""
         if header.path is not None:
             self._require(header, torch.device("cpu"), "shm")
             return mapped(header.path, header.nbytes).clone()
@@ -110,7 +108,7 @@ class BucketReceiver:
     def _broadcast(self, header: Header, bytes_B: Tensor) -> Callable[[], Tensor]:
         if header.sender >= len(self._groups):
             raise WeightError(f"{header.first}: came before this worker joined the broadcast group")
-        work = broadcast(self._groups[header.sender], bytes_B)
+        work = broadcast(self._groups[header.sender], bytes_B, header.relay or 0)
 
         def arrived() -> Tensor:
             work.wait()

@@ -4,9 +4,9 @@ The control plane is the caller's: `Announce` hands a bucket's header to all eng
 until each has taken the bucket (and raises an engine's error, or on timeout). The data plane is here: a broadcast over gloo or NCCL,
 shared memory, or CUDA IPC. While the engines take one bucket, the next is gathered.
 
-Shared memory reaches only one device or one machine. If engines share the devices of several ranks, buckets are relayed: the first engine
-worker, which shares this process's device, opens them and broadcasts them to the others over a group of their own (gloo, NCCL). No other
-rank of the trainer is involved, and no device is in that group twice.
+Shared memory reaches only one device or one machine. If engines share the devices of several ranks, buckets are relayed: the engine worker
+that shares this process's device opens them and broadcasts them to the others over a group of their own (gloo, NCCL). No other rank of the
+trainer is involved, and no device is in that group twice.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Sender:
         bucket_mb: capacity of a bucket in MiB; a larger tensor gets a bucket of its own, for which one of the two buffers grows.
         timeout_s: longest wait for the workers to join the group, and for one broadcast.
         device: the trainer's device; nccl and cuda_ipc need a GPU, and keep the buckets there.
-        relay: whether shared memory and CUDA IPC only reach the first worker, which then broadcasts.
+        relay: the only worker that shared memory and CUDA IPC reach, which then broadcasts; None: they reach all.
         number: this sender's number.
-        senders: how many there are, each with a group of its own (gloo and nccl).
+        senders: how many there are, each with a group of its own; with shm and cuda_ipc, only if there is a relay.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Sender:
         bucket_mb: int,
         timeout_s: float,
         device: torch.device,
-        relay: bool = False,
+        relay: int | None = None,
         number: int = 0,
         senders: int = 1,
     ) -> None:
         assert transport in ("gloo", "nccl", "shm", "cuda_ipc"), transport
         assert device.type == "cuda" or transport in ("gloo", "shm"), f"{transport} needs tensors on a GPU"
         self._transport, self._workers, self._host, self._timeout_s = transport, workers, host, timeout_s
-        self._relay = {"shm": "gloo", "cuda_ipc": "nccl"}.get(transport) if relay and workers > 1 else None
+        self._relay = relay if transport in ("shm", "cuda_ipc") and workers > 1 else None
         self._place = device if transport in ("nccl", "cuda_ipc") else torch.device("cpu")
         self._capacity, self._number, self._senders = bucket_mb << 20, number, senders
         self._buffers: list[_Buffer] = []
@@ -82,15 +82,16 @@ class Sender:
 
         With a relay, this process does not join. Without one, shared memory and CUDA IPC need no group, and nothing is announced.
         """
-        if self._relay is not None:
-            self._store, port = listen_store(self._host, self._workers, self._timeout_s)
-            announce(wire.Rendezvous(self._relay, self._host, port, self._workers, self._timeout_s).plain())()
-        if self._transport not in ("gloo", "nccl"):
+        network = {"shm": "gloo", "cuda_ipc": "nccl"}.get(self._transport, self._transport)
+        if self._relay is None and network != self._transport:
             return
-        world = 1 + self._workers
+        world = self.first_rank + self._workers
         self._store, port = listen_store(self._host, world, self._timeout_s)
-        meeting = wire.Rendezvous(self._transport, self._host, port, world, self._timeout_s, self._senders)
+        meeting = wire.Rendezvous(network, self._host, port, world, self._timeout_s, self._senders)
         joined = announce(meeting.plain())
+        if self._relay is not None:
+            joined()
+            return
         # Join in a thread, so that an engine that fails to join is noticed at once, and not when the others time out.
         member: Future[Backend] = Future()
         threading.Thread(target=_resolve, args=(member, lambda: wire.join(meeting, self._store, 0)), daemon=True).start()
@@ -189,15 +190,14 @@ class Sender:
 
     def _post(self, bucket: wire.Bucket, buffer: _Buffer, announce: Announce) -> Callable[[], object]:
         """Announce a bucket and start sending it; the returned function blocks until the engines have it."""
+        header = replace(bucket.header(), sender=self._number, relay=self._relay)
         if self._transport == "shm":
             assert isinstance(buffer, _SharedBuffer)
-            place = wire.place_of(self._place)
-            return announce(replace(bucket.header(), path=buffer.path, place=place, relayed=self._relay is not None).plain())
+            return announce(replace(header, path=buffer.path, place=wire.place_of(self._place)).plain())
         if self._transport == "cuda_ipc":
-            handle, place = wire.share_cuda(buffer.bytes_B), wire.place_of(self._place)
-            return announce(replace(bucket.header(), handle=handle, place=place, relayed=self._relay is not None).plain())
+            return announce(replace(header, handle=wire.share_cuda(buffer.bytes_B), place=wire.place_of(self._place)).plain())
         assert self._group is not None, "connect comes before send"
-        taken = announce(replace(bucket.header(), sender=self._number).plain())
+        taken = announce(header.plain())
         work = wire.broadcast(self._group, bucket.content_B)
 
         def done() -> None:

@@ -1,8 +1,8 @@
 """Lets the first ranks of several pipeline stages send one update together, each the weights of its own stage.
 
 In a round, each of these senders that has tensors left sends one bucket. The first sender learns of all of them, tells the engines, and
-tells the others when the engines have them. This goes through the ranks' store; the buckets go from each sender straight to the engines, so
-that an update takes as long as its largest stage, as far as the engines' network keeps up.
+tells the others when the engines have them. This goes through the ranks' store. The buckets go from each sender straight to the engines, or
+to the engine worker that shares its device, so that an update takes as long as its largest stage, as far as the engines' network keeps up.
 """
 
 from __future__ import annotations

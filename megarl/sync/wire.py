@@ -41,7 +41,7 @@ class Header:
     path: str | None = None  # transport shm: the file to map
     handle: list[Any] | None = None  # transport cuda_ipc: see `share_cuda`
     place: str | None = None  # where path or handle is valid: see `place_of`
-    relayed: bool = False  # path or handle is for the first worker only, which broadcasts the bytes to the others
+    relay: int | None = None  # the worker that path or handle is for; it broadcasts the bytes to the others. None: each opens them
 
     @property
     def first(self) -> str:
@@ -72,7 +72,7 @@ class Rendezvous:
     """How an engine reaches a sender's broadcast group (transports gloo and nccl); plain data.
 
     Rank 0 is the sender, and the engine workers are ranks 1 .. world-1. If buckets are relayed, the trainer is not a member, and the first
-    worker is rank 0.
+    worker of all engines is rank 0.
     """
 
     transport: str  # gloo | nccl
@@ -175,7 +175,7 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
     Args:
         rendezvous: the transport, the number of members, and how many seconds to wait for them.
         store: a client (or, on rank 0, the server) of the store at rendezvous.host:port.
-        rank: this process's rank in the group; 0 sends.
+        rank: this process's rank in the group.
     """
     timeout = timedelta(seconds=rendezvous.timeout_s)
     members = dist.PrefixStore("weights", store)
@@ -191,10 +191,10 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
     return dist.ProcessGroupNCCL(members, rank, rendezvous.world, options)
 
 
-def broadcast(group: Backend, bytes_B: Tensor) -> dist.Work:
-    """Start the broadcast of a bucket's bytes (exactly header.nbytes of them on every member) from rank 0; wait on the result."""
+def broadcast(group: Backend, bytes_B: Tensor, root: int = 0) -> dist.Work:
+    """Start the broadcast of a bucket's bytes (exactly header.nbytes of them on every member) from rank `root`; wait on the result."""
     options = dist.BroadcastOptions()
-    options.rootRank = 0
+    options.rootRank = root
     options.rootTensor = 0
     return group.broadcast([bytes_B], options)  # type: ignore[attr-defined]  # torch's stubs lack it
 

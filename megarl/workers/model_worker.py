@@ -238,7 +238,7 @@ class ModelWorker(MegatronWorker):
     ) -> dict[str, Metric]:
         """Stream the policy's weights into the engines. Every rank takes part in the gather.
 
-        Over a network, the first rank of each pipeline stage sends the stage's weights; in shared memory rank 0 sends all of them.
+        The first rank of each pipeline stage sends the stage's weights, or rank 0 all of them (see `SyncSettings.senders`).
 
         Args:
             engines: the engines' actors; they stay connected for later calls, until one fails or they change.
@@ -248,15 +248,14 @@ class ModelWorker(MegatronWorker):
             settings: transport, bucket size, time limit, and whether to verify; read when the engines are connected.
             quantization: how the engines' weights are quantised (`rollout.quantization`): the senders do it, from the model's own dtype.
 
-        Returns:
-            On rank 0, metrics of what was moved and how long it took.
+        Returns: on rank 0, metrics of what was moved and how long it took.
 
-        Raises:
-            FingerprintMismatch: an engine holds other bits (`settings.verify`). Errors of an engine or the transport are raised, too.
+        Raises FingerprintMismatch if an engine holds other bits (`settings.verify`), and the errors of an engine or the transport.
         """
         from megarl.sync.senders import SenderRounds, SenderStopped
 
-        model, senders = self._use("policy"), settings.senders(self._grid.layout.pp)
+        sharing = len(engines) * workers_per_engine if self._spec.shared_devices else 0
+        model, senders = self._use("policy"), settings.senders(self._grid.layout, sharing)
         stream = model.stream(None if quantization else dtype, by_stage=senders > 1)
         if not (self._grid.leads_stage and self._grid.pp_rank < senders):
             collections.deque(stream, maxlen=0)
@@ -278,8 +277,9 @@ class ModelWorker(MegatronWorker):
         """Connect this rank to the engines, as one of the senders."""
         from megarl.workers.weight_publisher import StagePublisher, WeightPublisher
 
-        kind, device = StagePublisher if self._grid.pp_rank else WeightPublisher, self._backend.device
-        return kind(engines, workers_per_engine, settings, self._host, device, rounds, relay=self._spec.shared_devices)
+        kind = StagePublisher if self._grid.pp_rank else WeightPublisher
+        relay = self._grid.rank if self._spec.shared_devices else None  # engines share the ranks' devices in the ranks' order
+        return kind(engines, workers_per_engine, settings, self._host, self._backend.device, rounds, relay=relay)
 
     def save(self, role: Role, directory: Path) -> None:
         """Write a model as a Hugging Face directory; value models in the sequence-classification layout."""

@@ -29,7 +29,7 @@ class Publisher:
         host: the address at which the engines reach this process.
         device: this rank's device.
         rounds: this sender's part in the rounds of all.
-        relay: whether the engines share the devices of several ranks (see `Sender`); the first engine shares this rank's.
+        relay: the engine worker, counted through all engines, that shares this rank's device; None: the engines have their own.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Publisher:
         device: torch.device,
         rounds: SenderRounds,
         *,
-        relay: bool,
+        relay: int | None,
     ) -> None:
         self._engines, self._per_engine, self._settings, self._rounds = engines, workers_per_engine, settings, rounds
         rounds.begin()

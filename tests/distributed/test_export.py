@@ -246,15 +246,15 @@ def test_receivers_hold_what_was_sent(pool: Pool, path: Path, transport: str) ->
     assert not {entry for entry in set(Path("/dev/shm").iterdir()) - shared if "megarl" in entry.name}
 
 
-def relayed(grid: Grid, path: Path) -> dict[str, Tensor]:
-    """The last rank sends an update by shared memory that only the first of the others may open; what each of these has got."""
+def relayed(grid: Grid, path: Path, root: int) -> dict[str, Tensor]:
+    """The last rank sends an update by shared memory that only rank `root` of the others may open; what each of these has got."""
     engines = grid.world - 1
     keys = (f"relay/{number}" for number in count())
     announce = announcer(grid, keys)
 
     if grid.rank == engines:
         device = torch.device("cpu")
-        sender = Sender("shm", workers=engines, host="127.0.0.1", bucket_mb=1, timeout_s=300.0, device=device, relay=True)
+        sender = Sender("shm", workers=engines, host="127.0.0.1", bucket_mb=1, timeout_s=300.0, device=device, relay=root)
         assert sender.first_rank == 0
         sender.connect(announce)
         sender.send(iter(stored(path).items()), announce)
@@ -263,7 +263,7 @@ def relayed(grid: Grid, path: Path) -> dict[str, Tensor]:
         return {}
     receiver, got = BucketReceiver(torch.device("cpu")), dict[str, Tensor]()
     with pytest.MonkeyPatch.context() as patch:
-        if grid.rank:
+        if grid.rank != root:
             patch.setattr("megarl.sync.receive.mapped", None)
         while message := json.loads(grid.store.get(key := next(keys))):
             if "world" in message:
@@ -276,8 +276,9 @@ def relayed(grid: Grid, path: Path) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in got.items()}  # each is a view of its bucket, which would be pickled with it
 
 
-def test_the_first_worker_passes_on_what_it_alone_can_open(pool: Pool, path: Path) -> None:
-    *engines, _ = pool.run(relayed, Layout(ranks=3), path)
+@pytest.mark.parametrize("root", [0, 1])
+def test_the_worker_beside_the_sender_passes_on_what_it_alone_can_open(pool: Pool, path: Path, root: int) -> None:
+    *engines, _ = pool.run(relayed, Layout(ranks=3), path, root)
     expected = stored(path)
     for got in engines:
         assert got.keys() == expected.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())

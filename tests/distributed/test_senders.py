@@ -45,15 +45,21 @@ def telling(grid: Grid, keys: Iterator[str], rounds: SenderRounds) -> Callable[[
     return tell
 
 
-def several(grid: Grid, sizes: list[list[int]], updates: int) -> dict[str, float]:
-    """The first ranks send `updates` times, in buckets of 1 MB; the others return the last value of each tensor that they have got."""
+def several(grid: Grid, sizes: list[list[int]], updates: int, relayed: bool) -> dict[str, float]:
+    """The first ranks send `updates` times, in buckets of 1 MB; the others return the last value of each tensor that they have got.
+
+    If relayed, the senders' buckets are in shared memory, of which each is opened by one receiver only.
+    """
     keys = (f"senders/{number}" for number in count())
     if grid.rank >= SENDERS:
         receiver, got = BucketReceiver(torch.device("cpu")), dict[str, float]()
         while messages := json.loads(grid.store.get(key := next(keys))):
             if "world" in messages[0]:
-                receiver.connect([Rendezvous(**message) for message in messages], 1 + grid.rank - SENDERS)
+                receiver.connect([Rendezvous(**message) for message in messages], grid.rank - SENDERS + (not relayed))
             else:
+                assert [message["relay"] for message in messages] == [
+                    message["sender"] % RECEIVERS if relayed else None for message in messages
+                ]
                 for name, tensor in receiver.receive([Header.parse(message) for message in messages]):
                     assert name not in got and bool((tensor == tensor[0]).all())
                     got[name] = float(tensor[0])
@@ -64,10 +70,15 @@ def several(grid: Grid, sizes: list[list[int]], updates: int) -> dict[str, float
         return got
     rounds = SenderRounds(grid.store, grid.rank, SENDERS, LIMIT_S)
     options: dict[str, Any] = {"workers": RECEIVERS, "host": "127.0.0.1", "bucket_mb": 1, "timeout_s": LIMIT_S}
-    sender, mine = (
-        Sender("gloo", device=torch.device("cpu"), number=grid.rank, senders=SENDERS, **options),
-        tensors(grid.rank, sizes[grid.rank]),
+    sender = Sender(
+        "shm" if relayed else "gloo",
+        device=torch.device("cpu"),
+        relay=grid.rank % RECEIVERS if relayed else None,
+        number=grid.rank,
+        senders=SENDERS,
+        **options,
     )
+    mine = tensors(grid.rank, sizes[grid.rank])
     rounds.begin()
     if grid.rank:
         sender.connect(rounds.offer)
@@ -95,6 +106,7 @@ def several(grid: Grid, sizes: list[list[int]], updates: int) -> dict[str, float
     return {}
 
 
+@pytest.mark.parametrize("relayed", [False, True], ids=["sent", "relayed"])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -104,8 +116,8 @@ def several(grid: Grid, sizes: list[list[int]], updates: int) -> dict[str, float
     ],
     ids=["most-from-the-second", "most-from-the-first", "a-bucket-each"],
 )
-def test_receivers_get_what_several_senders_send(pool: Pool, sizes: list[list[int]]) -> None:
-    *_, first, second = pool.run(several, Layout(ranks=SENDERS + RECEIVERS), sizes, 2)
+def test_receivers_get_what_several_senders_send(pool: Pool, sizes: list[list[int]], relayed: bool) -> None:
+    *_, first, second = pool.run(several, Layout(ranks=SENDERS + RECEIVERS), sizes, 2, relayed)
     expected = {name: float(tensor[0]) for sender, own in enumerate(sizes) for name, tensor in tensors(sender, own)}
     assert first == second == expected
 

@@ -34,9 +34,15 @@ def titled(job: Job, start: str) -> list[int]:
 
 
 def engine_processes(job: Job) -> list[tuple[int, int]]:
-    """The actor of each engine and its core, a fork that keeps the title of its parent."""
-    pids = titled(job, "ray::RolloutWorker")
-    return [(actor, core) for actor in pids for core in pids if f"\nPPid:\t{actor}\n".encode() in read(f"/proc/{core}/status")]
+    """The actor of each engine and its core: a fork, which keeps the title of its parent, as do the workers that the core forks."""
+    parents = {pid: parent_of(pid) for pid in titled(job, "ray::RolloutWorker")}
+    return [(parent, pid) for pid, parent in parents.items() if parent in parents and parents[parent] not in parents]
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 if it has ended."""
+    [_, *after] = read(f"/proc/{pid}/status").split(b"\nPPid:\t")
+    return int(after[0].split()[0]) if after else 0
 
 
 @dataclass(frozen=True)

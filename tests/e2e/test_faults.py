@@ -36,6 +36,7 @@ LAYOUTS = {
     "tp2": ("layout={ranks: 2, tp: 2, ep: 2}", "sync.transport=gloo"),
     "pp2": ("layout={ranks: 2, pp: 2}", "sync.transport=gloo"),  # two ranks send
     "shared": ("placement.engines=shared",),
+    "pp2-shared": ("layout={ranks: 2, pp: 2}", "placement.engines=shared", "rollout.tp=2"),  # a worker of the engine relays what each sends
 }
 
 
@@ -86,7 +87,12 @@ def chosen() -> list[tuple[str, Fault, Phase]]:
 def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Job]:
     """The run of a layout that nothing happens to."""
     runs = tmp_path_factory.mktemp("straight")
-    return cache(lambda name, *more: lab.run(Job(runs / "-".join((name, *more)), tiny_model, (*EVERYTHING, *LAYOUTS[name], *more))))
+
+    def run(name: str, *more: str) -> Job:
+        job = Job(runs / "-".join((name, *more)), tiny_model, (*EVERYTHING, *LAYOUTS[name], *more))
+        return job.run() if "rollout.tp=2" in LAYOUTS[name] else lab.run(job)  # the lab's engine has one worker
+
+    return cache(run)
 
 
 def pid_of(job: Job, victim: str, processes: Processes) -> int:
@@ -165,13 +171,14 @@ def test_an_engine_that_shares_devices_with_the_ranks_is_replaced(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("layout", ["pp2", "pp2-shared"])
 def test_a_process_is_replaced_that_dies_while_two_ranks_send(
-    lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
+    lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path, layout: str
 ) -> None:
     """The engine, then the first sender, then the second."""
     victims: tuple[tuple[Victim, int], ...] = (("engine core", 0), ("rank", 0), ("rank", 1))
     random = np.random.default_rng(SEED)
-    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS["pp2"])).start()
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS[layout])).start()
     try:
         job.wait_for("the engine", lambda: "sync ..." in job.text())
         for number, (victim, rank) in enumerate(victims):
@@ -181,4 +188,4 @@ def test_a_process_is_replaced_that_dies_while_two_ranks_send(
     finally:
         job.kill()
     assert job.text().count(": resumed after step ") == len(victims)
-    assert_same(job, straight("pp2"), "model", "critic")
+    assert_same(job, straight(layout), "model", "critic")

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.verify import main as verify
+from megarl.config import TrainConfig, load
 from tests.e2e.job import EVERYTHING, Job, assert_same_step
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab, with_nan
@@ -32,6 +33,15 @@ def test_a_step_is_the_same_on_any_layout(lab: Lab, one_rank: Job, tmp_path: Pat
     assert_same_step(job, one_rank)
     if CORRECTION in overrides:
         assert job.steps()[0]["rollout_corr/weight_ess"] == pytest.approx(1) and job.steps()[0]["rollout_corr/weight_zeroed"] == 0
+
+
+def test_a_step_is_the_same_where_each_stage_sends_to_the_engines_worker_on_its_device(
+    one_rank: Job, tmp_path: Path, tiny_model: Path
+) -> None:
+    shared = ("layout.ranks=2", "layout.pp=2", "placement.engines=shared", "rollout.tp=2")
+    job = Job(tmp_path, tiny_model, ("train.steps=2", *shared))
+    assert load(job.write(), shared, TrainConfig).senders == 2
+    assert_same_step(job.run(), one_rank)
 
 
 def test_a_critic_learns_beside_the_policy_and_is_saved(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:

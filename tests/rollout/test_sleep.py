@@ -60,6 +60,11 @@ async def _sleeps(model: Path, weights_mb: float, dp: int) -> None:
                 assert bits(await generate(engine, PROMPTS, SAMPLING)) == first
             else:
                 await _check_update(engine, trainer, other)
+        await trainer.begin(checkpoint(other)[: len(checkpoint(other)) // 2])  # and the ranks fail
+        await engine.sleep(TIMEOUT_S, keep_weights=False)
+        await engine.wake("weights", TIMEOUT_S)
+        await engine.wake("kv_cache", TIMEOUT_S)
+        await _check_update(engine, trainer, other_weights(model, 6))
         await engine.sleep(TIMEOUT_S, keep_weights=False)
         await engine.wake("weights", TIMEOUT_S)
         await engine.wake("kv_cache", TIMEOUT_S)

@@ -258,7 +258,7 @@ def test_a_corrupted_spot_is_named(host: Host, tiny: Path, dtype: str, layout: L
 async def _unmended_reload(tiny: Path, dtype: str) -> list[str]:
     from megarl.rollout.vllm import weight_loader
 
-    mend, weight_loader.reset_moe_kernels = weight_loader.reset_moe_kernels, lambda model: None  # the engine forks with it
+    mend, weight_loader.reset_moe_kernels = weight_loader.reset_moe_kernels, lambda model: []  # the engine forks with it
     try:
         engine = await _start(tiny, dtype)
     finally:

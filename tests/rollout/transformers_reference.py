@@ -71,6 +71,12 @@ class Trainer:
 
     async def update(self, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Print]:
         """One update of several buckets; layers lie across them. Returns the fingerprints of what was sent."""
+        sent = await self.begin(tensors)
+        await self._engine.finish_update(self._version, TIMEOUT_S)
+        return sent.digest()
+
+    async def begin(self, tensors: Sequence[tuple[str, Tensor]]) -> Fingerprinter:
+        """What of an update comes before its end."""
         sent = Fingerprinter()
         if self._sender is None:
             self._sender = Sender(self._transport, device=torch.device("cpu"), **self._options)
@@ -85,8 +91,7 @@ class Trainer:
             self._sender = None  # it has closed itself
             raise
         assert moved.tensors == len(tensors)
-        await self._engine.finish_update(self._version, TIMEOUT_S)
-        return sent.digest()
+        return sent
 
     def close(self) -> None:
         if self._sender is not None:

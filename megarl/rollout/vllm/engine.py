@@ -272,6 +272,8 @@ class VllmEngine(Engine):
             self.check_health()
             if self._open:
                 raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: an engine sleeps between requests")
+            if self._updating:  # the ranks have failed midway; vLLM would copy tensors without memory (v1/worker/gpu_worker.py:253)
+                await self._weights("megarl_abandon_update", timeout_s=timeout_s)
             # vLLM counts as asleep until all parts are awake (v1/executor/abstract.py:338), and would not sleep again.
             if self._asleep == {"kv_cache"}:
                 await self._bounded(self._llm.wake_up(tags=["kv_cache"]), timeout_s, lambda: "waking its kv_cache")

@@ -34,6 +34,7 @@ class WeightLoader:
         self._buckets, self._experts = BucketReceiver(device), ExpertLoader(model)
         self._inventory: Inventory | None = None  # of the update under way; None after a failure
         self._begun = False  # vLLM may have buffered tensors
+        self._kernels: list[tuple[UnquantizedFusedMoEMethod, Any]] = []  # those that vLLM makes anew in an update
 
     def connect(self, meetings: Sequence[Rendezvous], rank: int) -> None:
         """Join each sender's broadcast group as `rank`."""
@@ -47,13 +48,21 @@ class WeightLoader:
         for name in fp8_names(self._model):
             if name in expected and expected[name][1] != FP8:
                 raise WeightError(f"{name}: the engine holds it in {FP8}, and the trainer would send {expected[name][1]}")
+        self.abandon()
         with set_current_vllm_config(self._config):
-            if self._begun:  # the last update failed midway: drop what vLLM has buffered
-                finalize_layerwise_reload(self._model, self._config.model_config)
             if self._device.type == "cpu":
-                reset_moe_kernels(self._model)
+                self._kernels = reset_moe_kernels(self._model)
             initialize_layerwise_reload(self._model)
         self._inventory, self._begun = Inventory(expected), True
+
+    def abandon(self) -> None:
+        """If an update has stopped midway, drop what vLLM has buffered. The model can run, with weights that are partly those of before."""
+        if self._begun:
+            with set_current_vllm_config(self._config):
+                finalize_layerwise_reload(self._model, self._config.model_config)
+            for method, kernel in self._kernels:
+                method.moe_kernel = method.moe_kernel or kernel
+            self._inventory, self._begun = None, False
 
     def load_buckets(self, headers: Sequence[Header]) -> None:
         """Receive buckets, one of each sender, and load them. Raises WeightError naming a tensor that does not fit."""
@@ -111,8 +120,8 @@ def fp8_names(model: nn.Module) -> Iterator[str]:
             yield from (name for names in expert_names(path, layer) for name in names)
 
 
-def reset_moe_kernels(model: nn.Module) -> None:
-    """Make vLLM pack reloaded experts again.
+def reset_moe_kernels(model: nn.Module) -> list[tuple[UnquantizedFusedMoEMethod, Any]]:
+    """Make vLLM pack reloaded experts again; return the kernels of before.
 
     vLLM 0.30.0 skips `fused_experts.process_weights_after_loading`, the CPU packing, once `moe_kernel` exists
     (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:156, `if not is_weight_update`), so that a reload silently
@@ -125,10 +134,13 @@ def reset_moe_kernels(model: nn.Module) -> None:
         "fused_experts.process_weights_after_loading"
     ):
         raise WeightError("vLLM's UnquantizedFusedMoEMethod._setup_kernel is not that of 0.30.0: look at the mend of its CPU reload again")
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod):
-            method.moe_kernel = None
+    methods = [
+        method for module in model.modules() if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod)
+    ]
+    kernels = [(method, method.moe_kernel) for method in methods]
+    for method in methods:
+        method.moe_kernel = None
+    return kernels
 
 
 def repack_tied_output(model: nn.Module) -> None:

@@ -127,6 +127,9 @@ class WorkerExtension:
     def megarl_start_update(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().start(expected))
 
+    def megarl_abandon_update(self) -> str | None:
+        return _refusal(lambda: self._megarl_loader().abandon())
+
     def megarl_load_buckets(self, headers: list[dict[str, Any]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().load_buckets([Header.parse(header) for header in headers]))
 

@@ -169,7 +169,7 @@ def test_of_an_engine_that_does_not_fit_a_larger_one_and_a_smaller_dtype_are_nam
         fault.startswith("rollout.tp=8: weights 169.8 GB ") and " leave 0.0 of rollout.gpu_memory_fraction=0.8 of a GPU's 141 GB" in fault
     )
     [named] = re.findall(r"it would fit with (.*)$", fault)
-    assert "rollout.dp=4" in named and "rollout.expert_parallel=true" in named and "fp8" not in named, "not even that fits one node"
+    assert "rollout.dp=8" in named and "rollout.expert_parallel=true" in named and "fp8" not in named, "not even that fits one node"
     assert planned(example, model, *alone, *named.split())[1].faults == []
     _, tight = planned(example, model, "rollout.dp=2", "rollout.replicas=8")
     [larger, half] = re.findall(r"it would fit with (.*), or with (.*)$", tight.faults[0])[0]
