@@ -102,7 +102,7 @@ class BucketReceiver:
         assert header.handle is not None
         self._require(header, self._device, "cuda_ipc")
         bytes_B = open_cuda(header.handle, self._device.index).clone()
-        torch.accelerator.synchronize(self._device)
+        torch.accelerator.current_stream(self._device).synchronize()  # of this stream only: others' broadcasts may be under way
         return bytes_B
 
     def _broadcast(self, header: Header, bytes_B: Tensor) -> Callable[[], Tensor]:
