@@ -192,7 +192,13 @@ def join(rendezvous: Rendezvous, store: dist.Store, rank: int) -> Backend:
 
 
 def broadcast(group: Backend, bytes_B: Tensor, root: int = 0) -> dist.Work:
-    """Start the broadcast of a bucket's bytes (exactly header.nbytes of them on every member) from rank `root`; wait on the result."""
+    """Start the broadcast of a bucket's bytes; wait on the result.
+
+    Args:
+        group: this process's member, from `join`.
+        bytes_B: exactly header.nbytes on every member; what is sent, or memory for it.
+        root: the rank that sends.
+    """
     options = dist.BroadcastOptions()
     options.rootRank = root
     options.rootTensor = 0

@@ -248,9 +248,8 @@ class ModelWorker(MegatronWorker):
             settings: transport, bucket size, time limit, and whether to verify; read when the engines are connected.
             quantization: how the engines' weights are quantised (`rollout.quantization`): the senders do it, from the model's own dtype.
 
-        Returns: on rank 0, metrics of what was moved and how long it took.
-
-        Raises FingerprintMismatch if an engine holds other bits (`settings.verify`), and the errors of an engine or the transport.
+        On rank 0 it returns metrics of what was moved and how long it took. It raises FingerprintMismatch if an engine holds other bits
+        (`settings.verify`), and whatever an engine or the transport has raised.
         """
         from megarl.sync.senders import SenderRounds, SenderStopped
 
