@@ -34,7 +34,8 @@ def own_address(host: str) -> str:
 def reserved_ports(address: str, count: int) -> Iterator[list[int]]:
     """Ports of this machine's `address` that the kernel gives to nobody else within the block.
 
-    A socket with SO_REUSEADDR, as ZeroMQ's and Python's servers have it, may listen on each of them meanwhile.
+    A socket with SO_REUSEADDR, as ZeroMQ's and Python's servers have it, may listen on each of them meanwhile. Processes that are forked
+    within the block keep the ports, too.
     """
     with ExitStack() as held:
         ports = []

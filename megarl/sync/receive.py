@@ -85,14 +85,22 @@ class BucketReceiver:
 
     def _start(self, header: Header) -> Callable[[], Tensor]:
         """Start receiving a bucket; the returned function waits for its bytes."""
-        shared = header.path is not None or header.handle is not None
-        if shared and header.relay in (None, self._rank):
+        if header.relay is None and (header.path is not None or header.handle is not None):
             bytes_B = self._opened(header)
-            if header.relay is None:
-                return lambda: bytes_B
-        else:
-            bytes_B = torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
-        return self._broadcast(header, bytes_B)
+            return lambda: bytes_B
+        if header.relay != self._rank:
+            return self._broadcast(header, torch.empty(header.nbytes, dtype=torch.uint8, device=self._device))
+        try:
+            return self._broadcast(header, self._opened(header))
+        except Exception as error:  # of opening; the others wait for this worker's bytes, and the update fails with its error
+            fault = error
+        sent = self._broadcast(header, torch.zeros(header.nbytes, dtype=torch.uint8, device=self._device))
+
+        def failed() -> Tensor:
+            sent()
+            raise fault
+
+        return failed
 
     def _opened(self, header: Header) -> Tensor:
         """A copy of a bucket in memory that the sender shares with this worker."""

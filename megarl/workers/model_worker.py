@@ -277,7 +277,7 @@ class ModelWorker(MegatronWorker):
         from megarl.workers.weight_publisher import StagePublisher, WeightPublisher
 
         kind = StagePublisher if self._grid.pp_rank else WeightPublisher
-        relay = self._grid.rank if self._spec.shared_devices else None  # engines share the ranks' devices in the ranks' order
+        relay = self._grid.rank if self._spec.shared_devices else None  # on GPUs in the ranks' order; else any on its machine
         return kind(engines, workers_per_engine, settings, self._host, self._backend.device, rounds, relay=relay)
 
     def save(self, role: Role, directory: Path) -> None:

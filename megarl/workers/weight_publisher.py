@@ -138,6 +138,7 @@ class WeightPublisher(Publisher):
                 check(mine, theirs, f"engine {index}")
         self._rounds.end()
         return {
+            "sync/senders": Last(self._rounds.senders),
             "sync/tensors": Last(sent.tensors + sum(one[0] for one in self._rounds.last)),
             "sync/mb": Last((sent.nbytes + sum(one[1] for one in self._rounds.last)) / 2**20),
             "timing_s/sync_move": Last(moved - begun),

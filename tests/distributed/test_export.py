@@ -26,7 +26,7 @@ from megarl.shared_memory import mapped
 from megarl.sync import wire
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
-from megarl.sync.store import connect_store
+from megarl.sync.store import connect_store, listen_store
 from tests.distributed.exported import tensors_of
 from tests.distributed.tiny_training import global_batch, make_checkpoint
 from tests.rank_pool import Pool
@@ -282,6 +282,26 @@ def test_the_worker_beside_the_sender_passes_on_what_it_alone_can_open(pool: Poo
     expected = stored(path)
     for got in engines:
         assert got.keys() == expected.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def unopened(grid: Grid) -> str:
+    """A bucket that the worker which is to relay it cannot open; what the workers say."""
+    if grid.rank == 0:
+        store, port = listen_store("127.0.0.1", grid.world, 300.0)
+        grid.store.set("meeting", str(port))
+    meeting = wire.Rendezvous("gloo", "127.0.0.1", int(grid.store.get("meeting")), grid.world, 300.0)
+    receiver = BucketReceiver(torch.device("cpu"))
+    receiver.connect([meeting], grid.rank)
+    header = wire.Header(["a"], ["float32"], [[16]], [0], 64, path="/proc/self/fd/none", place=wire.place_of(torch.device("cpu")), relay=1)
+    try:
+        receiver.receive([header])
+    except FileNotFoundError as error:
+        return type(error).__name__
+    return "received"
+
+
+def test_a_worker_that_cannot_open_what_it_is_to_relay_leaves_no_other_waiting(pool: Pool) -> None:
+    assert pool.run(unopened, Layout(ranks=3), timeout_s=60.0) == ["received", "FileNotFoundError", "received"]
 
 
 def failing(grid: Grid, path: Path, transport: str) -> str:

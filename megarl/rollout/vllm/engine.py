@@ -278,7 +278,7 @@ class VllmEngine(Engine):
             if self._asleep == {"kv_cache"}:
                 await self._bounded(self._llm.wake_up(tags=["kv_cache"]), timeout_s, lambda: "waking its kv_cache")
             await self._bounded(self._llm.sleep(level=1 if keep_weights else 2, mode="keep"), timeout_s, lambda: "falling asleep")
-            self._asleep, self._blank = {"weights", "kv_cache"}, self._blank or not keep_weights
+            self._asleep, self._blank = {"weights", "kv_cache"}, self._blank or not keep_weights or self._updating
 
     async def wake(self, part: Part, timeout_s: float) -> None:
         async with self._lock:

@@ -49,14 +49,15 @@ class WeightLoader:
             if name in expected and expected[name][1] != FP8:
                 raise WeightError(f"{name}: the engine holds it in {FP8}, and the trainer would send {expected[name][1]}")
         self.abandon()
+        self._begun = True
         with set_current_vllm_config(self._config):
             if self._device.type == "cpu":
                 self._kernels = reset_moe_kernels(self._model)
             initialize_layerwise_reload(self._model)
-        self._inventory, self._begun = Inventory(expected), True
+        self._inventory = Inventory(expected)
 
     def abandon(self) -> None:
-        """If an update has stopped midway, drop what vLLM has buffered. The model can run, with weights that are partly those of before."""
+        """If an update has stopped midway, drop what vLLM has buffered. The model can run, with weights of which some are arbitrary."""
         if self._begun:
             with set_current_vllm_config(self._config):
                 finalize_layerwise_reload(self._model, self._config.model_config)
