@@ -9,11 +9,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megarl import termination
+from megarl import __version__, termination
 from megarl.imports import find, uncollected
 from megarl.stdout import say
 from megarl.text import escaped, one_line
@@ -128,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("verb", choices=VERBS | TOOLS, metavar="VERB", help=argparse.SUPPRESS)
-    top.add_argument("--version", action="version", version=f"megarl {version('megarl')}")
+    top.add_argument("--version", action="version", version=f"megarl {__version__}")
     return top
 
 

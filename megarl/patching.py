@@ -7,10 +7,10 @@ from typing import Any
 
 
 def expect(function: Any, *lines: str) -> None:
-    """Raise RuntimeError unless the source of `function` contains the given lines, in this order."""
+    """Raise RuntimeError unless the source of `function`, or of a class or module, contains the given lines, in this order."""
     source, place = inspect.getsource(function), 0
     for line in lines:
         place = source.find(line, place)
         if place < 0:
-            name = f"{function.__module__}.{function.__qualname__}"
+            name = function.__name__ if inspect.ismodule(function) else f"{function.__module__}.{function.__qualname__}"
             raise RuntimeError(f"{name} no longer holds {line!r}: megarl's patch for it must be reviewed")

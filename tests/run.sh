@@ -33,7 +33,18 @@ slurm() {
     { "${install[@]}" || { timeout 60 apt-get -qq update && "${install[@]}"; }; } &>/dev/null || echo "   apt-get cannot install it here"
 }
 
+# Triton, in whose interpreter the tests run the GPU's kernels (8 s, 690 MB): in a directory of its own, since on a CPU vLLM takes another path
+# where it can import Triton. Nothing is done again: the copy of the hashes is written last.
+triton() {
+    cmp -s tools/triton.hashes .venv/triton/hashes && return
+    rm -rf .venv/triton
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --require-hashes --target .venv/triton \
+        -r tools/triton.hashes && cp tools/triton.hashes .venv/triton/hashes
+}
+export -f triton
+
 part set-up 600 bash tools/setup.sh
+part Triton 600 bash -c triton
 echo "== Slurm"
 slurm
 part lint 60 .venv/bin/ruff check megarl tests tools examples

@@ -1,4 +1,4 @@
-"""Write tools/cpu.hashes and tools/gpu.hashes: each package that setup.sh installs, with the SHA-256 of every file that may provide it.
+"""Write tools/*.hashes: each package that setup.sh and tests/run.sh install, with the SHA-256 of every file that may provide it.
 
     python -m tools.hash_locks
 
@@ -13,11 +13,31 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 TOOLS = Path(__file__).parent
-PLATFORMS = {"cpu": ("x86_64", "aarch64"), "gpu": ("x86_64",)}
-LEFT_OUT = {"cpu": ("torch",), "gpu": ()}
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """What one file of hashes is written from."""
+
+    lock: str
+    machines: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()  # nothing: the whole lock
+
+    def versions(self) -> dict[str, str]:
+        """Return the pinned versions by package."""
+        return {name: version for name, version in pinned(TOOLS / self.lock).items() if not self.only or name in self.only}
+
+
+FILES = {
+    "cpu": Hashes("cpu.lock", ("x86_64", "aarch64"), left_out=("torch",)),
+    "gpu": Hashes("gpu.lock", ("x86_64",)),
+    "triton": Hashes("gpu.lock", ("x86_64", "aarch64"), only=("triton",)),  # runs on a CPU in the tests of GPU kernels
+}
 
 
 def pinned(lock: Path) -> dict[str, str]:
@@ -25,11 +45,12 @@ def pinned(lock: Path) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), re.MULTILINE))
 
 
-def files(lock: Path, machine: str) -> Iterator[tuple[str, str]]:
-    """Yield (package, hash) for every file of the lock's versions that a machine can install."""
+def files(versions: dict[str, str], machine: str) -> Iterator[tuple[str, str]]:
+    """Yield (package, hash) for every file of these versions that a machine can install."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-deps", "--no-header", "--format", "pylock.toml"]
     platform = ["--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_40"]  # recent enough to accept every wheel
-    text = subprocess.run([*command, "--system-certs", *platform, str(lock)], check=True, capture_output=True, text=True).stdout
+    lock = "".join(f"{package}=={version}\n" for package, version in versions.items())
+    text = subprocess.run([*command, "--system-certs", *platform, "-"], input=lock, check=True, capture_output=True, text=True).stdout
     for package in tomllib.loads(text)["packages"]:
         for file in [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]:
             yield canonical(package["name"]), file["hashes"]["sha256"]
@@ -40,17 +61,16 @@ def canonical(package: str) -> str:
 
 
 def main() -> None:
-    for name, machines in PLATFORMS.items():
-        lock = TOOLS / f"{name}.lock"
+    for name, hashes in FILES.items():
         found: dict[str, set[str]] = {}
-        for package, digest in (file for machine in machines for file in files(lock, machine)):
+        for package, digest in (file for machine in hashes.machines for file in files(hashes.versions(), machine)):
             found.setdefault(package, set()).add(digest)
         lines = [
             " ".join([f"{package}=={version}", *(f"--hash=sha256:{digest}" for digest in sorted(found[canonical(package)]))])
-            for package, version in pinned(lock).items()
-            if package not in LEFT_OUT[name]
+            for package, version in hashes.versions().items()
+            if package not in hashes.left_out
         ]
-        (TOOLS / f"{name}.hashes").write_text(f"# Written by tools/hash_locks.py of {lock.name}.\n" + "\n".join(lines) + "\n")
+        (TOOLS / f"{name}.hashes").write_text(f"# Written by tools/hash_locks.py of {hashes.lock}.\n" + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -97,6 +97,38 @@ install_transformer_engine() {
         --require-hashes -r "$venv"/transformer-engine.txt
 }
 
+# Without a wheel for the machine's C library pip would build from source. Most need glibc 2.28; llguidance, which vLLM imports whenever it
+# starts (v1/structured_output/backend_guidance.py:144), needs 2.31, or Rust to be built with.
+check_libc() {
+    local version
+    version=$(getconf GNU_LIBC_VERSION 2>/dev/null) || die "the packages need glibc 2.28 or later, and this machine has another C library"
+    version=${version#glibc }
+    at_least 2.28 "$version" || die "the packages need glibc 2.28 or later (RHEL 8), and this machine has $version"
+    if ! at_least 2.31 "$version" && ! command -v cargo >/dev/null; then
+        die "llguidance has no wheel for glibc $version: install Rust (cargo), which builds it, or use glibc 2.31 or later (RHEL 9, Ubuntu 20.04)"
+    fi
+}
+
+at_least() { [[ $(printf '%s\n' "$@" | sort -V | head -n 1) == "$1" ]]; }
+
+# No wheel exists of pycosat, nor of Transformer Engine's part for torch: a compiler builds them with Python's headers. On GPU nodes Triton
+# compiles its driver with both.
+check_compiler() {
+    local include
+    include=$("$venv"/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    if ! command -v gcc clang "${CC:-gcc}" >/dev/null; then
+        lacking "no C compiler (gcc)"
+    elif [[ ! -f $include/Python.h ]]; then
+        lacking "no $include/Python.h: install python3.11-dev (Debian, Ubuntu) or python3.11-devel (RHEL), or set PYTHON to one of uv's"
+    fi
+}
+
+# On a CPU it is no error, because pip's cache may have pycosat.
+lacking() {
+    [[ $venv == .venv ]] || die "transformer-engine-torch and pycosat are built here, and there is $1"
+    "$venv"/bin/python -c 'import pycosat' 2>/dev/null || say "pycosat is built here, and there is $1"
+}
+
 # What a GPU run would meet first, by name.
 check_gpu_stack() {
     "$venv"/bin/python - <<'EOF' || die "the GPU stack does not work"
@@ -117,16 +149,21 @@ EOF
 exec 9<tools/setup.sh
 command -v flock >/dev/null && flock 9 # two commands at once set up once
 
-wanted=$(cat "$lock" "$hashes" pyproject.toml | sha256sum | cut -d' ' -f1)
+wanted=$(cat "$lock" "$hashes" pyproject.toml <(grep '^__version__' megarl/__init__.py) | sha256sum | cut -d' ' -f1)
 if [[ -x $venv/bin/megarl && $(cat "$venv"/setup.stamp 2>/dev/null) == "$wanted" ]]; then
     exit 0
 fi
 rm -f "$venv"/setup.stamp
-[[ $venv == .venv ]] || command -v g++ >/dev/null || die "transformer-engine-torch is built here and needs g++"
+check_libc
+# torch/utils/cpp_extension.py:866 adds -std=c++20.
+if [[ $venv != .venv ]] && ! g++ -std=c++20 -fsyntax-only -x c++ - </dev/null 2>/dev/null; then
+    die "transformer-engine-torch is built here and needs g++ 10 or later, which knows C++20 (on RHEL 8: gcc-toolset-12)"
+fi
 
 if ! "$venv"/bin/python -m pip --version >/dev/null 2>&1; then
     make_venv
 fi
+check_compiler
 : >"$venv"/setup.log
 if [[ $venv == .venv ]]; then
     say "installing $(grep -c == "$lock") pinned packages (a minute, 2.5 GB if nothing is installed yet)"

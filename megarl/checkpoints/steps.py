@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 from xxhash import xxh3_128_hexdigest
 
+from megarl import __version__
 from megarl.checkpoints.files import FileRecord, read_record
 from megarl.errors import ConfigError, DamagedFile
 from megarl.strict_json import read_json
@@ -69,7 +70,7 @@ _KINDS = TypeAdapter(Manifest)
 
 def versions() -> dict[str, str]:
     """Return the versions of the software that writes step directories here, for their manifests."""
-    return {name: version(name) for name in ("megarl", "torch", "megatron-core")} | {"python": platform.python_version()}
+    return {"megarl": __version__} | {name: version(name) for name in ("torch", "megatron-core")} | {"python": platform.python_version()}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _load(path: Path) -> PreTrainedTokenizerBase:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a notebook may need the hub for other things; `local_files_only` holds anyway
     if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would create one without a single token
         raise ConfigError(f"model.path: no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
     try:

@@ -128,6 +128,7 @@ def _laws() -> dict[str, Any]:
         # `schedule` undoes the division by micro-batches and ranks for the loss, but keeps it for the MoE auxiliary losses. With True,
         # their gradient would depend on the layout (moe_utils.py:231 counts the tokens of one sequence-parallel shard).
         "calculate_per_token_loss": False,
+        "defer_embedding_wgrad_compute": False,  # needs apex's CUDA extension (megatron/core/utils.py:1154)
         # Weights come from a checkpoint. Megatron's own initialisers still run, for the tensor-parallel attributes that they set.
         "perform_initialization": True,
         "use_cpu_initialization": False,

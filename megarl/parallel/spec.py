@@ -53,9 +53,18 @@ class ReplicatedLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
 
-def transformer_engine(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The Transformer Engine spec for the layers that this pipeline rank builds for the given virtual stage."""
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+def transformer_engine(config: TransformerConfig, vp_stage: int | None, torch_attention: bool) -> TransformerBlockSubmodules:
+    """The Transformer Engine spec for the layers that this pipeline rank builds for the given virtual stage.
+
+    Args:
+        config: the model's configuration.
+        vp_stage: the virtual stage.
+        torch_attention: whether `PackedAttention` takes the place of Transformer Engine's attention.
+    """
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    for layer in block.layer_specs if torch_attention else []:
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return block
 
 
 def local(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -46,7 +46,12 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
 
     _shape_exchange(P2PCommunicator, device, synchronize)
     _padded_counts(TopKRouter)
-    if not transformer_engine:
+    if transformer_engine:
+        from megatron.core.extensions import transformer_engine as extension
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        _router_gemm_of_te(moe_utils, extension, general_gemm)
+    else:
         _router_gemm(moe_utils)
         _replicated_projections(multi_latent_attention)
 
@@ -105,6 +110,38 @@ def _router_gemm(moe_utils: Any) -> None:
     if hasattr(moe_utils, "te_general_gemm"):
         raise RuntimeError("megatron.core.transformer.moe.moe_utils now defines te_general_gemm: megarl's patch for it must be reviewed")
     moe_utils.te_general_gemm = None
+
+
+def _router_gemm_of_te(moe_utils: Any, extension: Any, general_gemm: Callable[..., Any]) -> None:
+    """transformer_engine.py:2446 imports `get_workspace`, which Transformer Engine 2.11 no longer has: line 2485 silently sets
+    `te_general_gemm` to None, and moe_utils.py:1192 and 1225 cast the router's operands to float32 and multiply without tensor cores.
+
+    `general_gemm` takes a workspace by itself now (2.11, cpp_extensions/gemm.py:120), so this one gives it none, as that of megatron-core
+    0.19.2 does. Forward it multiplies bfloat16 and sums in float32; backward it multiplies in TF32 (2.11, cublaslt_gemm.cu:447), in which
+    inputs and weights, from bfloat16, are exact, unless NVIDIA_TF32_OVERRIDE=0 forbids cuBLAS to do so. It reads every operand as if it
+    were contiguous (2.11, csrc/common.cpp:98), which autograd does not promise of a gradient.
+    """
+    expect(
+        extension,
+        "from transformer_engine.pytorch.module.base import get_workspace",
+        "workspace=get_workspace(),",
+        "te_general_gemm = None",
+    )
+    expect(
+        moe_utils.RouterGatingLinearFunction,
+        'te_general_gemm(weight, inp, router_dtype, layout="TN", bias=bias)',
+        'weight.to(ctx.router_dtype), grad_output, ctx.router_dtype, layout="NN", grad=True',
+        'inp.to(ctx.router_dtype), grad_output, ctx.router_dtype, layout="NT", grad=True',
+    )
+    if moe_utils.te_general_gemm is not None:
+        return  # Transformer Engine 2.9 and 2.10 still have `get_workspace`
+
+    def te_general_gemm(
+        a: Tensor, b: Tensor, out_dtype: torch.dtype, *, layout: str, bias: Tensor | None = None, grad: bool = False
+    ) -> Any:
+        return general_gemm(a.contiguous(), b.contiguous(), out_dtype=out_dtype, layout=layout, bias=bias, grad=grad)
+
+    moe_utils.te_general_gemm = te_general_gemm
 
 
 def _replicated_projections(multi_latent_attention: Any) -> None:

@@ -15,7 +15,6 @@ from megarl.plan.pipeline import OutputHead, Recompute, in_flight, stage_bytes
 from megarl.plan.states import States, states
 
 CONTEXT = 3 * GB  # CUDA's context, NCCL's buffers, cuBLAS's workspaces: an estimate
-LOGPROB_CHUNKS = 64 << 20  # two buffers of megarl.parallel.logprobs.CHUNK_ELEMENTS_ELSEWHERE
 
 
 @dataclass(frozen=True)
@@ -158,5 +157,4 @@ def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: 
     if cuda and role.trained:
         mixture = any(its.has_experts(layer) for part in layers for layer in part)
         working = working_bytes(its, shape, its.n.experts // layout.ep, experts=mixture)
-    chunks = LOGPROB_CHUNKS if cuda and head is not None and not role.value else 0
-    return {"activations": sum(kept.values()), "logits": logits + chunks, "working set": working}
+    return {"activations": sum(kept.values()), "logits": logits, "working set": working}

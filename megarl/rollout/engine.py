@@ -163,6 +163,16 @@ class Engine(Protocol):
         """
         return settings
 
+    @staticmethod
+    def overruled(environ: Mapping[str, str], *, gpu: bool) -> list[str]:
+        """Return the environment variables of a shell that an engine does not use, although they are meant for it.
+
+        Args:
+            environ: the environment of the shell.
+            gpu: whether the engine has GPUs.
+        """
+        return []
+
     async def start(self, setup: Setup, meeting: Meeting | None = None) -> list[int]:
         """Load a model, and return when the engine can accept requests.
 

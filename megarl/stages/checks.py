@@ -40,6 +40,7 @@ from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
 from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
+from megarl.parallel.toolchain import lacking
 from megarl.plan.fits import check_fits
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
@@ -58,6 +59,8 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
     check_layout(hf, config.layout, config.model.megatron)
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
+    if config.model.megatron.get("gradient_accumulation_fusion") and (config.model.dtype == "float32" or not config.cluster.gpus):
+        raise ConfigError("model.megatron.gradient_accumulation_fusion=True: needs cluster.gpus=true and model.dtype=bfloat16")
     for key, optimizer in optimizers(config).items():
         check_optimizer(key, optimizer)
         if optimizer.megatron.get("optimizer_cpu_offload") and (config.model.dtype == "float32" or not config.cluster.gpus):
@@ -114,7 +117,8 @@ def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> No
         kinds: the kinds of processes that the run starts.
 
     Raises:
-        ConfigError: the machine lacks open files, shared memory, the network interface or, for a session of its own, GPUs.
+        ConfigError: the machine lacks open files, shared memory, the network interface or, for a session of its own, GPUs or
+            what Triton compiles its driver with.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
@@ -131,6 +135,8 @@ def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> No
         raise ConfigError(f"cluster.interface={settings.interface}: not one of this machine's ({', '.join(sorted(known))})")
     if settings.gpus:
         check_gpus(kinds, gpus_here())
+        if (lack := lacking()) is not None:
+            raise ConfigError(f"cluster.gpus=true: {lack}")
 
 
 def check_allocation(directory: Path, settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:

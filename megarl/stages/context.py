@@ -16,13 +16,15 @@ from megarl.restarts import Restarts
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.saving import ResumePoint
 from megarl.workers.copies import Copies
-from megarl.workers.engines import Engines
+from megarl.workers.engines import Engines, overruled
 from megarl.workers.model_groups import ModelGroups, start
 
 
 @contextmanager
 def session(config: RunSettings, run: Run) -> Iterator[None]:
-    """Open the Ray session of a run, and report its start."""
+    """Open the Ray session of a run, and report its start, and what of the environment the run does not use."""
+    if (unused := overruled(config)) is not None:
+        run.note(unused)
     with ExitStack() as stack:
         with run.starting("Ray"):
             stack.enter_context(ray_session(config.cluster, processes(demand(config)), files(config)[0]))

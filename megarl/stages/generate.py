@@ -33,6 +33,7 @@ from megarl.rollout.engine import RolloutError, Setup
 from megarl.rollout.generate import Sampling, TokenPrompt, generate, text_of
 from megarl.rollout.registry import check_engine, engine_type
 from megarl.rollout.responder import Responder
+from megarl.shell import named
 from megarl.stdout import say
 from megarl.text import escaped
 
@@ -227,6 +228,8 @@ class Speaker:
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # the engine has the cores to itself
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the engine's process is forked, which the tokenizer would warn about
         job, self._stderr = self.job, os.dup(2)
+        if (unused := named(engine_type(job.settings).overruled(os.environ, gpu=job.gpu))) is not None:
+            print(f"megarl: {unused}", file=sys.stderr)
         print(f"megarl: starting an engine with {job.model} ...", file=sys.stderr, flush=True)
         os.dup2(self._log, 2)
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,14 +15,15 @@ import ray
 from megarl.cluster import watch
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import engine_kind
-from megarl.config import EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
+from megarl.config import ClusterSettings, EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.response import Response
 from megarl.restarts import Restarts
 from megarl.rollout.engine import Setup
 from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
-from megarl.rollout.registry import ENGINES
+from megarl.rollout.registry import ENGINES, engine_type
+from megarl.shell import FULL_PRECISION, differing, named
 from megarl.workers.dispatch import ENGINE_FAULTS, Dispatcher, NoEngine, Wanted
 from megarl.workers.engine_member import MemberToStart
 from megarl.workers.rollout_worker import ExpertsWanted, Playing, RolloutWorker
@@ -93,11 +96,7 @@ class EngineStarter:
     @property
     def _told(self) -> tuple[str, dict[str, str], Path]:
         """The engine's class, environment variables of its processes, and the run's directory."""
-        if self.config.cluster.gpus:
-            environment = {"VLLM_BATCH_INVARIANT": "1"} if self.config.cluster.deterministic else {}
-        else:
-            environment = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # or else vLLM warns about the memory's NUMA node at every start
-        return ENGINES[self.settings.engine.type], environment, self.config.directory
+        return ENGINES[self.settings.engine.type], engine_environment(self.config.cluster), self.config.directory
 
     def _devices(self, index: int, rank: int) -> Sequence[str]:
         start, count = index * self.settings.devices + rank * self.settings.tp, self.settings.tp
@@ -341,6 +340,33 @@ class Engines:
         if self.turns is not None:
             self.turns.make_room()
         return self.starter.open(index, self.group.actors[index])
+
+
+def engine_environment(settings: ClusterSettings) -> dict[str, str]:
+    """The environment variables of engines that follow from the section `cluster`, whatever the shell says."""
+    told = {"VLLM_ENGINE_READY_TIMEOUT_S": str(ceil(settings.start_timeout_s))}  # vLLM's own is 600 (v1/engine/core_client.py:714)
+    if settings.gpus:
+        return told | {"VLLM_BATCH_INVARIANT": str(int(settings.deterministic))}
+    return told | {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # or else vLLM warns about the memory's NUMA node at every start
+
+
+def overruled(config: RunSettings) -> str | None:
+    """Return a line that names the variables of this process's environment that the run does not use; None if it uses all.
+
+    Call it before Ray starts, since the session sets some of them.
+    """
+    gpus, own = config.cluster.gpus, dict[str, str]()
+    names: list[str] = []
+    if isinstance(config, EvalConfig | PairsConfig | TrainConfig):
+        names += engine_type(config.rollout).overruled(os.environ, gpu=gpus)
+        own |= engine_environment(config.cluster)
+    if gpus:
+        own |= FULL_PRECISION
+        if config.cluster.deterministic:
+            from megarl.parallel.backend import DETERMINISTIC  # it imports torch
+
+            own |= DETERMINISTIC
+    return named([*names, *differing(own)])
 
 
 def playing(config: RunSettings) -> Playing | None:

@@ -12,6 +12,7 @@ import ray
 
 from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import SavedStep
+from megarl.cluster.machine import capability_here
 from megarl.cluster.on_node import live_nodes
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainConfig, optimizers
 from megarl.imports import uncollected
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from megarl.workers.model import Model
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class MegatronWorker:
@@ -43,7 +45,7 @@ class MegatronWorker:
 
     def __init__(self, rank: int, config: RunSettings, layout: Layout, group: str = "") -> None:
         """`group` distinguishes the logs of a group other than the policy's; it is empty for the policy's own."""
-        os.environ.update(rank_environment(config))  # before torch is imported
+        os.environ.update(rank_environment(config, layout))  # before torch is imported
         keep_output(config.directory, f"{group} rank {rank}".strip())
         self._rank, self._config, self._layout = rank, config, layout
         torch.set_num_threads(threads(config))
@@ -198,16 +200,29 @@ class MegatronWorker:
         return summed(value, self._grid.groups.dp)
 
 
-def rank_environment(config: RunSettings) -> dict[str, str]:
-    """The environment variables that a rank's process must set before it imports torch.
+def rank_environment(config: RunSettings, layout: Layout) -> dict[str, str]:
+    """The environment variables that a rank's process must set before it imports torch, on GPUs. One that the user has set stays as it is.
 
-    On GPUs, torch's allocator uses expandable segments, which fragment less, unless the user has configured it. It does not with
-    `cuda_ipc`, where another process opens the memory.
+    torch's allocator uses expandable segments, which fragment less, except with `cuda_ipc`, where another process opens the memory.
+
+    With tensor or context parallelism, CUDA starts kernels in the order in which they are launched: Megatron launches a collective before
+    the product that is to hide it (layers.py:526-558). Its own command line insists on it below compute capability 10, unless expert
+    communication is to be hidden as well, which wants the opposite (megatron-core 0.19.2, training/arguments.py:1413-1439).
+
+    Args:
+        config: the run's configuration.
+        layout: the layout of the rank's group.
     """
-    handed_over = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
-    if not config.cluster.gpus or handed_over or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
+    if not config.cluster.gpus:
         return {}
-    return {ALLOCATOR: "expandable_segments:True"}
+    told = {}
+    handed_over = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
+    if not handed_over and not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
+        told[ALLOCATOR] = "expandable_segments:True"
+    hidden = (layout.tp > 1 or layout.cp > 1) and not config.model.megatron.get("overlap_moe_expert_parallel_comm")
+    if hidden and CONNECTIONS not in os.environ and (capability_here() or (9, 0)) < (10, 0):
+        told[CONNECTIONS] = "1"
+    return told
 
 
 def threads(config: RunSettings) -> int:

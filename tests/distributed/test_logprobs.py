@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import Layout
-from megarl.parallel import logprobs
+from megarl.parallel import logprobs_chunked
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
 from tests.rank_pool import Pool
@@ -79,7 +79,7 @@ def test_one_rank_equals_the_formula(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: str, chunk_rows: int, overwrite: bool
 ) -> None:
     for vocabulary, temperature, entropy_weight in ((WIDTH, 1.0, 0.0), (50, 0.7, 0.5)):
-        monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", chunk_rows * vocabulary)
+        monkeypatch.setattr(logprobs_chunked, "CHUNK_ELEMENTS", chunk_rows * vocabulary)
         args = case(dtype, rows, vocabulary)
         expected = plain(args, temperature, vocabulary, entropy_weight)
         got = ours(None, args, temperature, vocabulary, entropy_weight, overwrite)
@@ -118,7 +118,7 @@ def counted(grid: Grid, args: Case, chunk_elements: int) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_reduce", count)
-        patch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", chunk_elements)
+        patch.setattr(logprobs_chunked, "CHUNK_ELEMENTS", chunk_elements)
         ours(grid, args, 1.0, WIDTH, 0.5, False)
     return seen
 

@@ -69,6 +69,7 @@ def test_overrides_are_checked_by_name(pool: Pool) -> None:
         "model.megatron.moe_aux_los_coeff: no such field of Megatron's TransformerConfig (did you mean 'moe_aux_loss_coeff'?)"
     )
     assert said({}, num_layers=3).startswith("model.megatron.num_layers: set by model.path, model.dtype, layout or megarl itself (to 4)")
+    assert said({}, gradient_accumulation_fusion=True).startswith("model.megatron.gradient_accumulation_fusion=True: only Transformer")
     assert said({}, moe_token_dispatcher_type="allgather").startswith("model.megatron: refused by Megatron: Token dispatcher type")
 
 

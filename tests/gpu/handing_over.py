@@ -1,14 +1,14 @@
-"""Part 4: buckets of a weight update from one process to another on the same device, without a copy on the way: order, contents, leaks."""
+"""Part handing_over: buckets of a weight update go to another process on the same device, without a copy: order, contents, leaks."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Client, Listener
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from tests.gpu.process import Run
+from tests.gpu.report import Report
 
 BUCKETS, MEGABYTES = 1_000, 16
 LEAK = 64 << 20  # bytes: less than a bucket in ten that stays
+ANSWER_S = 60.0  # for the other process to start, and to take a bucket
 
 
 def hand_over(grid: Any, transport: Literal["cuda_ipc", "shm"], buckets: int, megabytes: int) -> dict[str, Any]:
@@ -31,44 +33,50 @@ def hand_over(grid: Any, transport: Literal["cuda_ipc", "shm"], buckets: int, me
     from megarl.sync.send import Sender
 
     device = choose().device
-    with tempfile.TemporaryDirectory() as directory:
-        listener = Listener(os.path.join(directory, "buckets"), "AF_UNIX")
-        command = [sys.executable, "-m", "tests.gpu.handing_over", str(listener.address), str(device)]
-        with subprocess.Popen(command) as engine, listener.accept() as pipe:
-            sender = Sender(transport, workers=1, host="", bucket_mb=megabytes, timeout_s=60.0, device=device)
-            seen: list[Any] = []
-            held: list[int] = []
+    pipe, theirs = Pipe()
+    command = [sys.executable, "-m", "tests.gpu.handing_over", str(theirs.fileno()), str(device)]
+    engine = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()  # what is read here then ends with the engine
+    try:
+        sender = Sender(transport, workers=1, host="", bucket_mb=megabytes, timeout_s=ANSWER_S, device=device)
+        seen: list[Any] = []
+        held: list[int] = []
 
-            def announce(message: dict[str, Any]) -> Callable[[], object]:
-                pipe.send(message)
+        def announce(message: dict[str, Any]) -> Callable[[], object]:
+            pipe.send(message)
 
-                def taken() -> None:
-                    seen.append(pipe.recv())
-                    held.append(_held(device))
+            def taken() -> None:
+                assert pipe.poll(ANSWER_S), f"the engine has not taken bucket {len(seen)} within {ANSWER_S:g} s"
+                seen.append(pipe.recv())
+                held.append(_held(device))
 
-                return taken
+            return taken
 
-            def stream() -> Iterator[tuple[str, Tensor]]:
-                for number in range(buckets):
-                    yield f"tensor {number}", torch.full((megabytes << 18,), float(number), device=device)
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for number in range(buckets):
+                yield f"tensor {number}", torch.full((megabytes << 18,), float(number), device=device)
 
-            begun = time.perf_counter()
-            sent = sender.send(stream(), announce)
-            seconds = time.perf_counter() - begun
-            sender.close()
-            pipe.send(None)
-            assert engine.wait(60) == 0
+        begun = time.perf_counter()
+        sent = sender.send(stream(), announce)
+        seconds = time.perf_counter() - begun
+        sender.close()
+        pipe.send(None)
+        assert engine.wait(ANSWER_S) == 0
+    finally:
+        engine.kill()
+        engine.wait()
+        pipe.close()
     return {"seen": seen, "held": held, "buckets": sent.buckets, "GB/s": sent.nbytes / seconds / 1e9}
 
 
-def _engine(address: str, where: str) -> None:
+def _engine(handle: str, where: str) -> None:
     """The receiving process: of each bucket its names, the least and the greatest value, and what this process holds."""
     from megarl.sync.receive import BucketReceiver
     from megarl.sync.wire import Header
 
     device = torch.device(where)
     receiver = BucketReceiver(device)
-    with Client(address) as pipe:
+    with Connection(int(handle)) as pipe:
         while (message := pipe.recv()) is not None:
             values = {name: tensor.aminmax() for name, tensor in receiver.receive([Header.parse(message)])}
             pipe.send(({name: (float(least), float(most)) for name, (least, most) in values.items()}, _held(device)))
@@ -82,21 +90,16 @@ def _held(device: torch.device) -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def check(there: Run, transport: Literal["cuda_ipc", "shm"], *, buckets: int = BUCKETS, megabytes: int = MEGABYTES) -> dict[str, Any]:
-    """Hands buckets over on the device of `there`. Returns figures; AssertionError where one is lost, late, or stays in memory."""
-    found = there(hand_over, transport, buckets, megabytes)
-    assert found["buckets"] == buckets
-    assert [values for values, _ in found["seen"]] == [{f"tensor {n}": (float(n), float(n))} for n in range(buckets)]
-    after, grown = buckets // 10, {}
-    for name, held in (("sender", found["held"]), ("engine", [size for _, size in found["seen"]])):
-        grown[name] = held[-1] - held[after]
-        assert grown[name] < LEAK, f"the {name} holds {grown[name]} bytes more after {buckets} buckets than after {after}"
-    return {
-        "buckets": buckets,
-        "MB a bucket": megabytes,
-        "GB/s": found["GB/s"],
-        **{f"growth, {name}": size for name, size in grown.items()},
-    }
+def check(there: Run, report: Report, transport: Literal["cuda_ipc", "shm"], *, buckets: int = BUCKETS, megabytes: int = MEGABYTES) -> None:
+    """Hands buckets over on the device of `there`: none may be lost, late, or stay in memory."""
+    seen = there(hand_over, transport, buckets, megabytes)
+    report.figures |= {"buckets": seen["buckets"], "MB a bucket": megabytes, "GB/s": seen["GB/s"]}
+    values = [{f"tensor {n}": (float(n), float(n))} for n in range(buckets)]
+    report.check([values for values, _ in seen["seen"]] == values, "a bucket is lost, late, or not what was sent")
+    after = buckets // 10
+    for name, held in (("sender", seen["held"]), ("engine", [size for _, size in seen["seen"]])):
+        growth = report.figures[f"growth, {name}"] = held[-1] - held[after]
+        report.check(growth < LEAK, f"the {name} holds {growth} bytes more after {buckets} buckets than after {after}")
 
 
 if __name__ == "__main__":

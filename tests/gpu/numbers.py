@@ -1,17 +1,23 @@
-"""Part 1: the losses, the fingerprints and the log-probs, on the device and on the CPU."""
+"""Part numbers: the losses, the fingerprints and the log-probs, on the device and on the CPU."""
 
 from __future__ import annotations
 
-import time
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from megarl.parallel import logprobs_chunked
 from tests.gpu.process import Run
+from tests.gpu.report import Report
+from tests.gpu.timing import over, timed
 
-ROWS, VOCABULARY = 16_384, 75_968  # a micro-batch, and half of Qwen3's vocabulary
+ROWS, VOCABULARY = 16_384, 151_936  # a micro-batch, and Qwen3's vocabulary
 SMALL = (48, 1_003)
+CHUNK_ELEMENTS = 1 << 23  # of a GPU: two chunks are 64 MB, large enough for few launches
+WAYS = ("as built", "chunk by chunk", "plain torch")  # of the last only the speed is of interest
 LOSSES = 1e-10  # float64, relative
 LOGPROBS = 2e-5  # nats, of float32 sums over a vocabulary against float64
 GRADIENT = 2**-8  # relative: it is rounded to bfloat16
@@ -52,75 +58,95 @@ def prints(grid: Any) -> dict[str, int]:
     return found
 
 
-def logprobs(grid: Any, rows: int, vocabulary: int) -> dict[str, float]:
-    """Log-prob and entropy of bfloat16 logits, forward and backward, against float64: largest errors, seconds, memory over the logits."""
+def logprobs(grid: Any, way: str, rows: int, vocabulary: int) -> dict[str, float]:
+    """Log-prob and entropy of bfloat16 logits, forward and backward, in one of the `WAYS`.
+
+    Returns:
+        Seconds and memory, also of forward alone; and the largest errors against float64, except of what is there for comparison.
+    """
     from megarl.parallel.backend import choose
     from megarl.parallel.logprobs import logprob_entropy
 
     backend = choose()
+    if way == "plain torch":
+        rows //= 4  # it keeps several float32 copies of the logits
     torch.manual_seed(5)
-    logits_RV = torch.randn(rows, vocabulary, dtype=torch.bfloat16, device=backend.device).mul_(4)
-    kept_RV, row_T = logits_RV.clone(), torch.arange(rows, device=backend.device)
+    kept_RV = torch.randn(rows, vocabulary, dtype=torch.bfloat16, device=backend.device).mul_(4)
+    logits_RV, row_T = kept_RV.clone(), torch.arange(rows, device=backend.device)
     target_T = torch.randint(vocabulary, (rows,), device=backend.device)
-    seconds = []
-    for _ in range(3):
-        leaf_RV = logits_RV.copy_(kept_RV).detach().requires_grad_()
-        backend.synchronize()
-        begun, before = time.perf_counter(), _held(backend.device)
-        lp_T, entropy_T = logprob_entropy(leaf_RV, row_T, target_T, overwrite=True)
+    result = list[Tensor]()
+
+    def forward(leaf_RV: Tensor) -> tuple[Tensor, Tensor]:
+        if way != "plain torch":
+            return logprob_entropy(leaf_RV, row_T, target_T, overwrite=True)
+        log_p_RV = leaf_RV.float().log_softmax(-1)
+        return log_p_RV.gather(1, target_T[:, None])[:, 0], -(log_p_RV.exp() * log_p_RV).sum(-1)
+
+    def both() -> None:
+        leaf_RV = logits_RV.detach().requires_grad_()
+        lp_T, entropy_T = forward(leaf_RV)
         (lp_T + 0.1 * entropy_T).sum().backward()
-        backend.synchronize()
-        seconds.append(time.perf_counter() - begun)
-        over = _peak(backend.device) - before
+        assert leaf_RV.grad is not None
+        result[:] = [lp_T.detach(), entropy_T.detach(), leaf_RV.grad]
+
+    with ExitStack() as changed:
+        if way == "chunk by chunk":
+            changed.enter_context(patch.object(type(backend), "logprob_kernels", logprobs_chunked))
+            changed.enter_context(patch.object(logprobs_chunked, "CHUNK_ELEMENTS", CHUNK_ELEMENTS))
+        training = timed(both, lambda: logits_RV.copy_(kept_RV))
+        logits_RV.copy_(kept_RV)
+        with torch.no_grad():
+            scoring = timed(lambda: forward(logits_RV))
+    size = kept_RV.nbytes
+    figures = {"rows": rows, "seconds": training.seconds, "GB/s of 6 bytes a logit": 3 * size / training.seconds / 1e9, **over(training)}
+    figures |= {"seconds, forward": scoring.seconds, "GB/s of 2 bytes a logit": size / scoring.seconds / 1e9}
+    return figures if way == "plain torch" else figures | _errors(kept_RV, target_T, *result)
+
+
+def _errors(logits_RV: Tensor, target_T: Tensor, lp_T: Tensor, entropy_T: Tensor, grad_RV: Tensor) -> dict[str, float]:
+    """The largest against float64, the gradient's relative to its element."""
     worst = {"log-prob": 0.0, "entropy": 0.0, "gradient": 0.0}
-    for start in range(0, rows, 256):
+    for start in range(0, len(logits_RV), 256):
         part = slice(start, start + 256)
-        log_p = kept_RV[part].double().log_softmax(-1)
+        log_p = logits_RV[part].double().log_softmax(-1)
         p, target = log_p.exp(), target_T[part, None]
         entropy = -(p * log_p).sum(-1)
         expected = 0.1 * -p * (log_p + entropy[:, None]) - p
         expected.scatter_add_(1, target, torch.ones_like(target, dtype=torch.float64))
-        assert leaf_RV.grad is not None
         apart = {
             "log-prob": (lp_T[part] - log_p.gather(1, target)[:, 0]).abs().max(),
             "entropy": (entropy_T[part] - entropy).abs().max(),
-            "gradient": ((leaf_RV.grad[part] - expected).abs() / expected.abs().clamp(min=1e-6)).max(),
+            "gradient": ((grad_RV[part] - expected).abs() / expected.abs().clamp(min=1e-6)).max(),
         }
         worst = {name: max(worst[name], float(value)) for name, value in apart.items()}
-    return {**worst, "seconds": min(seconds), "GB over the logits": over / 1e9}
+    return worst
 
 
-def _held(device: torch.device) -> int:
-    """Bytes of a GPU that are held now; a new peak begins."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-
-
-def check(there: Run, cpu: Run, *, small: bool = False) -> dict[str, Any]:
+def check(there: Run, cpu: Run, report: Report, *, small: bool = False) -> None:
     """Compares the device with the CPU, and its log-probs with float64.
 
     Args:
         there: runs on the device,
         cpu: on the CPU.
+        report: of this part.
         small: a few log-probs, for a CPU.
-
-    Returns:
-        Figures. AssertionError where they are apart.
     """
-    printed = cpu(prints)
-    assert there(prints) == printed and len(set(printed.values())) == 9
-    ours, expected = there(losses), cpu(losses)
-    assert ours.keys() == expected.keys() and len(expected) > 20
-    for name, values in expected.items():
-        for mine, its in zip(ours[name], values, strict=True):
-            torch.testing.assert_close(mine, its, rtol=LOSSES, atol=1e-14, equal_nan=True, msg=f"{name}: the loss or a slope differs")
+    with report.section("fingerprints"):
+        expected = cpu(prints)
+        report.figures["fingerprints"] = len(set(expected.values()))
+        report.check(there(prints) == expected and len(set(expected.values())) == 9, "fingerprints differ")
+    with report.section("losses"):
+        ours, theirs = there(losses), cpu(losses)
+        report.figures["losses"] = len(theirs)
+        report.check(ours.keys() == theirs.keys() and len(theirs) > 20, f"the losses are those of {list(ours)}")
+        for name, values in theirs.items():
+            for one, other in zip(ours[name], values, strict=True):
+                same = torch.allclose(one, other, rtol=LOSSES, atol=1e-14, equal_nan=True)
+                report.check(same, f"{name}: the loss or a slope differs")
     rows, vocabulary = SMALL if small else (ROWS, VOCABULARY)
-    figures = there(logprobs, rows, vocabulary)
-    assert max(figures["log-prob"], figures["entropy"]) < LOGPROBS and figures["gradient"] < GRADIENT, figures
-    return {f"log-prob and entropy, [{rows}, {vocabulary}]": figures, "losses": len(expected), "fingerprints": len(printed)}
+    for way in WAYS:
+        with report.section(way):
+            figures = report.figures[f"{way}, [{rows}, {vocabulary}]"] = there(logprobs, way, rows, vocabulary)
+            if "log-prob" in figures:
+                errors = max(figures["log-prob"], figures["entropy"]), figures["gradient"]
+                report.check(errors[0] < LOGPROBS and errors[1] < GRADIENT, f"{way}: {errors}; {LOGPROBS}, {GRADIENT} are allowed")

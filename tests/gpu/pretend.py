@@ -100,6 +100,7 @@ def install() -> None:
     given = {name: getattr(stand_in, name) for name in (*own, "random", "current_stream", "default_stream", "device_count")}
     given |= {
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "current_device": lambda: CUDA,  # a number would be the index of an accelerator that torch knows
         **{name: lambda *_: 0 for name in ("max_memory_allocated", "memory_allocated", "max_memory_reserved", "reset_peak_memory_stats")},
         "get_device_name": lambda *_: "a pretended GPU",

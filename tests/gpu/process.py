@@ -1,11 +1,14 @@
-"""A rank in a process of its own, on a device of its own, so that what a GPU gives can be held against the CPU."""
+"""Ranks in processes of their own, each on a device of its own, so that what a GPU gives can be held against the CPU."""
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import io
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,7 +16,7 @@ from typing import Any, Literal
 Device = Literal["cpu", "cuda", "pretend"]  # pretend: see `pretend`
 Run = Callable[..., Any]
 """(function, *arguments) -> what function(grid, *arguments) returns on a grid of one rank, with tensors on the CPU."""
-LIMIT_S = 280.0  # of one call: a part has five minutes
+LIMIT_S = 280.0  # of one call
 
 
 class Rank:
@@ -32,12 +35,14 @@ class Rank:
         self._process.start()
         theirs.close()
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """AssertionError where it raised (the traceback), the process died, or it was not done in `LIMIT_S`."""
+    def __call__(self, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> Any:
+        """AssertionError where it raised (the traceback), the process died, or it was not done in `limit_s`, which ends the process."""
         doing = f"{function.__name__} on {self._device}"
         try:
             self._pipe.send((function, arguments))
-            assert self._pipe.poll(LIMIT_S), f"{doing}: not done in {LIMIT_S:g} s"
+            if not self._pipe.poll(limit_s):
+                self.close()
+                raise AssertionError(f"{doing}: not done in {limit_s:.0f} s")
             good, result = _unpacked(self._pipe.recv_bytes())
         except (EOFError, ConnectionError):
             self._process.join()
@@ -45,9 +50,48 @@ class Rank:
         assert good, f"{doing}:\n{result}"
         return result
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can be called."""
+        return self._process.is_alive()
+
     def close(self) -> None:
         self._process.kill()
         self._process.join()
+
+
+class Ranks:
+    """The ranks that the parts share: importing torch and Megatron anew for each part would take most of the time. Close them.
+
+    Args:
+        gpu: the device of those that run on a GPU.
+    """
+
+    def __init__(self, gpu: Literal["cuda", "pretend"]) -> None:
+        self._gpu: Device = gpu
+        self._ranks: dict[tuple[Device, bool], Rank] = {}
+        self.deadline = time.monotonic() + LIMIT_S  # of the part that runs
+
+    def gpu(self, *, exact: bool = False) -> Run:
+        """A rank on the GPU."""
+        return self._run(self._gpu, exact)
+
+    def cpu(self) -> Run:
+        """A rank on the CPU."""
+        return self._run("cpu", True)
+
+    def close(self) -> None:
+        for rank in self._ranks.values():
+            rank.close()
+
+    def _run(self, device: Device, exact: bool) -> Run:
+        def run(function: Callable[..., Any], *arguments: Any) -> Any:
+            key = device, exact
+            if key not in self._ranks or not self._ranks[key].alive:
+                self._ranks[key] = Rank(device, exact=exact)
+            return self._ranks[key](function, *arguments, limit_s=max(1.0, self.deadline - time.monotonic()))
+
+        return run
 
 
 def imported(grid: Any) -> set[str]:
@@ -63,11 +107,20 @@ def _serve(pipe: Any, device: Device, exact: bool) -> None:
                 grid = _grid(device, exact)
             function, arguments = pipe.recv()  # imports the function's module: after the backend is chosen
             answer = True, function(grid, *arguments)
+            _release()
         except EOFError:
             os._exit(0)  # threads of process groups are not waited for
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send_bytes(_packed(answer))
+
+
+def _release() -> None:
+    """Give the memory of what has run to what runs next, in this process or another."""
+    from megarl.parallel.backend import choose
+
+    gc.collect()
+    choose().empty_cache()
 
 
 def _grid(device: Device, exact: bool) -> Any:
@@ -77,10 +130,13 @@ def _grid(device: Device, exact: bool) -> Any:
     from megarl.parallel import backend
 
     if device == "pretend":
-        from tests.gpu import pretend
+        from tests.gpu import pretend, triton_here
 
+        # In Triton's interpreter where this Python has Triton, and before the simulation, which may import it.
+        kernels = triton_here.fused_kernels() if importlib.util.find_spec("triton") else backend.Cpu.logprob_kernels
         pretend.install()
         backend.Cuda.collective = "gloo"  # type: ignore[assignment]
+        backend.Cuda.logprob_kernels = kernels  # type: ignore[method-assign, assignment]
     backend.choose(device != "cpu", exact=exact)
     from megarl.config import Layout
     from megarl.parallel.grid import init_grid

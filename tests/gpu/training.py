@@ -1,4 +1,4 @@
-"""Part 2: a grid of one rank over NCCL, a tiny MoE forward, three optimizer steps; against the same in float32 on the CPU."""
+"""Part training: a grid of one rank over NCCL, a tiny MoE forward, three optimizer steps; against the same in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.gpu.process import Run
+from tests.gpu.report import Report
 
 # Set before any GPU ran. Float32: other kernels and orders of summation through three steps of Adam. Bfloat16: 8 bits of mantissa.
 FLOAT32, BFLOAT16 = 2e-4, 0.1
@@ -22,32 +23,30 @@ def train(grid: Any, path: Path, dtype: Literal["float32", "bfloat16"], recomput
     return {**asdict(train(grid, Job(path, steps=3, dtype=dtype, recompute=recompute))), "layers": choose().note}
 
 
-def check(there: Run, cpu: Run, directory: Path, half: Run | None = None) -> dict[str, Any]:
-    """Trains on the device and on the CPU.
+def check(there: Run, cpu: Run, report: Report, directory: Path, half: Run | None = None) -> None:
+    """Trains on the device and on the CPU, and compares.
 
     Args:
         there: runs on the device, in exact float32,
         cpu: on the CPU.
+        report: of this part.
         directory: an empty one.
         half: runs on the device, in bfloat16; None: that is left out.
-
-    Returns:
-        Figures. AssertionError where the two are apart.
     """
     path = directory / "tiny"
     expected = cpu(train, path, "float32", "none")
     assert len(expected["logp"]) > 100
     runs = [(there, "float32", "none", FLOAT32)]
     runs += [(half, "bfloat16", recompute, BFLOAT16) for recompute in ("none", "full")] if half is not None else []
-    figures: dict[str, Any] = {}
     for run, dtype, recompute, bound in runs:
-        here = run(train, path, dtype, recompute)
-        assert here["logp"].keys() == expected["logp"].keys()
-        apart = {
-            "loss": max(abs(a - b) for a, b in zip(here["loss"], expected["loss"], strict=True)),
-            "grad_norm": max(abs(a - b) / b for a, b in zip(here["grad_norm"], expected["grad_norm"], strict=True)),
-            "mean log-prob": sum(abs(value - expected["logp"][key]) for key, value in here["logp"].items()) / len(expected["logp"]),
-        }
-        assert max(apart.values()) < bound, f"{dtype}, recompute {recompute}: {apart}, and {bound} is allowed"
-        figures[f"{dtype}, recompute {recompute}"] = {**apart, "layers": here["layers"]}
-    return figures
+        name = f"{dtype}, recompute {recompute}"
+        with report.section(name):
+            here = run(train, path, dtype, recompute)
+            assert here["logp"].keys() == expected["logp"].keys()
+            apart = {
+                "loss": max(abs(a - b) for a, b in zip(here["loss"], expected["loss"], strict=True)),
+                "grad_norm": max(abs(a - b) / b for a, b in zip(here["grad_norm"], expected["grad_norm"], strict=True)),
+                "mean log-prob": sum(abs(value - expected["logp"][key]) for key, value in here["logp"].items()) / len(expected["logp"]),
+            }
+            report.figures[name] = {**apart, "layers": here["layers"]}
+            report.check(max(apart.values()) < bound, f"{name}: {apart}, and {bound} is allowed")

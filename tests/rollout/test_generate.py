@@ -338,11 +338,13 @@ def test_another_build_of_vllm_than_the_hardware_asks_for_is_refused_by_name(hos
 
 
 async def _narrow(tiny: Path) -> None:
-    """The smallest cache that passes the check is enough for vLLM."""
+    """The smallest cache that passes the check is enough for vLLM, which prefers VLLM_CPU_KVCACHE_SPACE (platforms/cpu.py:300)."""
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
     settings = SETTINGS.model_copy(update={"kv_cache_mb": 1, "max_response_tokens": 300})
     check_engine(read_config(tiny), "float32", settings, gpu=False)
     engine, _ = await _start(tiny, kv_cache_mb=1, max_response_tokens=300)
     try:
+        assert engine._llm.vllm_config.cache_config.kv_cache_memory_bytes == 1 << 20
         generated = await generate(engine, _prompts(4), Sampling(n=2, temperature=1.0, max_tokens=300, seed=1))
         again = await generate(engine, _prompts(4), Sampling(n=2, temperature=1.0, max_tokens=300, seed=1))
         assert _same(generated, again)  # preempted requests are computed again, to the same end

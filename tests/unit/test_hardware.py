@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -16,12 +17,14 @@ import pytest
 import ray
 
 from megarl.cluster.demand import demand
-from megarl.cluster.machine import gpus_here
+from megarl.cluster.machine import capability_here, gpus_here
 from megarl.config import ConfigError, TrainConfig, load
 from megarl.observe.metrics import Mean
-from megarl.parallel.backend import DETERMINISTIC
+from megarl.parallel import backend
+from megarl.parallel.backend import DETERMINISTIC, attends_packed
 from megarl.stages.checks import check_gpus, check_train
 from megarl.stages.gap import check_gap
+from megarl.workers import megatron_worker
 from megarl.workers.megatron_worker import rank_environment, threads
 from tests.e2e.job import Job
 
@@ -117,6 +120,7 @@ CHOICE = """
     repeating._deterministic = repeating.fused = True
     overrides = repeating.transformer_overrides
     assert overrides["deterministic_mode"] and overrides.keys() <= TransformerConfig.__dataclass_fields__.keys()
+    assert overrides["gradient_accumulation_fusion"] and not backend.choose().transformer_overrides["gradient_accumulation_fusion"]
     print(gpt_layer_specs.HAVE_TE, megatron.core.optimizer.Adam.__module__.partition(".")[0], repr(os.environ["CUDA_VISIBLE_DEVICES"]))
 """
 
@@ -163,15 +167,51 @@ def test_the_gpu_stack_is_the_tested_one_but_for_what_makes_it_one(monkeypatch: 
     assert (2, 9) <= tuple(map(int, parts.pop().split(".")[:2])) < (2, 12)
 
 
-def test_segments_grow_on_gpus_unless_memory_is_handed_over(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(*overrides: str) -> dict[str, str]:
+def test_ranks_on_gpus_are_told_how_to_allocate_and_launch_unless_the_user_says_so(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*overrides: str, capability: tuple[int, int] | None = (9, 0)) -> dict[str, str]:
         config = load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig)
-        return rank_environment(config)
+        monkeypatch.setattr(megatron_worker, "capability_here", lambda: capability)
+        return rank_environment(config, config.layout)
 
-    assert told() == {} == told("cluster.gpus=true", "sync.transport=cuda_ipc")
-    assert told("cluster.gpus=true", "sync.transport=nccl") == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    gpus = ("cluster.gpus=true", "sync.transport=nccl")
+    segments, order = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert told() == told("layout={ranks: 2, tp: 2}") == {} == told("cluster.gpus=true", "sync.transport=cuda_ipc")
+    assert told(*gpus) == told(*gpus, "layout={ranks: 2, ep: 2}") == segments
+    for layout in ("layout={ranks: 2, tp: 2}", "layout={ranks: 2, cp: 2}"):
+        assert told(*gpus, layout) == told(*gpus, layout, capability=(8, 0)) == told(*gpus, layout, capability=None) == segments | order
+        assert told(*gpus, layout, capability=(10, 0)) == segments
+        assert told(*gpus, layout, "model.megatron={overlap_moe_expert_parallel_comm: true}") == segments
+        assert told("cluster.gpus=true", "sync.transport=cuda_ipc", layout) == order
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    assert told("cluster.gpus=true", "sync.transport=nccl") == {}
+    assert told(*gpus) == {} and told(*gpus, "layout={ranks: 2, tp: 2}") == order
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert told(*gpus, "layout={ranks: 2, tp: 2}") == {}
+
+
+def test_a_machine_without_the_driver_s_library_tells_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert capability_here() is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "packed"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_transformer_engine_attends_packed_sequences_on_hopper_and_blackwell(
+    capability: tuple[int, int], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures are Transformer Engine 2.11's and cuDNN 9.20's: read them anew for others."""
+    gpu = pins("gpu.lock")
+    assert (gpu["transformer-engine"], gpu["nvidia-cudnn-cu13"], "flash-attn" in gpu) == ("2.11.0", "9.20.0.48", False)
+    assert attends_packed(capability) == packed
+    monkeypatch.setattr(backend.importlib.metadata, "version", lambda name: {"flash-attn": "2.8.3"}[name])
+    assert attends_packed(capability)
 
 
 def test_an_optimizer_in_host_memory_has_its_gpu_s_share_of_the_cores(

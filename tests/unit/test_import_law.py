@@ -26,6 +26,7 @@ ALLOWED = {
     "ray": ("megarl/cluster/", "megarl/workers/", "megarl/trainer.py", "megarl/stages/"),
     "vllm": ("megarl/rollout/vllm/",),
     "megarl.rollout.vllm": ("megarl/rollout/vllm/",),  # others get an engine from the registry
+    "triton": ("megarl/parallel/logprobs_fused.py", "megarl/parallel/touch.py"),  # which only a GPU's backend imports
     "torch.cuda": ("megarl/parallel/backend.py", "megarl/parallel/cpu/hook.py"),  # the hook stands in for torch.cuda
 }
 VLLM = "megarl.rollout.vllm.engine"  # which a check looks up by name

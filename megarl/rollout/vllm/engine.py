@@ -32,7 +32,7 @@ from megarl.rollout.engine import (
     WeightSyncError,
 )
 from megarl.rollout.vllm import checks
-from megarl.rollout.vllm.launch import EXTENSION, engine_arguments, launch, open_directory, remove_files, unlink_shared_memory
+from megarl.rollout.vllm.launch import EXTENSION, engine_arguments, launch, open_directory, overruled, remove_files, unlink_shared_memory
 from megarl.rollout.vllm.member import ENDED_S, VllmMember
 from megarl.rollout.vllm.requests import check_request, sample_of, sampling_parameters
 from megarl.sync.fingerprint import Piece, Print, join
@@ -86,6 +86,10 @@ class VllmEngine(Engine):
     @staticmethod
     def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
         return checks.with_cache(hf, dtype, settings, most_mb)
+
+    @staticmethod
+    def overruled(environ: Mapping[str, str], *, gpu: bool) -> list[str]:
+        return overruled(environ, gpu)
 
     # ---------------------------------------------------------------- lifecycle
 

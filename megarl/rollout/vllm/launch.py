@@ -24,15 +24,39 @@ from megarl.network import interface_towards, reserved_ports
 from megarl.patching import expect
 from megarl.rollout.engine import Meeting, RolloutError, Setup
 from megarl.rollout.overheard import overheard
+from megarl.shell import FULL_PRECISION, differing
 from megarl.text import one_line
 
 VLLM_VERSION = "0.30.0"  # the version that the workarounds in this folder were checked against
 EXTENSION = "megarl.rollout.vllm.worker_extension.WorkerExtension"  # what vLLM mixes into its workers
+# Of the shell's variables for vLLM, those that an engine uses: where the site keeps things, what its machines need, and how long to wait.
+# The others are left out, since they would change what is computed or contradict the configuration; `rollout.engine.args` has settings.
+_KEPT = {
+    "VLLM_BATCH_INVARIANT",  # in a run cluster.deterministic has set it (workers/engines.py)
+    "VLLM_CACHE_ROOT",
+    "VLLM_CONFIG_ROOT",
+    "VLLM_CUDART_SO_PATH",
+    "VLLM_CUDA_COMPATIBILITY_PATH",
+    "VLLM_DISABLE_COMPILE_CACHE",
+    "VLLM_ENABLE_CUDA_COMPATIBILITY",
+    "VLLM_ENGINE_READY_TIMEOUT_S",  # in a run cluster.start_timeout_s has set it
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
+    "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR",
+    "VLLM_GPU_NIC_PCIE_MAPPING",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_NCCL_SO_PATH",
+    "VLLM_NIC_SELECTION_VARS",
+    "VLLM_SKIP_P2P_CHECK",
+    "VLLM_TUNED_CONFIG_FOLDER",  # how Triton divides an expert's product
+    "VLLM_USE_V2_MODEL_RUNNER",  # on GPUs either one draws from the same distribution, and reports the same log-probs
+}
+# Of the variables of `environment`, those that the shell may set otherwise: GLOO's interface is the session's.
+_YIELDING = {"GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL"}
 _CPU_STEP_TOKENS = 8192  # most prompt tokens computed in one step
 
 
 def environment(gpu: bool, address: str = "127.0.0.1") -> dict[str, str]:
-    """Return the environment variables that an engine's process must start with (torch and Ray read some of them at import).
+    """Return the environment variables that an engine's process must have before it imports vLLM (torch reads some of them at import).
 
     Args:
         gpu: whether the engine has GPUs.
@@ -53,11 +77,13 @@ def environment(gpu: bool, address: str = "127.0.0.1") -> dict[str, str]:
         # Otherwise the monitor of torch's NCCL groups polls the rendezvous file every second, and that file has been removed.
         # DeepGEMM would round the scales of an fp8 engine to powers of two and its weights once more
         # (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1126), whatever the trainer has sent.
-        return {**safe, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "VLLM_USE_DEEP_GEMM": "0"}
+        return {**safe, **FULL_PRECISION, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "VLLM_USE_DEEP_GEMM": "0"}
     return {
         **safe,
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",  # otherwise two sampler functions are compiled at the first token, which takes 7 to 14 s
+        "VLLM_BATCH_INVARIANT": "0",  # a mode of GPUs
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs Triton
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines and trainers share cores
     }
@@ -66,15 +92,34 @@ def environment(gpu: bool, address: str = "127.0.0.1") -> dict[str, str]:
 def open_directory(gpu: bool, address: str = "127.0.0.1") -> Path:
     """Set the environment of an engine's process, and create the private directory of its sockets and rendezvous files (mode 0700).
 
+    This comes in the engine's own process, whoever has started that: Ray's processes of a cluster have the variables of another shell.
+
     Args:
         gpu: whether the engine has GPUs.
         address: as for `environment`.
     """
-    for name, value in environment(gpu, address).items():
-        os.environ.setdefault(name, value)
+    for name in [name for name in os.environ if _left_out(name)]:
+        del os.environ[name]
+    own = environment(gpu, address)
+    os.environ.update({name: value for name, value in own.items() if name not in _YIELDING or name not in os.environ})
     directory = Path(tempfile.mkdtemp(prefix="megarl-"))
     os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
     return directory
+
+
+def overruled(environ: Mapping[str, str], gpu: bool) -> list[str]:
+    """Return the variables of a shell that engines leave out or set otherwise.
+
+    Args:
+        environ: the environment of the shell.
+        gpu: whether the engines have GPUs.
+    """
+    own = {name: value for name, value in environment(gpu).items() if name not in _YIELDING}
+    return [name for name in environ if _left_out(name) and name not in own] + differing(own, environ)
+
+
+def _left_out(name: str) -> bool:
+    return name.startswith("VLLM_") and name not in _KEPT
 
 
 def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,18 @@ TABLE = [
         r"^optimizer\.megatron\.optimizer_cpu_offload=True: needs cluster\.gpus=true and model\.dtype=bfloat16$",
     ),
     Case(
+        "gradients added up by layers that cannot",
+        "train",
+        given("model.megatron.gradient_accumulation_fusion=true"),
+        r"^model\.megatron\.gradient_accumulation_fusion=True: needs cluster\.gpus=true and model\.dtype=bfloat16$",
+    ),
+    Case(
+        "a gradient that needs an extension that nobody installs",
+        "train",
+        given("model.megatron.defer_embedding_wgrad_compute=true"),
+        r"^model\.megatron\.defer_embedding_wgrad_compute: set by .* megarl itself \(to False\)",
+    ),
+    Case(
         "an optimizer of which nothing is offloaded",
         "train",
         given("optimizer.megatron={optimizer_cpu_offload: true}"),

@@ -151,9 +151,8 @@ def test_an_answer_that_is_no_answer_is_refused_at_once(lie: str) -> None:
 def test_a_status_is_tried_again_where_it_may_pass(status: int, asked: int) -> None:
     with serving(lambda handler, _: reply(handler, b"the reason\n" if status != 204 else b"", status)) as server:
         attempts = f"{asked} attempt{'s' if asked > 1 else ''}"
-        with pytest.raises(
-            RewardUnavailable, match=rf"status {status} {'No Content' if status == 204 else '.*: the reason'} \({attempts}, \d+\.\d s\)$"
-        ):
+        said, last = "No Content" if status == 204 else ".*: the reason", r"; reward\.source\.attempts=3" if asked > 1 else ""
+        with pytest.raises(RewardUnavailable, match=rf"status {status} {said} \({attempts}, \d+\.\d s{last}\)$"):
             score(settings(server.url), "a")
         assert len(server.bodies) == asked
 
@@ -242,9 +241,99 @@ def test_a_fault_that_passes_is_survived_and_one_that_stays_is_not(fault: Answer
         assert score(settings(server.url), "abc") == [Score(3.0, {"right": 0.0})] and count == 3
         count = -10
         begun = time.monotonic()
-        with pytest.raises(RewardUnavailable, match=r"\(3 attempts, \d+\.\d s\)$"):
+        with pytest.raises(RewardUnavailable, match=r"\(3 attempts, \d+\.\d s; reward\.source\.attempts=3\)$"):
             score(settings(server.url), "abc")
         assert time.monotonic() - begun < 20, "three times 0.3 s and the pauses"
+
+
+def test_the_silence_of_the_last_attempt_does_not_hide_what_the_server_said_before() -> None:
+    count = itertools.count()
+
+    def busy_then_silent(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        if next(count) < 2:
+            reply(handler, b"out of memory", 503)
+        else:
+            silent(handler, body)
+
+    with serving(busy_then_silent) as server:
+        said = r"status 503 Service Unavailable: out of memory \(2 times\); then silent for 0\.3 s \(reward\.source\.timeout_s=0\.3\)"
+        with pytest.raises(RewardUnavailable, match=rf": {said} \(3 attempts, \d\.\d s; reward\.source\.attempts=3\)$"):
+            score(settings(server.url), "a")
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(503, "3 attempts"), (401, "1 attempt")])
+def test_a_status_whose_body_does_not_come_is_what_is_told(status: int, attempts: str) -> None:
+    """And one that no further attempt would change is not asked for again."""
+
+    def without_body(handler: BaseHTTPRequestHandler, _: Any) -> None:
+        reply(handler, b"", status, promised=10)
+        time.sleep(1.5)
+
+    with serving(without_body) as server:
+        said = rf"status {status} \w+.*: an answer that has not ended after 0\.3 s \(reward\.source\.timeout_s=0\.3\)"
+        with pytest.raises(RewardUnavailable, match=rf": {said} \({attempts}, "):
+            score(settings(server.url), "a")
+
+
+def test_the_deadline_names_itself_and_what_the_server_did_until_then() -> None:
+    """Whether it comes in a pause, in an attempt that it cuts short, or before a request has been sent at all."""
+
+    def refuse(handler: BaseHTTPRequestHandler, _: Any) -> None:
+        reply(handler, b"busy", 503)
+
+    def first_only(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        (length_of if body["samples"][0]["response"] == "first" else silent)(handler, body)
+
+    def slow(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        time.sleep(0.2)
+        length_of(handler, body)
+
+    last = r"; reward\.source\.deadline_s=0\.5, within which {} of {} requests were answered\)$"
+    cases: list[tuple[Answer, dict[str, Any], str]] = [
+        (refuse, {"backoff_s": 5.0}, r"Unavailable: busy \(1 attempt, 0\.\d s" + last.format(0, 2)),
+        (
+            first_only,
+            {"timeout_s": 9.0},
+            r"silent for 0\.\d s \(reward\.source\.deadline_s=0\.5\) \(1 attempt, 0\.\d s" + last.format(1, 2),
+        ),
+    ]
+    for answer, more, said in cases:
+        with serving(answer) as server, pytest.raises(RewardUnavailable, match=said):
+            score(settings(server.url, batch_size=1, attempts=9, deadline_s=0.5, **more), "first", "other")
+    with (
+        serving(slow) as server,
+        pytest.raises(RewardUnavailable, match=r"(take too long \(0 attempts|silent for 0\.\d s .*)" + last.format(r"\d", 12)),
+    ):
+        score(settings(server.url, batch_size=1, deadline_s=0.5), *"abcdefghijkl")
+
+
+def test_the_server_of_evaluations_is_named_by_its_own_key() -> None:
+    with serving(length_of) as server:
+        given = settings(server.url)
+    with (
+        open_scorer(given, key="reward.eval") as scorer,
+        pytest.raises(RewardUnavailable, match=r"^reward\.eval\.url: .*reward\.eval\.attempts=3\)$"),
+    ):
+        scorer.score([ask("a")])
+
+
+def test_the_run_is_looked_after_while_a_server_is_silent() -> None:
+    """As by the session's watch: what it raises ends the scoring at once, and the server's sockets."""
+    hung_up = threading.Event()
+
+    def until_hung_up(handler: BaseHTTPRequestHandler, _: Any) -> None:
+        handler.rfile.read()
+        hung_up.set()
+
+    def look() -> None:
+        if time.monotonic() - begun > 0.5:
+            raise RuntimeError("rank 1 has been stopped")
+
+    with serving(until_hung_up) as server:
+        begun = time.monotonic()
+        with open_scorer(settings(server.url, timeout_s=20.0), look=look) as scorer, pytest.raises(RuntimeError, match="rank 1"):
+            scorer.score([ask("a")])
+        assert time.monotonic() - begun < 10 and hung_up.wait(10)
 
 
 def test_a_server_that_is_down_is_refused_before_work_starts_and_in_the_run() -> None:
@@ -255,7 +344,7 @@ def test_a_server_that_is_down_is_refused_before_work_starts_and_in_the_run() ->
         ConfigError, match=r"^reward\.source\.url: http://127\.0\.0\.1:\d+/score\?set=1: ConnectionRefusedError: .*refused$"
     ):
         check(given)
-    with pytest.raises(RewardUnavailable, match=r"ConnectionRefusedError.* \(3 attempts, \d+\.\d s\)$"):
+    with pytest.raises(RewardUnavailable, match=r"ConnectionRefusedError.* \(3 attempts, \d+\.\d s; reward\.source\.attempts=3\)$"):
         score(given, "a")
 
 
@@ -346,7 +435,7 @@ def test_the_deadline_bounds_a_call_of_many_batches() -> None:
 
     with serving(slow) as server:
         begun = time.monotonic()
-        with pytest.raises(RewardUnavailable, match=r"(within deadline_s=0\.5|no answer within 0\.\d s)"):
+        with pytest.raises(RewardUnavailable, match=r"reward\.source\.deadline_s=0\.5, within which"):
             score(settings(server.url, batch_size=1, deadline_s=0.5), *"abcdefghijkl")
         assert time.monotonic() - begun < 20
 
@@ -367,7 +456,7 @@ def test_a_handshake_that_drips_does_not_outlast_the_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=drip, args=(listener,), daemon=True).start()
         begun = time.monotonic()
-        with pytest.raises(RewardUnavailable, match=r"no answer within 0\.3 s \(1 attempt,"):
+        with pytest.raises(RewardUnavailable, match=r"no connection within 0\.3 s \(reward\.source\.timeout_s=0\.3\) \(1 attempt,"):
             score(settings(f"https://127.0.0.1:{listener.getsockname()[1]}/", attempts=1), "a")
         assert time.monotonic() - begun < 4, "of 5 s"
         listener.shutdown(socket.SHUT_RDWR)
