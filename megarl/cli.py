@@ -154,7 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns 0 on success, 2 for bad input (a line per fault on stderr), 130 when interrupted, 143, 129 or 138 after SIGTERM, SIGHUP or
     SIGUSR1, and 1 for any other failure.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    status = _main(list(sys.argv[1:] if arguments is None else arguments))
+    _leave_lost_session(status)
+    return status
+
+
+def _main(arguments: list[str]) -> int:
     termination.install()
     if (here := os.getcwd()) not in sys.path:  # a console script has its own folder there instead; the user's functions are named by module
         sys.path.insert(0, here)
@@ -222,6 +227,15 @@ def _guarded(call: Callable[[], int], reader: str | None) -> int:
             traceback.print_exc()
         print(f"megarl: failed: {type(error).__name__}: {one_line(str(error))}", file=sys.stderr)
         return FAILURE
+
+
+def _leave_lost_session(status: int) -> None:
+    """End this process at once if its Ray session is lost: at the interpreter's exit, Ray would wait for what does not answer."""
+    server = sys.modules.get("megarl.cluster.server")
+    if server is not None and server.loss() is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _refused(faults: str) -> int:

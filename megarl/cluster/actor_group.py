@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megarl.cluster import watch
+from megarl.cluster.server import ask
 
 LOOK_S = 1.0  # how often a wait checks the watch
 DEATH_S = 5.0  # how long to look for a dead actor once another has failed
@@ -164,7 +167,8 @@ def raise_cause(error: RayError, name: str, doing: str) -> NoReturn:
 def cause_of(error: RayError, name: str, doing: str) -> Exception:
     """Return the exception that an actor raised, in its own type, or WorkerDied or WorkerLate.
 
-    Ray's wrapper of an actor's exception is also an instance of that exception's class, so the wrapper is checked for first.
+    Ray's wrapper of an actor's exception is also an instance of that exception's class, so the wrapper is checked for first. An actor's
+    death inside a wrapper is that of another one, which the first has called.
 
     Args:
         error: what Ray raised.
@@ -174,10 +178,12 @@ def cause_of(error: RayError, name: str, doing: str) -> Exception:
     cause: Exception = error
     while isinstance(cause, RayTaskError):  # one wrapper for each actor that the exception passed through
         cause = cause.cause
+    kind = re.search(r"class_name: (\S+)", str(cause))
+    who = name if cause is error else f"the {kind[1] if kind else 'process'} that {name} has called"
     if isinstance(cause, RayActorError):
-        return WorkerDied(f"{doing}: {name} died ({str(cause).splitlines()[0]})")
+        return WorkerDied(f"{doing}: {who} died ({str(cause).splitlines()[0]})")
     if isinstance(cause, GetTimeoutError):
-        return WorkerLate(f"{doing}: no answer in time from {name}")
+        return WorkerLate(f"{doing}: no answer in time from {who}")
     cause.add_note(f"raised by {name} in {doing}")
     return cause
 
@@ -205,6 +211,6 @@ def cancel(references: Iterable[Any]) -> None:
 
 
 def end(actors: Iterable[Any]) -> None:
-    """Kill the processes of actors, and those that these have started."""
+    """Kill the processes of actors, and those that these have started. Raises StandsStill where Ray's server does not answer."""
     for actor in actors:
-        ray.kill(actor)
+        ask("ending processes", partial(ray.kill, actor))

@@ -21,7 +21,7 @@ from pathlib import Path
 from megarl.errors import ConfigError
 
 NODES, HEAD, STOP, LOST, BAD = "nodes.json", "head.json", "stop", "lost", "bad-"
-POLL_S = 0.5
+POLL_S, END_S = 0.5, 5.0
 # Prefixes of a launcher's variables, because of which Ray's processes and the ranks would take themselves to be the launcher's tasks.
 FOREIGN = ("SLURM", "PMI", "PMIX", "MPI", "OMPI_")
 
@@ -137,7 +137,7 @@ class Allocation:
             yield
         finally:
             over.set()
-            thread.join()
+            thread.join(END_S)  # a look at a shared disk may never return
 
 
 def cpus_here() -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 
 from ray.exceptions import RayError
 
+from megarl.cluster import watch
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.on_node import live_nodes
-from megarl.cluster.watch import NOTICE_S
+from megarl.cluster.roster import NOTICE_S
 from megarl.errors import Stopped
 
 POLL_S = 0.2
@@ -43,6 +43,7 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
     """
     begun, enough = time.monotonic(), None
     while True:
+        watch.check("waiting for nodes", {})
         there = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in live_nodes().values()}
         bad = _lacking(allocation, there, allocation.gpus if gpus else 0)
         unfit = {name: why for name, why in bad.items() if why != MISSING}
@@ -74,15 +75,19 @@ def present(allocation: Allocation) -> dict[str, str]:
 
 
 def died(before: set[str]) -> dict[str, str]:
-    """Return which of the nodes in `before` have died, each with that word as the reason. Waits until Ray would have noticed."""
+    """Return which of the nodes in `before` have died, each with that word as the reason. Waits until Ray would have noticed.
+
+    Where Ray does not say which nodes are alive, none is known to have died.
+    """
     deadline = time.monotonic() + NOTICE_S
-    while True:
-        living = set[str]()
-        with suppress(RayError, RuntimeError):
-            living = {node["NodeName"] for node in live_nodes().values()}
-        if before - living or len(before) == 1 or time.monotonic() > deadline:
-            return dict.fromkeys(sorted(before - living), "died")
+    dead = set[str]()
+    while not dead and len(before) > 1 and time.monotonic() < deadline:
+        try:
+            dead = before - {node["NodeName"] for node in live_nodes().values()}
+        except (RayError, RuntimeError):
+            return {}
         time.sleep(POLL_S)
+    return dict.fromkeys(sorted(dead), "died")
 
 
 def tell(line: str) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.cluster.server import ask
+
 
 def live_nodes() -> dict[str, dict[str, Any]]:
-    """The live nodes of the session, by id."""
-    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    """The live nodes of the session, by id. Raises StandsStill where Ray's server does not answer."""
+    return {node["NodeID"]: node for node in ask("looking for nodes", ray.nodes) if node["Alive"]}
 
 
 def on(node: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megarl.cluster import watch
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.fitness import unfit
 from megarl.cluster.machine import gpus_here
@@ -109,7 +108,6 @@ def send_away(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
         raise TooFewNodes("the first node cannot go on", found)
     if found:
         _leave(allocation, found, timeout_s)
-        watch.renew()  # the watch would take them for nodes that do not answer
 
 
 def report(wanted: Mapping[str, tuple[Path, str]]) -> Report:

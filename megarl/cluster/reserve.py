@@ -5,20 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 from ray._private.state import state as ray_state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl import termination
+from megarl.cluster import watch
 from megarl.cluster.actor_group import LOOK_S, WorkerLate
 from megarl.cluster.on_node import live_nodes
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
+from megarl.cluster.server import ask
 from megarl.errors import Stopped
 
 POLL_S, TELL_S = 0.2, 5.0  # how often the nodes are looked at; after how long the user is told that there is no room yet
 NODE_LABEL = "ray.io/node-id"
+DOING = "reserving places"
 
 
 class NoNodes(Stopped):
@@ -43,9 +46,10 @@ def reserve(kinds: Sequence[ProcessKind], timeout_s: float, grows: bool) -> list
     deadline = time.monotonic() + timeout_s
     places = _wait_for_places(kinds, deadline, timeout_s, grows)
     bundles = [{"CPU": 1.0, "GPU": float(kind.gpus)} if kind.gpus else {"CPU": 1.0} for kind in kinds for _ in range(kind.processes)]
-    group = placement_group(bundles, strategy="PACK", bundle_label_selector=[{NODE_LABEL: name} for name in chain(*places)])
+    selector = [{NODE_LABEL: name} for name in chain(*places)]
+    group = ask(DOING, partial(placement_group, bundles, strategy="PACK", bundle_label_selector=selector))
     if not _ready(group, deadline):
-        remove_placement_group(group)
+        ask(DOING, partial(remove_placement_group, group))
         raise WorkerLate(f"cluster: the places of {len(bundles)} processes were taken by others, and not free within {timeout_s:g} s")
     numbered = iter(range(len(bundles)))
     return [[PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=next(numbered)) for _ in names] for names in places]
@@ -54,13 +58,19 @@ def reserve(kinds: Sequence[ProcessKind], timeout_s: float, grows: bool) -> list
 def lost_nodes(places: Sequence[PlacementGroupSchedulingStrategy]) -> bool:
     """Whether a node on which places were reserved is gone."""
     living = live_nodes()
-    return any(node not in living for group in _groups(places) for node in placement_group_table(group)["bundles_to_node_id"].values())
+    return any(node not in living for node in nodes_of(places))
+
+
+def nodes_of(places: Sequence[PlacementGroupSchedulingStrategy]) -> set[str]:
+    """The nodes on which places are reserved."""
+    tables = (ask(DOING, partial(placement_group_table, group)) for group in _groups(places))
+    return {node for table in tables for node in table["bundles_to_node_id"].values()}
 
 
 def give_back(places: Sequence[PlacementGroupSchedulingStrategy]) -> None:
     """Free reserved places, and end every actor in them."""
     for group in _groups(places):
-        remove_placement_group(group)
+        ask(DOING, partial(remove_placement_group, group))
 
 
 def _groups(places: Sequence[PlacementGroupSchedulingStrategy]) -> list[PlacementGroup]:
@@ -80,13 +90,13 @@ def _wait_for_places(kinds: Sequence[ProcessKind], deadline: float, timeout_s: f
             if not told and time.monotonic() - begun > TELL_S:
                 told = True
                 print(f"megarl: waiting up to {timeout_s:g} s for places: {error}", file=sys.stderr)
-        termination.poll()
+        watch.check(DOING, {})
         time.sleep(POLL_S)
 
 
 def _ready(group: PlacementGroup, deadline: float) -> bool:
     while not group.wait(LOOK_S):
-        termination.poll()
+        watch.check(DOING, {})
         if time.monotonic() > deadline:
             return False
     return True
@@ -101,7 +111,7 @@ def _refuse_what_never_fits(kinds: Sequence[ProcessKind]) -> None:
 
 def free_nodes() -> list[Node]:
     """The live nodes of the cluster, with what each has free now."""
-    free = ray_state.available_resources_per_node()
+    free = ask(DOING, ray_state.available_resources_per_node)
     return [Node(name, *_sizes(free[name])) for name in live_nodes() if name in free]
 
 

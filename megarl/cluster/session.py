@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import secrets
@@ -10,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
 from ray.exceptions import AuthenticationError, RayError, RpcError
 
 from megarl import reaper as reaper_script
+from megarl.cluster import server, watch
 from megarl.cluster.allocation import Allocation, HeadNode, cpus_here, forget_launcher
 from megarl.cluster.fitness import unfit
 from megarl.cluster.machine import gpus_here
@@ -60,6 +63,8 @@ HEALTH = {
 # Caches of compiled kernels: by default in the home directory, where the processes of all nodes would write and lock the same files.
 CACHES = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "VLLM_CACHE_ROOT": "vllm"}
 ANSWER_S = 30.0  # longest wait for an answer from the cluster that is joined
+SHUTDOWN_S = 30.0  # longest wait for Ray's own end of a session
+REAP_S = reaper_script.LIMIT_S + 10.0  # for the reaper
 SOCKET_BYTES = 107  # Linux's limit on the path of a Unix socket
 
 
@@ -78,13 +83,15 @@ def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path]
         allocation = Allocation.read(settings.allocation)
         try:
             sweep()
-            with _headed(settings, allocation, read), watched(settings.still_timeout_s, own=True):
+            server.lose(None)
+            with _headed(settings, allocation, read):
                 yield
         except Unfit as error:  # this node is unfit, and was found so before it had a session
             allocation.lose({allocation.here: str(error)})
             raise ClusterError(str(error)) from error
         return
     sweep()
+    server.lose(None)
     if settings.address is not None:
         with ray_settings(private=False):
             _join(settings.address)
@@ -92,7 +99,7 @@ def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path]
                 with watched(settings.still_timeout_s, own=False):
                     yield
             finally:
-                ray.shutdown()
+                _shut_down()
     else:
         with (
             hosting(settings.start_timeout_s, settings.interface, secrets.token_hex(32)) as scratch,
@@ -227,16 +234,32 @@ def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_ma
             del os.environ["TMPDIR"]
             if temporary is not None:
                 os.environ["TMPDIR"] = temporary
-            reaper.communicate(reaper_script.OVER)
-            scratch.remove()
+            _reap(reaper, scratch, over=server.loss() is None)
+
+
+def _reap(reaper: subprocess.Popen[bytes], scratch: Scratch, *, over: bool) -> None:
+    """Let the reaper end what is left of a session, and remove its directory; do both here if it has ended or does not answer.
+
+    Args:
+        reaper: a process of `reaper_script`.
+        scratch: the session's directory.
+        over: the session has been closed, so that nothing should be left.
+    """
+    try:
+        reaper.communicate(reaper_script.OVER if over else b"", timeout=REAP_S)
+    except subprocess.TimeoutExpired:
+        reaper.kill()
+        reaper.wait(REAP_S)
+    if reaper.returncode:
+        reaper_script.end({os.getpid()}, str(scratch.path), over=over)
+    scratch.remove()
 
 
 def _end_with_the_job(reaper: subprocess.Popen[bytes], scratch: Scratch, number: int, frame: FrameType | None) -> NoReturn:
     """Handle SIGTERM in a job: Slurm is ending it. Ray's processes, needed to save anything, get SIGTERM as well; SIGKILL comes soon."""
     signal.signal(number, signal.SIG_IGN)
     tell(f"{signal.Signals(number).name}: the job ends")
-    reaper.communicate()
-    scratch.remove()
+    _reap(reaper, scratch, over=False)
     os._exit(128 + number)
 
 
@@ -262,7 +285,19 @@ def _private(settings: ClusterSettings, cpus: int, gpus: int | None, scratch: Sc
         signal.signal(signal.SIGTERM, on_termination)  # Ray has installed its own handler, which exits without cleaning up
         yield
     finally:
-        ray.shutdown()
+        _shut_down()
+
+
+def _shut_down() -> None:
+    """Close Ray's session. If that does not end, the session is lost."""
+    closing = threading.Thread(target=ray.shutdown, name="shutdown", daemon=True)
+    closing.start()
+    closing.join(SHUTDOWN_S)
+    if closing.is_alive():
+        server.lose(f"Ray has not shut down within {SHUTDOWN_S:g} s")
+        # What Ray does when this process ends would wait as well (ray/_private/worker.py:2168, 2190).
+        atexit.unregister(ray_worker.shutdown)
+        sys.excepthook = ray_worker.normal_excepthook
 
 
 @contextlib.contextmanager
@@ -275,6 +310,7 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
         allocation.stopped_from_outside(),
         hosting(settings.start_timeout_s, settings.interface, token, one_of_many=True) as scratch,
         _private(settings, cpus, gpus, scratch, name),
+        watched(settings.still_timeout_s, own=True, on_loss=allocation.fail),
     ):
         before = {name}
         try:
@@ -292,10 +328,8 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
         except Exception as error:
             if isinstance(error, ConfigError) and not isinstance(error, Unfit):
                 raise
-            # Look at Ray's processes first: without its server, Ray's client does not answer for a minute, and then ends this process.
-            ended = [kind for kind, _ in ray_worker._global_node.dead_processes()]
-            if ended:
-                allocation.fail(f"Ray's {', '.join(ended)} ended\n")
+            if (loss := watch.loss()) is not None:
+                allocation.fail(f"{loss}\n")
             else:
                 allocation.lose(died(before) or _unfit(settings, allocation, read))
             if isinstance(error, Unfit):

@@ -13,12 +13,13 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl import termination
+from megarl.cluster import watch
 from megarl.cluster.actor_group import LOOK_S, WorkerLate, task_fault
 from megarl.cluster.on_node import on
+from megarl.cluster.reserve import nodes_of as reserved_nodes
+from megarl.cluster.server import ask
 from megarl.errors import ConfigError, Unfit
 
 SETTLE_S = 15.0  # how much later a shared disk may show a new file to other machines
@@ -28,9 +29,8 @@ DOING = "looking for the run's files"
 
 def nodes_of(places: Sequence[PlacementGroupSchedulingStrategy]) -> dict[str, str]:
     """The nodes that hold reserved places, as id -> address."""
-    groups = {place.placement_group.id: place.placement_group for place in places}
-    used = {node for group in groups.values() for node in placement_group_table(group)["bundles_to_node_id"].values()}
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in used}
+    reserved = reserved_nodes(places)
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ask(DOING, ray.nodes) if node["NodeID"] in reserved}
 
 
 def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Mapping[str, Path], timeout_s: float) -> None:
@@ -59,7 +59,7 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
         for node, reference in asked.items():
             try:
                 while not ray.wait([reference], timeout=LOOK_S)[0]:
-                    termination.poll()
+                    watch.check(DOING, {})
                     if time.monotonic() > deadline:
                         raise WorkerLate(f"{DOING}: node {nodes[node]} has not answered in {timeout_s:g} s", timeout_s)
                 differing = ray.get(reference)

@@ -14,7 +14,7 @@ from megarl.checkpoints.step_writer import mark_damaged
 from megarl.checkpoints.steps import damaged
 from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
-from megarl.cluster.watch import StandsStill
+from megarl.cluster.server import StandsStill
 from megarl.config import ConfigError, TrainingSettings
 from megarl.errors import ContentLost, DamagedFile, naming_files
 from megarl.observe.run import Run

@@ -11,7 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from megarl.cluster.actor_group import ActorGroup, WorkerDied
+from megarl.cluster import watch
+from megarl.cluster.actor_group import LOOK_S, ActorGroup, WorkerDied
 from megarl.cluster.on_node import live_nodes, on
 from megarl.shared_memory import SharedMemory
 from megarl.text import one_line
@@ -210,8 +211,12 @@ def _failed(calls: Sequence[Any], timeout_s: float) -> str | None:
     """Wait for background calls. Return the error of the first that failed or was late; None if all are done."""
     deadline = time.monotonic() + timeout_s
     for call in calls:
+        while not ray.wait([call], timeout=LOOK_S)[0]:
+            watch.check("copying to the next machine", {})
+            if time.monotonic() > deadline:
+                return f"no answer within {timeout_s:g} s"
         try:
-            ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+            ray.get(call)
         except RayError as error:
             return one_line(str(error.cause if isinstance(error, RayTaskError) else error), LONGEST)
     return None

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from megarl.cluster import watch
 from megarl.cluster.actor_group import LOOK_S, ActorGroup, WorkerDied, WorkerLate, cancel, cause_of
-from megarl.cluster.watch import StandsStill
+from megarl.cluster.server import StandsStill
 from megarl.config import RolloutSettings
 from megarl.response import Response
 from megarl.rollout.engine import EngineDead, RolloutTimeout

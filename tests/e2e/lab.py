@@ -21,8 +21,8 @@ from megarl import cli
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.cluster.demand import assign_roles, engine_kind
 from megarl.cluster.placement import ProcessKind
+from megarl.cluster.server import StandsStill
 from megarl.cluster.session import ray_session
-from megarl.cluster.watch import StandsStill
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, ValueConfig, load
 from megarl.observe import report
 from megarl.observe.run import Run

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from megarl.cluster.actor_group import ActorGroup
-from megarl.cluster.watch import Scan, StandsStill, watched
+from megarl.cluster.scan import Scan
+from megarl.cluster.server import StandsStill
+from megarl.cluster.watch import watched
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 
@@ -28,22 +30,22 @@ def test_a_scan_finds_what_is_stopped_below_a_process_and_forgets_what_goes_on()
         pid = int(parent.stdout.readline())
         try:
             scan = Scan(parent.pid)
-            assert scan.still(0) == []
+            assert scan.stopped(0) == []
             os.kill(pid, signal.SIGSTOP)
             while "T" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
                 time.sleep(0.01)
-            assert scan.still(0) == [], "seen for the first time"
+            assert scan.stopped(0) == [], "seen for the first time"
             time.sleep(0.05)
-            [still] = scan.still(0.02)
+            [still] = scan.stopped(0.02)
             assert still.pids[:2] == (pid, parent.pid) and "time.sleep(600)" in still.title and still.seconds >= 0.05
-            assert scan.still(60) == []
+            assert scan.stopped(60) == []
             os.kill(pid, signal.SIGCONT)
             while "T" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
                 time.sleep(0.01)
-            assert scan.still(0) == []
+            assert scan.stopped(0) == []
         finally:
             os.kill(pid, signal.SIGKILL)
-    assert Scan(parent.pid).still(0) == [], "of a process that has ended"
+    assert Scan(parent.pid).stopped(0) == [], "of a process that has ended"
 
 
 def test_a_stopped_rank_ends_the_run_and_is_named(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.watch import Scan
+from megarl.cluster.scan import Scan
 from megarl.config import FunctionReward, RewardSettings
 from megarl.observe.phases import Phases
 from megarl.rewards.processes import ProcessScorer
@@ -63,10 +63,10 @@ def test_a_process_that_stands_still_does_so_for_as_long_as_it_has() -> None:
             while "T" not in Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]:
                 time.sleep(0.01)
             begun = time.monotonic()
-            assert scan.still(0) == [], "seen for the first time"
+            assert scan.stopped(0) == [], "seen for the first time"
             time.sleep(0.05)
-            assert scan.still(HOUR_S) == []
-            [still] = [one for one in scan.still(0.02) if child.pid in one.pids]
+            assert scan.stopped(HOUR_S) == []
+            [still] = [one for one in scan.stopped(0.02) if child.pid in one.pids]
             assert 0.05 <= still.seconds <= time.monotonic() - begun
         finally:
             child.kill()

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.cluster import allocation as allocation_module
 from megarl.cluster import fitness
 from megarl.cluster.allocation import Allocation, HeadNode
 from megarl.cluster.join import _wait_for_head
@@ -107,7 +109,7 @@ def test_a_session_over_nodes_names_those_that_are_missing_unfit_or_dead(tmp_pat
     assert first == "the first node cannot go on: a GPU 1: has fallen off the bus"
     assert without == "{'c': 'cannot join'}"
     assert dead == "{'b': 'died'}"
-    assert lost == "Ray's gcs_server ended" and not (tmp_path / "bad-a").exists(), "no node is to blame"
+    assert lost == "Ray's gcs_server has ended (exit code -9)" and not (tmp_path / "bad-a").exists(), "no node is to blame"
     assert not (tmp_path / "head.json").exists()
 
 
@@ -280,6 +282,24 @@ def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert got == [signal.SIGUSR1]
+
+
+def test_a_shared_disk_that_hangs_does_not_keep_a_run_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, looked = threading.Event(), threading.Event()
+
+    def hanging(path: Path) -> bool:
+        looked.set()
+        assert goes_on.wait(60)
+        return False
+
+    monkeypatch.setattr(allocation_module, "END_S", 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", hanging)
+        with Allocation(tmp_path, ("a",), 1, 0).stopped_from_outside():
+            assert looked.wait(20)
+            begun = time.monotonic()
+        assert time.monotonic() - begun < 20
+        goes_on.set()
 
 
 @pytest.mark.parametrize(

@@ -1,121 +1,318 @@
-"""The watch over a session's processes, without a session."""
+"""The watch over a session's processes: it depends on nothing that it watches."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
+import textwrap
+import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorDiedError
 
-from megarl.cluster import watch
-from megarl.cluster.watch import Scan, StandsStill, Watch, WatchFailed
+from megarl.cluster import roster, server, watch
+from megarl.cluster.roster import Actors, Roster
+from megarl.cluster.scan import Scan
+from megarl.cluster.server import StandsStill, ask
+from megarl.cluster.watch import Watch, WatchFailed
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def session() -> Iterator[None]:
+    """A new one, which is not lost."""
+    server.lose(None)
+    yield
+    server.lose(None)
+
+
+class Machines:
+    """Stands in for Ray: machines with an actor of the run each, whose scans answer as `answer` says; None: not at all."""
+
+    def __init__(self, answer: dict[str, Callable[[], Any] | None]) -> None:
+        self.answer, self.asked, self.killed = answer, list[str](), list[Any]()
+
+    def actors(self) -> Actors:
+        return Actors(
+            pids={f"actor {node}": number for number, node in enumerate(self.answer, 7)},
+            at={node: {number} for number, node in enumerate(self.answer, 7)},
+            addresses={node: f"address of {node}" for node in self.answer},
+        )
+
+    def scan_on(self, node: str) -> Any:
+        def remote(longest_s: float, only: Any) -> Any:
+            self.asked.append(node)
+            return node, self.answer[node], only
+
+        return SimpleNamespace(stopped=SimpleNamespace(remote=remote), node=node)
+
+    def wait(self, questions: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        ready = [question for question in questions if question[1] is not None]
+        if len(ready) < num_returns:
+            time.sleep(timeout)
+        return ready, [question for question in questions if question not in ready]
+
+    def get(self, question: Any) -> Any:
+        return question[1]()
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    nodes = SimpleNamespace(nodes=list, get_runtime_context=lambda: None)
-    monkeypatch.setattr(watch, "ray", nodes)
-    monkeypatch.setattr(Watch, "_of_the_run", lambda self: {"node 7": {7}})
+def machines(monkeypatch: pytest.MonkeyPatch) -> Machines:
+    found = Machines({})
+    monkeypatch.setattr(roster, "ray", found)
+    monkeypatch.setattr(roster, "_actors", found.actors)
+    monkeypatch.setattr(roster, "_scan_on", found.scan_on)
+    monkeypatch.setattr(roster, "START_S", 0.0)
+    monkeypatch.setattr(roster, "AGAIN_S", 0.5)
+    monkeypatch.setattr(watch, "ray", SimpleNamespace(get_runtime_context=lambda: None))
+    return found
+
+
+@pytest.fixture
+def watched(machines: Machines) -> Iterator[Watch]:
     found = Watch(0.02, own=False)
     yield found
     found.close()
 
 
-def seen(watched: Watch, scan: Any) -> None:
-    """Looks by `scan` until `check` has something to say."""
-    watched._scans = {"node 7": (scan, lambda: None)}
+def within(seconds: float, holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def raised(watched: Watch, groups: Any) -> str:
+    """What `check` raises in the end."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        watched.check("update", {})
+        try:
+            watched.check("update", groups)
+        except StandsStill as error:
+            return str(error)
         time.sleep(0.005)
+    return "nothing"
 
 
-def test_a_machine_that_does_not_answer_is_named(watched: Watch) -> None:
-    def late(only: Any) -> Any:
-        raise GetTimeoutError
-
-    with pytest.raises(StandsStill, match=r"^update: node 7 does not answer within 0\.02 s \(GetTimeoutError\)$"):
-        seen(watched, late)
+def actor(node: str) -> Any:
+    return SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: f"actor {node}"))
 
 
-def test_a_watch_that_fails_itself_says_so_and_does_not_leave_the_run_unwatched(watched: Watch) -> None:
-    def broken(only: Any) -> Any:
+def test_a_machine_that_does_not_answer_is_named_and_costs_only_those_that_are_there(machines: Machines, watched: Watch) -> None:
+    machines.answer |= {"node 7": None, "node 8": list}
+    ranks = {"rank": [actor("node 8"), actor("node 7")]}
+    assert raised(watched, ranks) == "update: address of node 7 does not answer within 0.02 s (GetTimeoutError)"
+    assert raised(watched, {}) == raised(watched, ranks)
+    watched.check("update", {"rank": [actor("node 8")]})
+    [(index, fault)] = watched.still("rollout", "engine", ranks["rank"]).items()
+    assert index == 1 and str(fault).startswith("rollout: engine 1: address of node 7 does not answer")
+    watched.spare([actor("node 7")])
+    watched.check("update", {})
+
+
+def test_silent_machines_are_found_together(machines: Machines, watched: Watch) -> None:
+    """And not one after the other: two waits, for the first and for the second actor there, not sixteen."""
+    watched.close()
+    slow = Roster(0.4, None, others=False)
+    try:
+        machines.answer |= {f"node {n}": None for n in range(8)} | {"node 9": list}
+        begun = time.monotonic()
+        within(30, lambda: len(slow.silent) == 8)
+        assert time.monotonic() - begun < 8 * 0.4
+    finally:
+        slow.close()
+
+
+def test_a_scan_that_has_died_or_is_stopped_is_no_machine_that_does_not_answer(machines: Machines, watched: Watch) -> None:
+    def died() -> Any:
+        machines.answer["node 7"] = list
+        raise ActorDiedError
+
+    for first in (died, None):
+        machines.asked.clear()
+        machines.answer["node 7"] = first
+        begun = len(machines.killed)
+        within(30, lambda: len(machines.killed) > begun)  # noqa: B023
+        machines.answer["node 7"] = list
+        within(30, lambda: len(machines.asked) > 20)
+        watched.check("update", {})
+    assert not watched._roster.silent
+
+
+def test_only_machines_with_an_actor_of_the_run_are_asked_and_only_for_these(machines: Machines, watched: Watch) -> None:
+    only = list[Any]()
+    scan_on = machines.scan_on
+
+    def noting(node: str) -> Any:
+        scan = scan_on(node)
+        ask_machine = scan.stopped.remote
+
+        def remote(longest_s: float, pids: Any) -> Any:
+            only.append((node, pids))
+            return ask_machine(longest_s, pids)
+
+        scan.stopped.remote = remote
+        return scan
+
+    roster._scan_on = noting
+    machines.answer |= {"node 7": list}
+    within(30, lambda: len(only) > 3)
+    assert set(map(str, only)) == {"('node 7', {7})"}
+    machines.answer["node 8"] = list
+    within(30, lambda: ("node 8", {8}) in only)
+    del machines.answer["node 7"]
+    within(30, lambda: "node 7" not in watched._roster._machines)
+
+
+def test_a_watch_that_fails_itself_says_so_and_does_not_leave_the_run_unwatched(machines: Machines, watched: Watch) -> None:
+    def broken() -> Any:
         raise ValueError("no such column")
 
+    machines.answer["node 7"] = broken
     with pytest.raises(WatchFailed, match="^update: the watch over the run's processes has ended: ValueError"):
-        seen(watched, broken)
+        raised(watched, {})
 
 
-def test_nodes_without_an_actor_of_the_run_are_nobodys_affair(watched: Watch) -> None:
-    asked = list[Any]()
-
-    def elsewhere(only: Any) -> Any:
-        raise GetTimeoutError
-
-    def here(only: Any) -> list[Any]:
-        asked.append(only)
-        return []
-
-    watched._scans = {"node 8": (elsewhere, lambda: None), "node 7": (here, lambda: None)}
-    deadline = time.monotonic() + 30
-    while len(asked) < 3 and time.monotonic() < deadline:
-        watched.check("update", {})
-        time.sleep(0.005)
-    assert asked[:3] == [{7}] * 3
-
-
-def test_only_nodes_that_the_run_uses_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive = [{"NodeID": f"id {n}", "NodeManagerAddress": f"node {n}", "Alive": n != 9} for n in (7, 8, 9)]
-    runs: dict[str, set[int]] = {}
-    watched, looked = list[str](), list[str]()
-
-    def remote(self: Watch, node: str) -> Any:
-        watched.append(node)
-
-        def look(only: Any) -> list[Any]:
-            looked.append(node)
-            return []
-
-        return look, lambda: None
-
-    monkeypatch.setattr(watch, "ray", SimpleNamespace(nodes=lambda: alive))
-    monkeypatch.setattr(Watch, "_of_the_run", lambda self: dict(runs))
-    monkeypatch.setattr(Watch, "_remote", remote)
-    joined = Watch(3600.0, own=False)
+def test_a_watch_that_stands_still_is_seen_by_whoever_it_watches_for(
+    machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SLACK_S", 0.0)
+    blocked = threading.Event()
+    monkeypatch.setattr(watched._scan, "stopped", lambda limit_s: blocked.wait(60))
     try:
-        joined._look()
-        assert not watched, "no actor is anywhere yet"
-        runs |= {"node 7": {1}, "node 9": {2}}
-        for _ in range(3):
-            joined._look()
-        assert watched == ["id 7"] and looked == ["id 7"] * 2
-        runs["node 8"] = {3}
-        for _ in range(2):
-            joined._look()
-        assert watched == ["id 7", "id 8"] and looked[2:] == ["id 7", "id 7", "id 8"]
+        with pytest.raises(WatchFailed, match=r"^update: the watch over the run's processes has not looked for \d s$"):
+            raised(watched, {})
     finally:
-        joined.close()
+        blocked.set()
+
+
+def test_a_server_that_does_not_answer_the_watch_loses_the_session(
+    machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SLACK_S", 0.2)
+    blocked = threading.Event()
+    monkeypatch.setattr(roster, "_actors", lambda: blocked.wait(60))
+    try:
+        assert raised(watched, {}) == "update: Ray's server has not answered for 0 s"
+        assert server.loss() is not None
+        begun = time.monotonic()
+        with pytest.raises(StandsStill, match="^recovery: Ray's server has not answered for 0 s$"):
+            ask("recovery", lambda: blocked.wait(60))
+        assert time.monotonic() - begun < 1
+    finally:
+        watched.close()
+        blocked.set()
+
+
+def test_a_call_into_the_server_ends_when_its_time_is_over() -> None:
+    blocked = threading.Event()
+    try:
+        with pytest.raises(StandsStill, match=r"^ending processes: Ray's server has not answered within 0\.3 s$") as raised:
+            ask("ending processes", lambda: blocked.wait(60), timeout_s=0.3)
+        assert raised.value.session
+    finally:
+        blocked.set()
+    assert ask("a call", lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        ask("a call", lambda: 1 // 0)
 
 
 def test_only_what_belongs_to_the_run_is_seen_and_ended() -> None:
     """Of two programs that have stopped a child, one is another's."""
-    mine, theirs = (subprocess.Popen(["bash", "-c", "kill -STOP $BASHPID & sleep 60"], start_new_session=True) for _ in range(2))
+    mine, theirs = (subprocess.Popen(["bash", "-c", "bash -c 'kill -STOP $$' & sleep 60"]) for _ in range(2))
     try:
         scan, deadline = Scan(os.getpid()), time.monotonic() + 30
-        while len(scan.still(0.0)) < 2 and time.monotonic() < deadline:
+        while len(scan.stopped(0.0)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        [found] = scan.still(0.0, {mine.pid})
+        [found] = scan.stopped(0.0, {mine.pid})
         assert mine.pid in found.pids
         scan.end()
-        while len(left := scan.still(0.0)) > 1 and time.monotonic() < deadline:
+        while len(left := scan.stopped(0.0)) > 1 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [theirs.pid in one.pids for one in left] == [True]
+        scan.end()
     finally:
         for one in (mine, theirs):
-            os.killpg(one.pid, signal.SIGKILL)
+            one.kill()
             one.wait()
+
+
+def test_what_stops_itself_in_a_sandbox_is_nobodys_affair() -> None:
+    """A sandbox's first process leads a session of its own: nothing below it is seen, whatever it does."""
+    program = ["bash", "-c", "bash -c 'kill -STOP $$' & kill -STOP $$"]
+    parent = "import subprocess, sys, time; subprocess.Popen(sys.argv[2:], start_new_session=sys.argv[1] == 'True'); time.sleep(60)"
+    inside, outside = (subprocess.Popen([sys.executable, "-c", parent, str(own), *program]) for own in (True, False))
+    try:
+        scan = Scan(os.getpid())
+        within(30, lambda: len(scan.stopped(0.0, {outside.pid})) == 2)
+        time.sleep(0.5)
+        assert scan.stopped(0.0, {inside.pid}) == []
+    finally:
+        for one in (inside, outside):
+            for child in subprocess.run(["pgrep", "-P", str(one.pid)], capture_output=True, text=True).stdout.split():
+                for pid in subprocess.run(["pgrep", "-P", child], capture_output=True, text=True).stdout.split():
+                    os.kill(int(pid), signal.SIGKILL)
+                os.kill(int(child), signal.SIGKILL)
+            one.kill()
+            one.wait()
+
+
+# A session of which one process is stopped or killed, while the main thread is in a call that nothing interrupts, or waits as a run does.
+LOST = """
+    import os, signal, sys, time, ray
+    from megarl import cli
+    from megarl.cluster import watch
+    from megarl.cluster.session import ray_session
+    from megarl.config import ClusterSettings
+
+    victim, number, doing = sys.argv[1], signal.Signals[sys.argv[2]], sys.argv[3]
+
+    def work():
+        with ray_session(ClusterSettings(gpus=False, start_timeout_s=300, still_timeout_s=2), actors=1):
+            actor = ray.remote(type("Worker", (), {"here": lambda self: True})).remote()
+            ray.get(actor.here.remote())
+            os.kill(watch._current._own[victim].pid, number)
+            print("broken", flush=True)
+            if doing == "waiting":
+                while True:
+                    time.sleep(0.1)
+                    watch.check("update", {"rank": [actor]})
+            while True:
+                ray.nodes() if doing == "blocked" else time.sleep(3600)
+
+    status = cli._guarded(work, None)
+    cli._leave_lost_session(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "doing"),
+    [
+        ("gcs_server", "SIGSTOP", "waiting"),
+        ("gcs_server", "SIGSTOP", "blocked"),
+        ("gcs_server", "SIGKILL", "blocked"),
+        ("raylet", "SIGSTOP", "waiting"),
+    ],
+)
+def test_a_lost_session_ends_its_run_with_a_line_whatever_the_run_is_doing(tmp_path: Path, victim: str, number: str, doing: str) -> None:
+    begun = time.monotonic()
+    command = [sys.executable, "-c", textwrap.dedent(LOST), victim, number, doing]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == "broken\n", done.stderr
+    assert time.monotonic() - begun < 60
+    what = "has ended" if number == "SIGKILL" else r"\(pid \d+\) has been stopped by a signal for \d s"
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("megarl: failed: ")]
+    assert re.match(rf"megarl: failed: StandsStill: (update|the session): Ray's {victim} {what}", line), done.stderr

@@ -20,7 +20,7 @@ from megarl import termination
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import DAMAGED, damaged
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
-from megarl.cluster.watch import StandsStill
+from megarl.cluster.server import StandsStill
 from megarl.config import ConfigError, SftConfig, load
 from megarl.errors import ContentLost, DamagedFile, SaveError
 from megarl.observe.metrics import Last
