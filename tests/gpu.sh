@@ -27,5 +27,7 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 bash tools/setup.sh --gpu
 .venv-gpu/bin/python -c 'import torch; torch.cuda.init()' || { echo "gpu.sh: CUDA shows no GPU here" >&2; exit 1; }
-.venv-gpu/bin/python -m pytest -m gpu --durations=15 "$@"
-exec .venv-gpu/bin/python -m tests.gpu
+status=0
+.venv-gpu/bin/python -m pytest -m gpu --durations=15 "$@" || status=$?
+.venv-gpu/bin/python -m tests.gpu || status=$?
+exit $status

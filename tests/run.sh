@@ -39,7 +39,9 @@ triton() {
     cmp -s tools/triton.hashes .venv/triton/hashes && return
     rm -rf .venv/triton
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --require-hashes --target .venv/triton \
-        -r tools/triton.hashes && cp tools/triton.hashes .venv/triton/hashes
+        -r tools/triton.hashes && cp tools/triton.hashes .venv/triton/hashes && return
+    echo "   cannot be installed here: its tests are skipped"
+    [[ ${CI:-} != true ]]
 }
 export -f triton
 

@@ -116,8 +116,8 @@ at_least() { [[ $(printf '%s\n' "$@" | sort -V | head -n 1) == "$1" ]]; }
 check_compiler() {
     local include
     include=$("$venv"/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
-    if ! command -v gcc clang "${CC:-gcc}" >/dev/null; then
-        lacking "no C compiler (gcc)"
+    if ! command -v ${CC:-gcc clang} >/dev/null; then
+        lacking "no C compiler (${CC:-gcc})"
     elif [[ ! -f $include/Python.h ]]; then
         lacking "no $include/Python.h: install python3.11-dev (Debian, Ubuntu) or python3.11-devel (RHEL), or set PYTHON to one of uv's"
     fi

@@ -145,6 +145,7 @@ def repeatable(attend: Callable[[], Tensor]) -> Tensor:
     finally:
         _warn()
     if out.grad_fn is not None:
+        assert "Attention" in out.grad_fn.name(), f"{out.grad_fn.name()}: the backward pass of no attention kernel"
         out.grad_fn.register_prehook(lambda _: _refuse())
         out.grad_fn.register_hook(lambda *_: _warn())
     return out

@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, Unfit
 from megarl.parallel import upstream
 from megarl.parallel.cpu import hook
 from megarl.parking import file_buffer
-from megarl.shell import FULL_PRECISION
+from megarl.shell import FULL_PRECISION, differing
 from megarl.text import one_line
 
 if TYPE_CHECKING:
@@ -157,10 +157,10 @@ class Cuda(Backend):
     def __init__(self, deterministic: bool = False, exact: bool = False) -> None:
         _hide(UNUSED)
         self.fused = not exact and has_transformer_engine()
-        for name in FULL_PRECISION:
-            os.environ.pop(name, None)
         if not self.fused:  # the layers of Transformer Engine ask for TF32 themselves, where it is enough (`upstream._router_gemm_of_te`)
             os.environ.update(FULL_PRECISION)
+        for name in differing(FULL_PRECISION):
+            del os.environ[name]
         torch.set_float32_matmul_precision("highest")  # where the shell has had torch begin with another
         if not self.fused:
             slower = f"Transformer Engine is not installed, the layers are {LOCAL}, which are slower"

@@ -39,7 +39,8 @@ def local_sums(logits_RV: Tensor, row_T: Tensor, real: int, temperature: float) 
     sum_T, dot_T = torch.zeros_like(top_T), torch.zeros_like(top_T)
     if real and len(row_T):
         steps, sizes = _row_steps(logits_RV), {"LANES": BLOCK // EACH, "EACH": EACH, "num_warps": WARPS}
-        _sums[(len(row_T),)](logits_RV, row_T, top_T, sum_T, dot_T, steps, logits_RV.shape[1], real, 1 / temperature / math.log(2), **sizes)
+        scale = 1 / temperature / math.log(2)
+        _sums[(len(row_T),)](logits_RV, row_T.contiguous(), top_T, sum_T, dot_T, steps, logits_RV.shape[1], real, scale, **sizes)
     return top_T / temperature, sum_T, dot_T
 
 

@@ -28,7 +28,7 @@ def lacking(environ: Mapping[str, str] = os.environ, include: Path | None = None
     """
     path, chosen = environ.get("PATH", os.defpath), environ.get("CC")
     if chosen is not None and shutil.which(chosen, path=path) is None:  # Triton starts CC as it is, without splitting it
-        return f"no C compiler: CC={chosen} is no program (CC unset: gcc or clang in PATH); {NEEDED_BY}"
+        return f"no C compiler: CC={chosen} is not a program (unset it to use gcc or clang from PATH); {NEEDED_BY}"
     if chosen is None and not any(shutil.which(name, path=path) for name in ("gcc", "clang")):
         return f"no C compiler: no gcc or clang in PATH, and CC is not set; {NEEDED_BY}"
     header = (include or headers()) / "Python.h"

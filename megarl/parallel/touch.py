@@ -41,4 +41,4 @@ def touch(device: str) -> str | None:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(log)
-    return None if found == list(range(COUNT)) else "a kernel of Triton's writes other numbers than it should"
+    return None if found == list(range(COUNT)) else "a Triton kernel writes wrong numbers"

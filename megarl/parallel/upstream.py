@@ -113,7 +113,7 @@ def _router_gemm(moe_utils: Any) -> None:
 
 
 def _router_gemm_of_te(moe_utils: Any, extension: Any, general_gemm: Callable[..., Any]) -> None:
-    """transformer_engine.py:2446 imports `get_workspace`, which Transformer Engine 2.11 no longer has: line 2485 silently sets
+    """transformer_engine.py:2446 imports `get_workspace`, which Transformer Engine no longer has since 2.10: line 2485 silently sets
     `te_general_gemm` to None, and moe_utils.py:1192 and 1225 cast the router's operands to float32 and multiply without tensor cores.
 
     `general_gemm` takes a workspace by itself now (2.11, cpp_extensions/gemm.py:120), so this one gives it none, as that of megatron-core
@@ -134,7 +134,7 @@ def _router_gemm_of_te(moe_utils: Any, extension: Any, general_gemm: Callable[..
         'inp.to(ctx.router_dtype), grad_output, ctx.router_dtype, layout="NT", grad=True',
     )
     if moe_utils.te_general_gemm is not None:
-        return  # Transformer Engine 2.9 and 2.10 still have `get_workspace`
+        return  # Transformer Engine 2.9 still has `get_workspace`
 
     def te_general_gemm(
         a: Tensor, b: Tensor, out_dtype: torch.dtype, *, layout: str, bias: Tensor | None = None, grad: bool = False

@@ -201,7 +201,7 @@ class MegatronWorker:
 
 
 def rank_environment(config: RunSettings, layout: Layout) -> dict[str, str]:
-    """The environment variables that a rank's process must set before it imports torch, on GPUs. One that the user has set stays as it is.
+    """The environment variables that a rank's process must set before it imports torch, on GPUs. Variables that the user has set are kept.
 
     torch's allocator uses expandable segments, which fragment less, except with `cuda_ipc`, where another process opens the memory.
 

@@ -143,7 +143,7 @@ def modes(grid: Grid) -> list[tuple[str, bool]]:
     def see(place: str) -> None:
         seen.append((place, torch.is_deterministic_algorithms_warn_only_enabled()))
 
-    class Kernel(torch.autograd.Function):
+    class AttentionKernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             see("forward")
@@ -158,7 +158,7 @@ def modes(grid: Grid) -> list[tuple[str, bool]]:
     x = torch.ones(3, requires_grad=True)
     before = x * 2
     before.register_hook(lambda _: see("after backward"))
-    out = attention.repeatable(lambda: Kernel.apply(before))
+    out = attention.repeatable(lambda: AttentionKernel.apply(before))
     see("between")
     after = out * 2
     after.register_hook(lambda _: see("before backward"))

@@ -23,7 +23,7 @@ from tests.gpu import converting, handing_over, layers, memory, numbers, shards,
 from tests.gpu.process import Ranks
 from tests.gpu.report import Report
 
-TOTAL_S, PART_S = 550.0, 150.0  # most seconds of all parts together, and of one
+TOTAL_S, PART_S = 520.0, 150.0  # most seconds of all parts together, and of one
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -46,8 +47,7 @@ def hand_over(grid: Any, transport: Literal["cuda_ipc", "shm"], buckets: int, me
             pipe.send(message)
 
             def taken() -> None:
-                assert pipe.poll(ANSWER_S), f"the engine has not taken bucket {len(seen)} within {ANSWER_S:g} s"
-                seen.append(pipe.recv())
+                seen.append(_answer(pipe, f"bucket {len(seen)}"))
                 held.append(_held(device))
 
             return taken
@@ -56,6 +56,7 @@ def hand_over(grid: Any, transport: Literal["cuda_ipc", "shm"], buckets: int, me
             for number in range(buckets):
                 yield f"tensor {number}", torch.full((megabytes << 18,), float(number), device=device)
 
+        _answer(pipe, "its start")
         begun = time.perf_counter()
         sent = sender.send(stream(), announce)
         seconds = time.perf_counter() - begun
@@ -74,12 +75,29 @@ def _engine(handle: str, where: str) -> None:
     from megarl.sync.receive import BucketReceiver
     from megarl.sync.wire import Header
 
-    device = torch.device(where)
-    receiver = BucketReceiver(device)
     with Connection(int(handle)) as pipe:
-        while (message := pipe.recv()) is not None:
-            values = {name: tensor.aminmax() for name, tensor in receiver.receive([Header.parse(message)])}
-            pipe.send(({name: (float(least), float(most)) for name, (least, most) in values.items()}, _held(device)))
+        try:
+            device = torch.device(where)
+            receiver, _ = BucketReceiver(device), torch.zeros(1, device=device)
+            pipe.send("ready")
+            while (message := pipe.recv()) is not None:
+                values = {name: tensor.aminmax() for name, tensor in receiver.receive([Header.parse(message)])}
+                pipe.send(({name: (float(least), float(most)) for name, (least, most) in values.items()}, _held(device)))
+        except Exception as error:
+            pipe.send(RuntimeError(f"the engine: {traceback.format_exc()}"))
+            raise SystemExit(1) from error
+
+
+def _answer(pipe: Connection, what: str) -> Any:
+    """What the engine sends next. Raises its error, or AssertionError where it is late or has ended."""
+    assert pipe.poll(ANSWER_S), f"the engine has not answered to {what} within {ANSWER_S:g} s"
+    try:
+        answer = pipe.recv()
+    except EOFError:
+        raise AssertionError(f"the engine has ended without an answer to {what}") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _held(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Parts experts and attention: the two halves of a layer of Qwen3-30B-A3B, as megarl builds it, in the shapes of a rank."""
+"""Part layers: the two halves of a layer of Qwen3-30B-A3B, as megarl builds it, in the shapes of a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.config import ModelSettings
 from tests.gpu.process import Run
-from tests.gpu.report import Report
+from tests.gpu.report import Report, largest
 from tests.gpu.shards import SHARD, SMALL, TOKENS
 from tests.gpu.timing import Timing, over, timed
 
@@ -53,7 +53,7 @@ def experts(grid: Any, small: bool) -> dict[str, Any]:
 
         outputs.append([forward().detach(), *torch.autograd.grad(forward(), [x_TD], slope_TD)])
         figures[name] = _speed(products, timed(both, lambda: _forget(x_TD, up_EDF, down_EFD, layer)))
-    figures["apart"] = max(_apart(one, other) for one, other in zip(*outputs, strict=True))
+    figures["apart"] = largest(_apart(one, other) for one, other in zip(*outputs, strict=True))
     return figures
 
 
@@ -69,7 +69,7 @@ def attention(grid: Any, small: bool) -> dict[str, Any]:
     config = layer.config
     heads, groups, size = config.num_attention_heads, config.num_query_groups, config.kv_channels
     tokens = 256 if small else TOKENS
-    different = [tokens // 128 + n * tokens // 8_192 for n in range(64)] if not small else [*range(1, 17)]
+    different = [*range(1, 17)] if small else [193 + 2 * n for n in range(64)]
     generator = torch.Generator().manual_seed(2)
     figures: dict[str, Any] = {}
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 Device = Literal["cpu", "cuda", "pretend"]  # pretend: see `pretend`
 Run = Callable[..., Any]
 """(function, *arguments) -> what function(grid, *arguments) returns on a grid of one rank, with tensors on the CPU."""
-LIMIT_S = 280.0  # of one call
+LIMIT_S, END_S = 280.0, 10.0  # of one call; for a process to end
 
 
 class Rank:
@@ -45,7 +45,7 @@ class Rank:
                 raise AssertionError(f"{doing}: not done in {limit_s:.0f} s")
             good, result = _unpacked(self._pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            self._process.join()
+            self._process.join(END_S)
             raise AssertionError(f"{doing}: the process died (exit code {self._process.exitcode})") from None
         assert good, f"{doing}:\n{result}"
         return result
@@ -57,7 +57,7 @@ class Rank:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.join()
+        self._process.join(END_S)  # one that is stuck in the GPU's driver may not end
 
 
 class Ranks:
@@ -100,18 +100,27 @@ def imported(grid: Any) -> set[str]:
 
 
 def _serve(pipe: Any, device: Device, exact: bool) -> None:
-    grid = None
+    """Answer one call after the other. If the grid cannot be made, the first is answered with the reason, and the process ends."""
+    grid, fault = None, ""
+    try:
+        grid = _grid(device, exact)
+    except BaseException:
+        fault = traceback.format_exc()
     while True:
         try:
-            if grid is None:
-                grid = _grid(device, exact)
             function, arguments = pipe.recv()  # imports the function's module: after the backend is chosen
-            answer = True, function(grid, *arguments)
-            _release()
         except EOFError:
             os._exit(0)  # threads of process groups are not waited for
         except BaseException:
+            fault = fault or traceback.format_exc()
+        if fault:
+            pipe.send_bytes(_packed((False, fault)))
+            os._exit(1)
+        try:
+            answer = True, function(grid, *arguments)
+        except BaseException:
             answer = False, traceback.format_exc()
+        _release()
         pipe.send_bytes(_packed(answer))
 
 

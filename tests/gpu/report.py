@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 SHOWN = 2_000  # characters of a traceback, from its end
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest number, and NaN if there is one: Python's `max` may lose it."""
+    numbers = list(values)
+    return next((number for number in numbers if math.isnan(number)), max(numbers))
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.process import Run
-from tests.gpu.report import Report
+from tests.gpu.report import Report, largest
 from tests.gpu.training import FLOAT32
 
 # Of an optimizer that is half on the CPU, against one that is not: Adam's arithmetic there rounds otherwise, and bfloat16 weights after it.
@@ -116,23 +116,27 @@ def check(there: Run, cpu: Run, report: Report, directory: Path, *, memory: bool
         memory: the device has memory of its own, and models are parked.
     """
     path, roots = directory / "tiny", [directory / name for name in ("cpu", "device", "back")]
-    first = cpu(begin, path, roots[0])
-    steps = [root / "step_000001" for root in roots]
-    crossed = there(go_on, path, steps[0], roots[1])
-    back = cpu(go_on, path, steps[1], roots[2])
-    tensors, equal = cpu(same, steps[0], steps[1])
-    apart = [abs(one["report"]["loss"][0] - first["report"]["loss"][0]) for one in (crossed, back)]
-    report.figures |= {"tensors": tensors, "loss after the load": apart[0]}
-    report.check(tensors > 30 and equal, "the CPU's checkpoint is not the same on the device")
-    report.check(cpu(same, steps[1], steps[2]) == (tensors, True), "the device's checkpoint is not the same on the CPU")
-    report.check(not crossed["exact"] and not back["exact"], "random states of one kind of device were used on another")
-    report.check(crossed["random"][1:3] == first["random"][1:3] == back["random"][1:3], "numpy's or Python's random states do not go on")
-    report.check(max(apart) < FLOAT32, f"losses after a load: {apart} apart, and {FLOAT32} is allowed")
+    with report.section("crossing"):
+        first = cpu(begin, path, roots[0])
+        steps = [root / "step_000001" for root in roots]
+        crossed = there(go_on, path, steps[0], roots[1])
+        back = cpu(go_on, path, steps[1], roots[2])
+        tensors, equal = cpu(same, steps[0], steps[1])
+        apart = [abs(one["report"]["loss"][0] - first["report"]["loss"][0]) for one in (crossed, back)]
+        report.figures |= {"tensors": tensors, "loss after the load": apart[0]}
+        report.check(tensors > 30 and equal, "the CPU's checkpoint is not the same on the device")
+        report.check(cpu(same, steps[1], steps[2]) == (tensors, True), "the device's checkpoint is not the same on the CPU")
+        report.check(not crossed["exact"] and not back["exact"], "random states of one kind of device were used on another")
+        report.check(
+            crossed["random"][1:3] == first["random"][1:3] == back["random"][1:3], "numpy's or Python's random states do not go on"
+        )
+        report.check(largest(apart) < FLOAT32, f"losses after a load: {apart} apart, and {FLOAT32} is allowed")
     if memory:
-        parked = there(park, path)
-        report.figures |= {"bytes there": parked["bytes there"], "bytes away": parked["bytes away"]}
-        report.check(parked["before"] == parked["after"] == cpu(park, path)["before"], "a parked model exports other weights")
-        report.check(parked["bytes away"] < 0.1 * parked["bytes there"], "a parked model stays in the device's memory")
+        with report.section("parking"):
+            parked = there(park, path)
+            report.figures |= {"bytes there": parked["bytes there"], "bytes away": parked["bytes away"]}
+            report.check(parked["before"] == parked["after"] == cpu(park, path)["before"], "a parked model exports other weights")
+            report.check(parked["bytes away"] < 0.1 * parked["bytes there"], "a parked model stays in the device's memory")
 
 
 def check_offload(there: Run, report: Report, directory: Path, *, equal: bool = False) -> None:
@@ -152,8 +156,8 @@ def check_offload(there: Run, report: Report, directory: Path, *, equal: bool = 
         with report.section(name):
             again, moments[name] = there(offload, path, root, None if step is None else root / f"step_{step:06d}", share)
             apart = {
-                "loss": max(abs(one - other) for one, other in zip(again["loss"], expected["loss"], strict=True)),
-                "log-prob": max(abs(value - expected["logp"][key]) for key, value in again["logp"].items()),
+                "loss": largest(abs(one - other) for one, other in zip(again["loss"], expected["loss"], strict=True)),
+                "log-prob": largest(abs(value - expected["logp"][key]) for key, value in again["logp"].items()),
             }
             report.figures[name] = apart
             report.check(again == expected or not equal, f"{name}: {apart} apart, on the same kind of device")

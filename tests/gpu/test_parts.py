@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.config import Layout
 from tests.gpu import converting, handing_over, layers, memory, numbers, shards, storing, training
 from tests.gpu.__main__ import PART_S, PARTS, main
 from tests.gpu.process import Rank, Run, imported
-from tests.gpu.report import Report
+from tests.gpu.report import Report, largest
 from tests.rank_pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +179,26 @@ def test_no_part_begins_after_the_time_of_all(monkeypatch: pytest.MonkeyPatch, c
     assert main() == 1
     lines = capsys.readouterr().out.splitlines()[1:-1]
     assert [json.loads(line)["faults"] for line in lines] == [["not run: -1 s are over"]] * 2
+
+
+def test_what_is_not_a_number_is_a_fault() -> None:
+    assert math.isnan(largest([1.0, math.nan, 2.0])) and largest([1.0, 3.0, 2.0]) == 3.0
+    report = Report()
+    nothing = torch.full((3,), math.nan)
+    errors = numbers._errors(torch.randn(3, 5), torch.zeros(3, dtype=torch.int64), nothing, nothing, torch.full((3, 5), math.nan))
+    assert all(map(math.isnan, errors.values()))
+    report.check(largest(errors.values()) < 1.0, "too large")
+    assert report.faults == ["too large"]
+
+
+def test_a_call_that_reads_past_an_end_is_told_as_what_it_is(there: Run) -> None:
+    with pytest.raises(AssertionError, match="EOFError: nothing is left"):
+        there(read_past_the_end)
+    assert there(imported)
+
+
+def read_past_the_end(grid: Any) -> None:
+    raise EOFError("nothing is left")
 
 
 def end_the_process(grid: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.gpu.process import Run
-from tests.gpu.report import Report
+from tests.gpu.report import Report, largest
 
 # Set before any GPU ran. Float32: other kernels and orders of summation through three steps of Adam. Bfloat16: 8 bits of mantissa.
 FLOAT32, BFLOAT16 = 2e-4, 0.1
@@ -44,9 +44,9 @@ def check(there: Run, cpu: Run, report: Report, directory: Path, half: Run | Non
             here = run(train, path, dtype, recompute)
             assert here["logp"].keys() == expected["logp"].keys()
             apart = {
-                "loss": max(abs(a - b) for a, b in zip(here["loss"], expected["loss"], strict=True)),
-                "grad_norm": max(abs(a - b) / b for a, b in zip(here["grad_norm"], expected["grad_norm"], strict=True)),
+                "loss": largest(abs(a - b) for a, b in zip(here["loss"], expected["loss"], strict=True)),
+                "grad_norm": largest(abs(a - b) / b for a, b in zip(here["grad_norm"], expected["grad_norm"], strict=True)),
                 "mean log-prob": sum(abs(value - expected["logp"][key]) for key, value in here["logp"].items()) / len(expected["logp"]),
             }
             report.figures[name] = {**apart, "layers": here["layers"]}
-            report.check(max(apart.values()) < bound, f"{name}: {apart}, and {bound} is allowed")
+            report.check(largest(apart.values()) < bound, f"{name}: {apart}, and {bound} is allowed")

@@ -118,6 +118,7 @@ def test_float32_on_a_gpu_is_multiplied_in_full_precision_whatever_the_shell_say
         backend.Cuda(exact=True)
         print(torch.get_float32_matmul_precision(), os.environ["NVIDIA_TF32_OVERRIDE"])
         torch.cuda.get_device_capability, backend.has_transformer_engine = lambda device: (9, 0), lambda: True
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "1"
         backend.Cuda()
         print(torch.get_float32_matmul_precision(), os.environ.get("NVIDIA_TF32_OVERRIDE"))
     """

@@ -41,7 +41,7 @@ def test_a_machine_without_a_compiler_or_headers_is_told_what_to_install(tools: 
     assert toolchain.lacking() is None
     assert toolchain.lacking({"CC": str(tools / "clang")}) is None
     for chosen in ("ccache gcc", "/nowhere/icc"):  # Triton would start a program of this name
-        assert (toolchain.lacking({"PATH": str(tools), "CC": chosen}) or "").startswith(f"no C compiler: CC={chosen} is no program")
+        assert (toolchain.lacking({"PATH": str(tools), "CC": chosen}) or "").startswith(f"no C compiler: CC={chosen} is not a program")
     (tools / "Python.h").unlink()
     assert (toolchain.lacking() or "").startswith(f"{tools}/Python.h is missing: install python3.11-dev (Debian, Ubuntu) or python3.11-de")
 

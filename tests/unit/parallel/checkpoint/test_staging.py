@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -37,7 +40,7 @@ def test_staged_tensors_stay_within_the_budget(tmp_path: Path) -> None:
         writer.put("m", tensor, 60.0)
         tensor.zero_()  # the caller goes on
     writer.close()
-    written = writer.finish()
+    written = writer.finish(60.0)
     done.set()
     watcher.join()
     assert tensors[0].nbytes <= most <= budget
@@ -62,7 +65,7 @@ def test_one_save_after_the_other_is_copied_into_the_same_memory(tmp_path: Path)
             writer.put("m", tensor, 60.0)
             tensor.zero_()
         writer.close()
-        places = writer.finish().locations["m"]
+        places = writer.finish(60.0).locations["m"]
         for number, (shape, place) in enumerate(zip(shapes, places, strict=True)):
             with StoredFile(tmp_path / str(save) / "m" / place.file) as file:
                 assert torch.equal(
@@ -83,7 +86,7 @@ def test_what_stays_still_is_written_without_a_copy(tmp_path: Path) -> None:
     assert writer.written(60.0)
     whole.untyped_storage().resize_(0)
     writer.close()
-    written = writer.finish()
+    written = writer.finish(60.0)
     assert sum(record.size for record in written.files.values()) < (6 << 20)  # the larger tensor has 8 MiB
     expected = torch.arange(1 << 21, dtype=torch.float32)
     for place, wanted in zip(written.locations["m"], [expected[5 : 5 + (1 << 20)].view(1 << 10, 1 << 10), expected[::7]], strict=True):
@@ -101,14 +104,14 @@ def test_nobody_reads_what_stayed_still_once_a_write_has_failed(tmp_path: Path) 
         writer.put("m", torch.ones(1 << 20), 60.0)
     assert writer.written(60.0) and not any(thread.is_alive() for thread in writer._threads)
     with pytest.raises(FileExistsError):
-        writer.finish()
+        writer.finish(60.0)
     (tmp_path / "n").mkdir()
     other = StagedWriter(tmp_path, 1, 1 << 30)
     other.put("n", torch.ones(5), 60.0)
     other.give_up()
     other.close()
     with pytest.raises(SaveError, match="given up"):
-        other.finish()
+        other.finish(60.0)
 
 
 def test_a_disk_that_stands_still_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +123,32 @@ def test_a_disk_that_stands_still_is_told_of(tmp_path: Path, monkeypatch: pytest
         writer.put("m", torch.ones(1 << 8), 0.1)
     writer.close()
     goes_on.set()
-    with pytest.raises(SaveError, match=r"the threads that write have made no room in 0\.1 s$"):
-        writer.finish()
+    with pytest.raises(SaveError, match=r"/m/__0_\d\.distcp: not written within save\.timeout_s$"):
+        writer.finish(60.0)
+
+
+HANGING = """
+import sys, threading, torch
+from pathlib import Path
+from megarl.errors import SaveError
+from megarl.parallel.checkpoint.staging import StagedWriter
+
+torch.save = lambda *_: threading.Event().wait()
+writer = StagedWriter(Path(sys.argv[1]), 0, 1 << 20, limit="save.timeout_s=0.5")
+writer.put("m", torch.ones(5), 0.5)
+writer.close()
+try:
+    writer.finish(0.5)
+except SaveError as error:
+    print(error)
+"""
+
+
+def test_a_write_that_never_returns_is_named_and_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    done = subprocess.run([sys.executable, "-c", HANGING, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    assert re.fullmatch(rf"{re.escape(str(tmp_path))}/m/__0_\d\.distcp: not written within save\.timeout_s=0\.5\n", done.stdout)
 
 
 def test_a_copy_for_which_there_is_no_memory_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,4 +160,4 @@ def test_a_copy_for_which_there_is_no_memory_takes_no_room(tmp_path: Path, monke
             writer.put("m", tensor, 60.0)
     writer.put("m", tensor, 0.1)
     writer.close()
-    assert len(writer.finish().locations["m"]) == 1
+    assert len(writer.finish(60.0).locations["m"]) == 1
