@@ -50,13 +50,13 @@ class Scan:
         """Return the processes that have been stopped for longer. `only`: restricts them to these and their descendants."""
         now, table = time.monotonic(), _table()
         since = {pid: self._since.get(pid, now) for pid in _family(self._roots, table) if table[pid].state in STOPPED}
-        found = list[StoppedProcess]()
+        processes = list[StoppedProcess]()
         for pid, begun in since.items():
             pids = (pid, *_ancestors(pid, table))
             if now - begun > longest_s and (only is None or not set(only).isdisjoint(pids)):
-                found.append(StoppedProcess(pids, _title(pid), now - begun))
-        self._since, self._last = since, found
-        return found
+                processes.append(StoppedProcess(pids, _title(pid), now - begun))
+        self._since, self._last = since, processes
+        return processes
 
     def end(self) -> None:
         """Kill the processes found by the last scan: a stopped process does not end itself when it is asked to."""
@@ -102,10 +102,10 @@ def _family(roots: Sequence[int], table: Mapping[int, _Process]) -> list[int]:
 
 
 def _ancestors(pid: int, table: Mapping[int, _Process]) -> list[int]:
-    found = list[int]()
-    while (process := table.get(found[-1] if found else pid)) is not None and process.parent and process.parent not in found:
-        found.append(process.parent)
-    return found
+    ancestors = list[int]()
+    while (process := table.get(ancestors[-1] if ancestors else pid)) is not None and process.parent and process.parent not in ancestors:
+        ancestors.append(process.parent)
+    return ancestors
 
 
 def _title(pid: int) -> str:

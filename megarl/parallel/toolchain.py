@@ -44,18 +44,18 @@ def headers() -> Path:
     return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
 
 
-def fault(error: Exception, said: str = "") -> str | None:
+def fault(error: Exception, output: str = "") -> str | None:
     """Explain a failure of Triton that is the machine's fault, and no GPU's, in one line. None if `error` is none of these.
 
     Args:
         error: what Triton raised.
-        said: what the compiler printed.
+        output: what the compiler printed.
     """
-    uncompiled = isinstance(error, subprocess.CalledProcessError | FileNotFoundError) or "C compiler" in str(error)
-    if uncompiled and (lack := lacking()) is not None:
+    no_compilation = isinstance(error, subprocess.CalledProcessError | FileNotFoundError) or "C compiler" in str(error)
+    if no_compilation and (lack := lacking()) is not None:
         return lack
     if isinstance(error, subprocess.CalledProcessError):
-        complaint = next((line for line in said.splitlines() if "error" in line or "cannot find" in line), said)
+        complaint = next((line for line in output.splitlines() if "error" in line or "cannot find" in line), output)
         return f"{error.cmd[0]} fails with status {error.returncode}: {one_line(complaint)}; {NEEDED_BY}"
     if any(name in str(error) for name in ("libcuda.so", "ldconfig")):  # driver.py:25-45
         return f"no libcuda.so.1 in `ldconfig -p` or LD_LIBRARY_PATH (TRITON_LIBCUDA_PATH names its folder); {NEEDED_BY}"

@@ -31,14 +31,14 @@ def touch(device: str) -> str | None:
     os.dup2(log, 2)  # the compiler says there what it lacks
     try:
         _count[(1,)](numbers, COUNT)
-        found = numbers.tolist()
+        values = numbers.tolist()
     except Exception as error:
-        said = os.pread(log, 1 << 16, 0).decode(errors="replace")
-        if (why := fault(error, said)) is None:
+        output = os.pread(log, 1 << 16, 0).decode(errors="replace")
+        if (why := fault(error, output)) is None:
             raise
         return why
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(log)
-    return None if found == list(range(COUNT)) else "a Triton kernel writes wrong numbers"
+    return None if values == list(range(COUNT)) else "a Triton kernel writes wrong numbers"

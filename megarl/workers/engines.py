@@ -344,10 +344,10 @@ class Engines:
 
 def engine_environment(settings: ClusterSettings) -> dict[str, str]:
     """The environment variables of engines that follow from the section `cluster`, whatever the shell says."""
-    told = {"VLLM_ENGINE_READY_TIMEOUT_S": str(ceil(settings.start_timeout_s))}  # vLLM's own is 600 (v1/engine/core_client.py:714)
+    variables = {"VLLM_ENGINE_READY_TIMEOUT_S": str(ceil(settings.start_timeout_s))}  # vLLM's own is 600 (v1/engine/core_client.py:714)
     if settings.gpus:
-        return told | {"VLLM_BATCH_INVARIANT": str(int(settings.deterministic))}
-    return told | {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # or else vLLM warns about the memory's NUMA node at every start
+        return variables | {"VLLM_BATCH_INVARIANT": str(int(settings.deterministic))}
+    return variables | {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # or else vLLM warns about the memory's NUMA node at every start
 
 
 def overruled(config: RunSettings) -> str | None:

@@ -207,7 +207,7 @@ def rank_environment(config: RunSettings, layout: Layout) -> dict[str, str]:
 
     With tensor or context parallelism, CUDA starts kernels in the order in which they are launched: Megatron launches a collective before
     the product that is to hide it (layers.py:526-558). Its own command line insists on it below compute capability 10, unless expert
-    communication is to be hidden as well, which wants the opposite (megatron-core 0.19.2, training/arguments.py:1413-1439).
+    communication is to be overlaps as well, which wants the opposite (megatron-core 0.19.2, training/arguments.py:1413-1439).
 
     Args:
         config: the run's configuration.
@@ -215,14 +215,14 @@ def rank_environment(config: RunSettings, layout: Layout) -> dict[str, str]:
     """
     if not config.cluster.gpus:
         return {}
-    told = {}
+    variables = {}
     handed_over = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
     if not handed_over and not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
-        told[ALLOCATOR] = "expandable_segments:True"
-    hidden = (layout.tp > 1 or layout.cp > 1) and not config.model.megatron.get("overlap_moe_expert_parallel_comm")
-    if hidden and CONNECTIONS not in os.environ and (capability_here() or (9, 0)) < (10, 0):
-        told[CONNECTIONS] = "1"
-    return told
+        variables[ALLOCATOR] = "expandable_segments:True"
+    overlaps = (layout.tp > 1 or layout.cp > 1) and not config.model.megatron.get("overlap_moe_expert_parallel_comm")
+    if overlaps and CONNECTIONS not in os.environ and (capability_here() or (9, 0)) < (10, 0):
+        variables[CONNECTIONS] = "1"
+    return variables
 
 
 def threads(config: RunSettings) -> int:

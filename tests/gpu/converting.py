@@ -12,7 +12,7 @@ from megarl.config import ModelSettings
 from tests.gpu.process import Run
 from tests.gpu.report import Report
 from tests.gpu.shards import SHARD, SMALL
-from tests.gpu.timing import once
+from tests.gpu.timing import seconds_of
 
 
 def convert(grid: Any, directory: Path, small: bool) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def convert(grid: Any, directory: Path, small: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {"GB": size / 1e9, "tensors": len(tensors)}
     exported = Fingerprinter()
     for what, work in (("load, first", load), ("load", load), ("stream, first", stream), ("stream", stream)):
-        figures[f"{what} GB/s"] = size / once(work) / 1e9
-    figures["stream with fingerprints GB/s"] = size / once(lambda: stream(exported)) / 1e9
+        figures[f"{what} GB/s"] = size / seconds_of(work) / 1e9
+    figures["stream with fingerprints GB/s"] = size / seconds_of(lambda: stream(exported)) / 1e9
     before, after = written.digest(), exported.digest()
     return {**figures, "differ": [name for name in before if after.get(name) != before[name]][:3], "exported": len(after)}
 

@@ -14,7 +14,7 @@ from megarl.config import ModelSettings
 from tests.gpu.process import Run
 from tests.gpu.report import Report, largest
 from tests.gpu.shards import SHARD, SMALL, TOKENS
-from tests.gpu.timing import Timing, over, timed
+from tests.gpu.timing import Timing, memory_over, timed
 
 APART = 2**-5  # bfloat16, of the largest element: other kernels, other orders of summation
 
@@ -137,4 +137,4 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def _speed(flops: float, timing: Timing) -> dict[str, float]:
-    return {"seconds": timing.seconds, "TFLOP/s": flops / timing.seconds / 1e12, **over(timing)}
+    return {"seconds": timing.seconds, "TFLOP/s": flops / timing.seconds / 1e12, **memory_over(timing)}

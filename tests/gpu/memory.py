@@ -10,7 +10,7 @@ import torch
 from megarl.parallel.backend import choose
 from tests.gpu.process import Run
 from tests.gpu.report import Report
-from tests.gpu.timing import once, over, rate, timed
+from tests.gpu.timing import memory_over, rate, seconds_of, timed
 
 MODEL_BYTES = 61.1e9  # Qwen3-30B-A3B in bfloat16
 
@@ -78,7 +78,7 @@ def parking(grid: Any, small: bool) -> dict[str, Any]:
         backend.empty_cache()
 
     for _ in range(3):
-        out, back = once(leave), once(parked.wake)
+        out, back = seconds_of(leave), seconds_of(parked.wake)
         rounds.append({"out GB/s": size / out / 1e9, "back GB/s": size / back / 1e9})
     return {"GB": size / 1e9, "rounds": rounds, "changed": sums != [float(tensor.double().sum()) for tensor in tensors]}
 
@@ -90,7 +90,7 @@ def optimizer(grid: Any, small: bool) -> dict[str, Any]:
     weight.grad = torch.randn_like(weight)
     adam = torch.optim.AdamW([weight], lr=1e-6, fused=True)
     timing = timed(adam.step)
-    return {"elements": count, "seconds": timing.seconds, "GB/s": 28 * count / timing.seconds / 1e9, **over(timing)}
+    return {"elements": count, "seconds": timing.seconds, "GB/s": 28 * count / timing.seconds / 1e9, **memory_over(timing)}
 
 
 def check(there: Run, report: Report, *parts: Callable[[Any, bool], dict[str, Any]], small: bool = False) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.parallel import logprobs_chunked
 from tests.gpu.process import Run
 from tests.gpu.report import Report, largest
-from tests.gpu.timing import over, timed
+from tests.gpu.timing import memory_over, timed
 
 ROWS, VOCABULARY = 16_384, 151_936  # a micro-batch, and Qwen3's vocabulary
 SMALL = (48, 1_003)
@@ -99,7 +99,12 @@ def logprobs(grid: Any, way: str, rows: int, vocabulary: int) -> dict[str, float
         with torch.no_grad():
             scoring = timed(lambda: forward(logits_RV))
     size = kept_RV.nbytes
-    figures = {"rows": rows, "seconds": training.seconds, "GB/s of 6 bytes a logit": 3 * size / training.seconds / 1e9, **over(training)}
+    figures = {
+        "rows": rows,
+        "seconds": training.seconds,
+        "GB/s of 6 bytes a logit": 3 * size / training.seconds / 1e9,
+        **memory_over(training),
+    }
     figures |= {"seconds, forward": scoring.seconds, "GB/s of 2 bytes a logit": size / scoring.seconds / 1e9}
     return {**figures, **errors, "gradient in place of the logits": in_place}
 

@@ -38,7 +38,7 @@ def timed(work: Callable[[], object], before: Callable[[], object] = lambda: Non
     return Timing(statistics.median(seconds[WARM_UP:]), peak)
 
 
-def once(work: Callable[[], object]) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     """The seconds of `work` where its first time matters, or differs from the others."""
     choose().synchronize()
     begun = time.perf_counter()
@@ -57,9 +57,9 @@ def allocated() -> int | None:
 
 def rate(size: float, timing: Timing) -> dict[str, float]:
     """`size` in bytes: GB per second, and the memory on top."""
-    return {"GB/s": size / timing.seconds / 1e9, **over(timing)}
+    return {"GB/s": size / timing.seconds / 1e9, **memory_over(timing)}
 
 
-def over(timing: Timing) -> dict[str, float]:
+def memory_over(timing: Timing) -> dict[str, float]:
     """The memory on top, in GB, where there is a GPU to hold it."""
     return {} if timing.peak is None else {"GB over": timing.peak / 1e9}
