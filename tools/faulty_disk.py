@@ -1,4 +1,4 @@
-"""A disk that can be made full or slow: a file system in a file, throttled by Linux's block layer."""
+"""A disk that can be made full or slow, or hang: a file system in a file, throttled by Linux's block layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FaultyDisk:
     """A disk mounted on `place`, a new directory; the image file beside it keeps what was written."""
 
     def __init__(self, place: Path) -> None:
-        self._place, self.image = place, place.with_suffix(".img")
+        self._place, self.image, self._frozen = place, place.with_suffix(".img"), False
         place.mkdir(parents=True)
         with self.image.open("xb") as file:
             file.truncate(SIZE)
@@ -53,8 +53,20 @@ class FaultyDisk:
         """Limit writes to `SPEED` bytes per second from now on."""
         THROTTLE.write_text(f"{self._device} {SPEED}")
 
+    def freeze(self) -> None:
+        """Make writes hang until `thaw`; not even SIGKILL ends a process that is in one."""
+        _call("fsfreeze", "--freeze", self._place)
+        self._frozen = True
+
+    def thaw(self) -> None:
+        """Let the writes go on that hang."""
+        if self._frozen:
+            _call("fsfreeze", "--unfreeze", self._place)
+            self._frozen = False
+
     def mend(self) -> None:
-        """Make the disk neither full nor slow again."""
+        """Make the disk neither full nor slow again, and let it go on."""
+        self.thaw()
         self._filler.unlink(missing_ok=True)
         THROTTLE.write_text(f"{self._device} 0")
 

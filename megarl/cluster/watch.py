@@ -180,7 +180,13 @@ _current: Watch | None = None
 
 @contextmanager
 def watched(limit_s: float, own: bool, on_loss: Callable[[str], object] = lambda why: None) -> Iterator[None]:
-    """Watch the session that is open inside the block; see `Watch`."""
+    """Watch the session that is open inside the block.
+
+    Args:
+        limit_s: how long a process may be stopped.
+        own: whether this process started the session; see `Watch`.
+        on_loss: called with the reason before this process is ended because the session is lost.
+    """
     global _current
     before, _current = _current, Watch(limit_s, own, on_loss)
     try:

@@ -25,6 +25,9 @@ class CheckpointSettings(Section):
     """Write in the background, while the next steps run."""
     staging_mb: Megabytes = 8192
     """Host memory per rank for tensors waiting to be written; beyond that, the save waits."""
+    timeout_s: Seconds | None = None
+    """Time limit of a save, from its beginning until it is on disk; null: half of cluster.phase_timeout_s. It may not be more, since
+    a phase must outlast the save that it waits for."""
     on_failure: Literal["stop", "continue"] = "stop"
     """If a save fails: end the run, or raise an alarm and continue."""
     rolling: Literal["off", "local", "peer"] = "off"
@@ -32,6 +35,10 @@ class CheckpointSettings(Section):
     loses only the current step. Keeps the last two steps, so it takes memory for two copies (peer: four)."""
     resume: bool = True
     """Resume from the run's newest intact checkpoint; false: move any earlier run of this name aside, and start over."""
+
+    def limit_s(self, phase_timeout_s: float) -> float:
+        """Return the time limit of a save. `phase_timeout_s`: that of the phase that waits for it."""
+        return phase_timeout_s / 2 if self.timeout_s is None else self.timeout_s
 
 
 class ClusterSettings(Section):
@@ -122,3 +129,10 @@ class TrainingSettings(RunSettings):
 
     save: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
+
+    @model_validator(mode="after")
+    def _a_phase_outlasts_a_save(self) -> TrainingSettings:
+        phase_s = self.cluster.phase_timeout_s
+        if (limit_s := self.save.limit_s(phase_s)) > phase_s / 2:
+            raise ValueError(f"save.timeout_s={limit_s:g}: more than half of cluster.phase_timeout_s={phase_s:g}")
+        return self

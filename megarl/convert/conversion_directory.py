@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megarl.errors import ConfigError
 
 UnitRecord = dict[str, Any]  # the JSON record of a finished unit
 _PLAN, _COMMIT, _CHECKED = "plan.json", "commit", "checked"
+COMMIT_S, _POLL_S = 3600.0, 0.2  # how long to wait for another process that completes the directory
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,29 @@ class ConversionDirectory:
         except FileNotFoundError:  # another process has completed everything
             yield False
             return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
+        deadline = time.monotonic() + (COMMIT_S if wait else 0.0)
+        while not _locked(descriptor):
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
             os.close(descriptor)
+            if wait:
+                raise ConfigError(f"convert: {self.journal / name}: another process has been completing {self.final} for {COMMIT_S:g} s")
             yield False
             return
         try:
             yield True
         finally:
             os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock a file, and return whether that was possible."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _difference(one: dict[str, Any], two: dict[str, Any]) -> str:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +27,7 @@ from megarl.http_client import connected, target, token_of
 from megarl.text import printable
 
 MOST_BYTES = 1 << 20  # maximum size of an answer
+CLOSE_S = 5.0  # for a /close to be answered; nothing depends on it
 SHOWN = 200  # bytes of the body that are quoted with an error status
 TOKEN_KEY = "environment.source.token_env"
 
@@ -39,6 +40,7 @@ class HttpHost:
         token = token_of(source.token_env, TOKEN_KEY)
         self._headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
         self._threads = ThreadPoolExecutor(source.connections, thread_name_prefix="environments")
+        self._warned = False
 
     def open(self) -> HttpEpisode:
         """Return a new episode."""
@@ -46,12 +48,28 @@ class HttpHost:
 
     async def ask(self, what: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send a request to /`what` and return the answer, a JSON object. Raises EnvironmentFailed if there is no valid one."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, what, json.dumps(body).encode())
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, what, json.dumps(body).encode(), self._step_s)
 
-    def _ask(self, what: str, body: bytes) -> dict[str, Any]:
+    async def ask_to_close(self, episode: Any) -> None:
+        """Send a request to /close, and wait up to CLOSE_S for the answer: a server that is late with it holds up no other episode.
+
+        It is still sent if it has to wait longer for its turn. The first that fails is told on stderr, the others are not.
+        """
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._close, json.dumps({"episode": episode}).encode())
+        await asyncio.wait([work], timeout=CLOSE_S)
+
+    def _close(self, body: bytes) -> None:
+        try:
+            self._ask("close", body, min(self._step_s, CLOSE_S))
+        except EnvironmentFailed as fault:
+            if not self._warned:
+                self._warned = True
+                print(f"megarl: warning: environment.source.url={self._source.url}: /close: {fault}", file=sys.stderr, flush=True)
+
+    def _ask(self, what: str, body: bytes, within_s: float) -> dict[str, Any]:
         place = urlsplit(f"{self._source.url.rstrip('/')}/{what}")
         try:
-            with connected(place, self._step_s) as connection:
+            with connected(place, within_s) as connection:
                 connection.request("POST", target(place), body, self._headers)
                 answer = connection.getresponse()
                 read = answer.read(MOST_BYTES + 1)
@@ -98,10 +116,9 @@ class HttpEpisode:
         return _read(lambda: read_step(fields))
 
     async def close(self) -> None:
-        """Tell the server that the episode is over; errors are ignored."""
+        """Tell the server that the episode is over; its answer changes nothing."""
         if self._episode is not None:
-            with suppress(EnvironmentFailed):
-                await self._host.ask("close", {"episode": self._episode})
+            await self._host.ask_to_close(self._episode)
 
 
 def _read(reading: Any) -> Turn:

@@ -25,6 +25,7 @@ from megarl.environments.protocol import begin, end, read_step, waited
 from megarl.imports import find
 
 MOST_BYTES = 16 << 20
+BUSY_S = 60.0  # how long a request waits for the one before it
 IDLE_S = 3600.0  # twice the default time limit of an engine for a turn (rollout.timeout_s)
 
 
@@ -33,6 +34,7 @@ class _Episode:
     environment: Any
     lock: threading.Lock = field(default_factory=threading.Lock)
     used: float = field(default_factory=time.monotonic)  # time of its last request
+    closed: bool = False
 
 
 class EnvironmentServer(ThreadingHTTPServer):
@@ -60,17 +62,35 @@ class EnvironmentServer(ThreadingHTTPServer):
             self._episodes[name] = _Episode(environment)
             return {"episode": name, "observation": turn.messages}
         if what == "step":
-            with self._episodes[body["episode"]].lock:
+            episode = self._episodes[body["episode"]]
+            if not episode.lock.acquire(timeout=BUSY_S):
+                raise TimeoutError(f"the step before has not returned in {BUSY_S:g} s")
+            try:
                 episode = self._episodes[body["episode"]]  # which may have ended while this waited
                 turn = read_step(waited(episode.environment.step(body["text"], body["tokens"], body["finished"])))
                 episode.used = time.monotonic()
+            finally:
+                episode.lock.release()
+                self._end_closed(episode)
             return {"observation": turn.messages, "reward": turn.reward, "done": turn.done, "info": dict(turn.info)}
         if what == "close":
             episode = self._episodes.pop(body["episode"], _Episode(None))
-            with episode.lock:  # a step that exceeded the client's time limit may still be running
-                end(episode.environment)
+            episode.closed = True
+            if episode.lock.acquire(timeout=BUSY_S):  # a step that exceeded the client's time limit may still be running
+                episode.lock.release()
+            self._end_closed(episode)
             return {}
         raise KeyError(f"/{what}: there are /reset, /step and /close")
+
+    def _end_closed(self, episode: _Episode) -> None:
+        """End an episode that is closed, unless a step of it is under way, after which this is called again."""
+        if episode.closed and episode.lock.acquire(blocking=False):
+            try:
+                environment, episode.environment = episode.environment, None
+                if environment is not None:
+                    end(environment)
+            finally:
+                episode.lock.release()
 
     def _end_idle(self) -> None:
         """Close episodes that have had no request for IDLE_S, which their clients will not close."""

@@ -10,18 +10,20 @@ One score per sample, in order: a finite number, or an object with a finite numb
 health check, answered with an empty list of scores. A request may be repeated with the same samples, so scoring must have no side effects.
 
 Failed connections, late answers and the statuses 408, 429 and 5xx are retried, after pauses that double; any other status, and any answer
-not as above, is a permanent fault. Either way the outcome is RewardUnavailable, and never a score of 0.
+not as above, is a permanent fault. Either way the outcome is RewardUnavailable, and never a score of 0. It says what the server did in all
+attempts, not in the last one alone, and which setting ended them.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import queue
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -29,7 +31,7 @@ from urllib.parse import urlsplit
 from megarl.config import ConfigError, HttpReward
 from megarl.config.section import web_address
 from megarl.http_client import connected, shut, target, token_of, unanswered
-from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
+from megarl.rewards.score import LOOK_S, Look, RewardUnavailable, Score, ScoreRequest, no_look
 from megarl.rewards.verifiers import BadReturn, read_return
 from megarl.text import one_line
 
@@ -39,6 +41,7 @@ LONGEST_URL = 4096  # characters
 SHOWN = 200  # bytes shown of an error status' body
 LONGEST_FAULT, LONGEST_PART = 400, 60  # characters of a message, and of the name of a part of a score
 PASSING = (408, 429)  # statuses that may be transient, as may all from 500 on
+KINDS = 3  # of faults that an error lists, the latest
 
 
 class _Fault(Exception):
@@ -56,6 +59,29 @@ class _PermanentFault(_Fault):
     """A fault that every further attempt would meet."""
 
 
+class _Faults:
+    """The faults of several attempts, equal ones counted together; only the latest `KINDS` are kept."""
+
+    def __init__(self) -> None:
+        self.total, self._lock = 0, threading.Lock()
+        self._counts: dict[str, int] = {}  # in the order in which they were last met
+
+    def add(self, fault: _Fault) -> None:
+        with self._lock:
+            self.total += 1
+            self._counts[str(fault)] = self._counts.pop(str(fault), 0) + 1
+            if len(self._counts) > KINDS:
+                del self._counts[next(iter(self._counts))]
+
+    def __str__(self) -> str:
+        """Return all of them in one line, the latest last."""
+        with self._lock:
+            counts, total = dict(self._counts), self.total
+        earlier = total - sum(counts.values())
+        said = [f"{fault} ({count} times)" if count > 1 and total > count else fault for fault, count in counts.items()]
+        return "; then ".join(([f"{earlier} other faults"] if earlier else []) + said)
+
+
 def check(source: HttpReward, key: str = "reward.source") -> None:
     """Raise ConfigError if the token is missing or the server does not answer a request without samples, which is sent once.
 
@@ -70,7 +96,7 @@ def check(source: HttpReward, key: str = "reward.source") -> None:
         unanswered(str(error))
         return
     try:
-        _exchange(url, token, [], source.timeout_s, _ScoreCall(time.monotonic()))
+        _exchange(url, token, [], source.timeout_s, f"{key}.timeout_s={source.timeout_s:g}", _ScoreCall(time.monotonic()))
     except (_TransientFault, _PermanentFault) as error:
         unanswered(f"{place}: {error}")
 
@@ -99,12 +125,15 @@ class HttpScorer:
         connections: the number of batches, of `source.batch_size` responses each, that may be in flight at a time.
         require_finished: score responses cut by the length limit 0, without sending them.
         key: the dotted key of these settings in the configuration.
+        look: see `Look`.
     """
 
     guarantee = None
 
-    def __init__(self, source: HttpReward, connections: int, require_finished: bool, key: str = "reward.source") -> None:
-        self._source, self._connections, self._require_finished = source, connections, require_finished
+    def __init__(
+        self, source: HttpReward, connections: int, require_finished: bool, key: str = "reward.source", look: Look = no_look
+    ) -> None:
+        self._source, self._connections, self._require_finished, self._key, self._look = source, connections, require_finished, key, look
         self._url, self._place = address(source, key)
         self._token = token_of(source.token_env, f"{key}.token_env")
 
@@ -117,13 +146,23 @@ class HttpScorer:
         size = self._source.batch_size
         batches = [asked[first : first + size] for first in range(0, len(asked), size)]
         scores = [Score(0.0, scored=False)] * len(requests)
-        call = _ScoreCall(time.monotonic())
+        call = _ScoreCall(time.monotonic(), len(batches))
         pool = ThreadPoolExecutor(self._connections)
+        done = queue.SimpleQueue[Future[list[Score]]]()  # in the order in which they end
         try:
             answers = {pool.submit(self._batch, [requests[n] for n in batch], call): batch for batch in batches}
-            for answer in as_completed(answers):  # the first that fails is the cause: only then are the others stopped
+            for answer in answers:
+                answer.add_done_callback(done.put)
+            while call.answered < call.batches:
+                self._look()
+                try:
+                    answer = done.get(timeout=LOOK_S)
+                except queue.Empty:
+                    continue
+                # The first that fails is the cause: only then are the others stopped.
                 for n, score in zip(answers[answer], answer.result(), strict=True):
                     scores[n] = score
+                call.answered += 1
         finally:
             call.end()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -131,24 +170,28 @@ class HttpScorer:
 
     def _batch(self, requests: list[ScoreRequest], call: _ScoreCall) -> list[Score]:
         """Return the scores of one batch, after as many attempts as it needs and the settings allow."""
-        source, pause = self._source, self._source.backoff_s
-        end = call.begun + source.deadline_s
-        fault: _Fault = _PermanentFault(f"not all scores within deadline_s={source.deadline_s:g}")
-        attempt = 0
-        while attempt < source.attempts and (left := end - time.monotonic()) > 0:
-            attempt += 1
+        source, pause, end = self._source, self._source.backoff_s, call.begun + self._source.deadline_s
+        deadline, faults, last = f"{self._key}.deadline_s={source.deadline_s:g}", _Faults(), list[str]()
+        while faults.total < source.attempts and (left := end - time.monotonic()) > 0:
+            within_s, limit = min((source.timeout_s, f"{self._key}.timeout_s={source.timeout_s:g}"), (left, deadline))
             try:
-                return _exchange(self._url, self._token, requests, min(source.timeout_s, left), call)
+                return _exchange(self._url, self._token, requests, within_s, limit, call)
             except _PermanentFault as error:
-                fault = error
+                faults.add(error)
                 break
             except _TransientFault as error:
-                fault = error
-            if attempt < source.attempts and call.ended.wait(min(pause, LONGEST_PAUSE_S, max(end - time.monotonic(), 0.0))):
+                faults.add(error)
+                call.faults.add(error)
+            if faults.total < source.attempts and call.ended.wait(min(pause, LONGEST_PAUSE_S, max(end - time.monotonic(), 0.0))):
                 break
             pause *= 2
-        tried = f"{attempt} attempt{'' if attempt == 1 else 's'}, {time.monotonic() - call.begun:.1f} s"
-        raise RewardUnavailable(f"{self._place}: {fault} ({tried})")
+        else:
+            last = [f"{self._key}.attempts={source.attempts}"] if faults.total == source.attempts else []
+            if time.monotonic() >= end:
+                last.append(f"{deadline}, within which {call.answered} of {call.batches} requests were answered")
+        tried = f"{faults.total} attempt{'' if faults.total == 1 else 's'}, {time.monotonic() - call.begun:.1f} s"
+        said = str(faults if faults.total else call.faults) or "its answers take too long"
+        raise RewardUnavailable(f"{self._place}: {said} ({'; '.join([tried, *last])})")
 
     def __enter__(self) -> Self:
         return self
@@ -162,6 +205,9 @@ class _ScoreCall:
     """The shared state of one call of `score`: once a batch has failed for good, or the caller is gone, the other batches stop."""
 
     begun: float
+    batches: int = 1
+    answered: int = 0  # batches
+    faults: _Faults = field(default_factory=lambda: _Faults())  # of all batches
     ended: threading.Event = field(default_factory=threading.Event)
     sockets: set[socket.socket] = field(default_factory=set)  # open sockets, on which threads may be waiting
 
@@ -171,31 +217,51 @@ class _ScoreCall:
             shut(open_socket)
 
 
-def _exchange(url: str, token: str | None, requests: Sequence[ScoreRequest], within_s: float, call: _ScoreCall) -> list[Score]:
-    """Send one request and return the scores in its answer, within `within_s` seconds, however slowly the bytes arrive."""
+def _exchange(url: str, token: str | None, requests: Sequence[ScoreRequest], within_s: float, limit: str, call: _ScoreCall) -> list[Score]:
+    """Send one request and return the scores in its answer, within `within_s` seconds, however slowly the bytes arrive.
+
+    Args:
+        url: the server's address.
+        token: the bearer token; None: none.
+        requests: the responses to score.
+        within_s: the time limit.
+        limit: the setting that it comes from, and its value.
+        call: the call that this is a part of.
+
+    Raises:
+        _TransientFault: there was no whole answer, or one with a status that may pass.
+        _PermanentFault: the server does not follow the protocol.
+    """
     samples = [
         {"prompt": ask.prompt, "response": ask.response, "answer": ask.answer, "meta": ask.meta, "finished": ask.finished}
         for ask in requests
     ]
     body = json.dumps({"samples": samples}, default=str).encode()
     headers = {"Content-Type": "application/json", **({} if token is None else {"Authorization": f"Bearer {token}"})}
-    place, limit = urlsplit(url), LARGEST_SCORE * (len(samples) + 1)
+    place, most, fault = urlsplit(url), LARGEST_SCORE * (len(samples) + 1), ""
+    reached, answer, text, more = False, None, b"", b""
     try:
         with connected(place, within_s, call.sockets) as connection:
+            reached = True
+            if call.ended.is_set():  # before this socket was among those that `end` shuts down
+                raise _TransientFault("another request has failed")
             connection.request("POST", target(place), body, headers)
             answer = connection.getresponse()
-            text = answer.read(limit)
+            text = answer.read(most)
             more = answer.read(1)
-    except TimeoutError:
-        raise _TransientFault(f"no answer within {within_s:.1f} s") from None
     except (OSError, http.client.HTTPException) as error:
-        raise _TransientFault(f"{type(error).__name__}: {error}") from None
-    if answer.status != 200:
-        said = text[:SHOWN].decode(errors="replace").strip()
+        fault = f"{type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError) and error.errno is None:  # the time limit, not the kernel's
+            late = "no connection within" if not reached else "silent for" if answer is None else "an answer that has not ended after"
+            fault = f"{late} {within_s:.1f} s ({limit})"
+    if answer is not None and answer.status != 200:  # whatever became of its body
+        said = fault or text[:SHOWN].decode(errors="replace").strip()
         kind = _TransientFault if answer.status in PASSING or answer.status >= 500 else _PermanentFault
         raise kind(f"status {answer.status} {answer.reason}" + (f": {said}" if said else ""))
+    if answer is None or fault:
+        raise _TransientFault(fault)
     if more:
-        raise _PermanentFault(f"the answer is longer than {limit} bytes for {len(samples)} samples")
+        raise _PermanentFault(f"the answer is longer than {most} bytes for {len(samples)} samples")
     if answer.length:  # bytes announced by the header that did not arrive
         raise _TransientFault(f"the answer broke off, {answer.length} bytes before its end")
     return _read(text, len(samples))

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from megarl.config import ConfigError, FunctionReward, RewardSettings, alone
-from megarl.rewards.score import Score, ScoreRequest
+from megarl.rewards.score import LOOK_S, Look, Score, ScoreRequest, no_look
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
 from megarl.text import printable
@@ -44,13 +44,14 @@ class ProcessScorer:
     Use it as a context manager, or call `close`. The processes die with this one, however it ends.
     """
 
-    def __init__(self, settings: RewardSettings, log: Path | None = None) -> None:
+    def __init__(self, settings: RewardSettings, log: Path | None = None, look: Look = no_look) -> None:
         """
         Args:
             settings: the section `reward`.
             log: the file to which the processes' output is appended; None: stderr.
+            look: see `Look`.
         """
-        self.settings, self.log = settings, log
+        self.settings, self.log, self._look, self._closed = settings, log, look, False
         self._processes = [_ScoringProcess(settings, log) for _ in range(settings.workers)]
 
     @property
@@ -71,15 +72,17 @@ class ProcessScorer:
             else:
                 scores[number] = Score(0.0, scored=False)
         for place, process in enumerate(self._processes):
-            if process.lost_idle:
+            if self._closed or process.lost_idle:
                 process.kill()
                 self._processes[place] = _ScoringProcess(self.settings, self.log)
+        self._closed = False
         chunk = max(1, min(CHUNK, len(waiting) // (4 * len(self._processes))))
         try:
             while len(scores) < len(requests):
                 for process in self._processes:
                     if process.idle and waiting:
                         process.give([(n, requests[n]) for n in (waiting.popleft() for _ in range(min(chunk, len(waiting))))])
+                self._look()
                 self._collect(scores, waiting)
         except BaseException:
             self.close()  # busy processes would send their answers into the next call
@@ -87,8 +90,8 @@ class ProcessScorer:
         return [scores[number] for number in range(len(requests))]
 
     def _collect(self, scores: dict[int, Score], waiting: deque[int]) -> None:
-        """Wait for answers until the next deadline; replace processes that are late or dead."""
-        deadline = min(process.deadline for process in self._processes)
+        """Wait for answers until the next deadline or look; replace processes that are late or dead."""
+        deadline = min(time.monotonic() + LOOK_S, *(process.deadline for process in self._processes))
         answered = wait([process.channel.fileno() for process in self._processes], max(0.0, deadline - time.monotonic()))
         for place, process in enumerate(self._processes):
             error = process.read(scores) if process.channel.fileno() in answered else process.late()
@@ -104,7 +107,8 @@ class ProcessScorer:
             self._processes[place] = _ScoringProcess(self.settings, self.log)
 
     def close(self) -> None:
-        """End the scoring processes. Can be called twice."""
+        """End the scoring processes. Can be called twice; another `score` would start new ones."""
+        self._closed = True
         for process in self._processes:
             process.kill()
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from megarl.errors import Stopped
 
 MOST_KINDS, LONGEST_KIND = 16, 60
+LOOK_S = 1.0
+
+Look = Callable[[], None]
+"""Called every LOOK_S seconds while scores are waited for. It may raise, as where a process of the run has been lost; scoring then ends."""
+
+
+def no_look() -> None:
+    """Do nothing, where there is nothing to look at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ READ_AHEAD = 1 << 16  # bytes of a body that are buffered before they are read
 TOGETHER = 1024  # samples in a batch from which on no further request joins it
 SHOWN = 500  # characters of an error
 LINGER_S = 2.0  # to receive the rest of a refused body: a client may read the answer only once it has sent everything
-WAKE_S = 1.0  # between checks for a signal: one that arrives just before a wait, or in another thread, does not end the wait
+WAKE_S = 1.0  # between looks, and checks for a signal: one that arrives just before a wait, or in another thread, does not end the wait
 ACCEPT_S, END_S = 0.1, 2.0  # pause after an accept that failed, such as for lack of descriptors; longest time for the last answers
 
 
@@ -99,17 +99,22 @@ class RewardServer:
         self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
         return self
 
-    def wait(self) -> None:
-        """Block until the model fails, and raise its error, or until the caller is interrupted."""
+    def wait(self, look: Callable[[], object] = lambda: None) -> None:
+        """Block until the model fails, and raise its error, or until the caller is interrupted.
+
+        Args:
+            look: called every WAKE_S seconds, whether or not the model has anything to score; what it raises is raised.
+        """
         while not self._serving.done():
+            look()
             wait([self._serving], WAKE_S)
         self._serving.result()
 
     def __exit__(self, *error: Any) -> None:
         self._serving.cancel()
-        asyncio.run_coroutine_threadsafe(_ended(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(_ended(), self._loop).result(4 * END_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join(END_S)
         self._loop.close()
         self._socket.close()
 

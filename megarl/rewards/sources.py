@@ -20,28 +20,35 @@ from megarl.config import (
 )
 from megarl.rewards import http, processes
 from megarl.rewards.known import EarnedScorer, JudgedScorer
-from megarl.rewards.score import Scorer
+from megarl.rewards.score import Look, Scorer, no_look
 from megarl.rewards.weighted import SumScorer
 from megarl.sandbox import process
 
 
-def open_scorer(settings: RewardSettings, log: Path | None = None) -> Scorer:
-    """Return the scorer of `settings.source`, a context manager; its processes' output is appended to `log`, or goes to stderr."""
+def open_scorer(settings: RewardSettings, log: Path | None = None, key: str = "reward.source", look: Look = no_look) -> Scorer:
+    """Return the scorer of `settings.source`, a context manager.
+
+    Args:
+        settings: the section `reward`.
+        log: the file to which the output of its processes is appended; None: stderr.
+        key: the dotted key of the source, for errors.
+        look: see `Look`.
+    """
     source = settings.source
     if not isinstance(source, SumReward):
-        return _without_processes(source, settings) or processes.ProcessScorer(settings, log)
-    keys = alone(source)
-    found = [(part, _without_processes(part.source, settings, key)) for part, key in zip(source.parts, keys, strict=True)]
+        return _without_processes(source, settings, key, look) or processes.ProcessScorer(settings, log, look)
+    keys = alone(source, key)
+    found = [(part, _without_processes(part.source, settings, place, look)) for part, place in zip(source.parts, keys, strict=True)]
     others = [(part, scorer) for part, scorer in found if scorer is not None]
-    verifiers = processes.ProcessScorer(settings, log) if len(others) < len(found) else None
+    verifiers = processes.ProcessScorer(settings, log, look) if len(others) < len(found) else None
     return verifiers if verifiers is not None and not others else SumScorer(verifiers, others)
 
 
-def _without_processes(source: Section, settings: RewardSettings, key: str = "reward.source") -> Scorer | None:
+def _without_processes(source: Section, settings: RewardSettings, key: str, look: Look) -> Scorer | None:
     """Return the scorer of a source that needs no scoring processes; None for a verifier."""
     match source:
         case HttpReward():
-            return http.HttpScorer(source, settings.workers, settings.require_finished, key)
+            return http.HttpScorer(source, settings.workers, settings.require_finished, key, look)
         case EnvironmentReward():
             return EarnedScorer()
         case ModelReward():

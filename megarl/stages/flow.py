@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megarl.cluster import watch
 from megarl.data.prompts import Prompt
 from megarl.response import Response
 from megarl.rewards.score import Score
@@ -15,7 +16,7 @@ from megarl.rollout.generate import Sampling
 from megarl.stages.context import RunContext
 from megarl.stages.rollout import Group, StepGroups, scored
 from megarl.stages.train_state import TrainState
-from megarl.workers.dispatch import Dispatcher, NoEngine
+from megarl.workers.dispatch import DOING, Dispatcher, NoEngine
 from megarl.workers.engines import call_seed
 
 POLL_S = 0.005
@@ -108,6 +109,7 @@ class Flow:
             while not self._arrived:
                 if self._error is not None:
                     self._mend(self._error)
+                watch.check(DOING, {})  # the thread may be waiting for something else
                 time.sleep(POLL_S)
             self._gather(ranks_wait=True)
         self._ctx.run.failures(self._scores)

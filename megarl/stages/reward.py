@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from megarl.cluster import watch
 from megarl.config import ModelReward, RewardSettings, model_of
 from megarl.data.prompts import Prompt
 from megarl.response import Response
@@ -94,10 +96,13 @@ def open_scorers(settings: RewardSettings, note: Callable[[str], object], log: P
         note: prints a line.
         log: the file to which their output is appended; None: stderr.
     """
+    look = partial(watch.check, "score", {})
     with ExitStack() as stack:
-        train = stack.enter_context(open_scorer(settings, log))
-        apart = settings.eval is not None and settings.eval != settings.source
-        held_out = stack.enter_context(open_scorer(settings.model_copy(update={"source": settings.eval}), log)) if apart else train
+        train = stack.enter_context(open_scorer(settings, log, look=look))
+        apart, held_out = settings.eval is not None and settings.eval != settings.source, train
+        if apart:
+            other = settings.model_copy(update={"source": settings.eval})
+            held_out = stack.enter_context(open_scorer(other, log, "reward.eval", look))
         for guarantee in dict.fromkeys(scorer.guarantee for scorer in (train, held_out)):
             if guarantee is not None:
                 note(f"responses are scored in a sandbox: {guarantee}")

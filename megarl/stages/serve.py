@@ -7,13 +7,17 @@ in training: the prompt through the chat template (or `data.template`), the resp
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 from megarl.batch import Sample
+from megarl.cluster import watch
+from megarl.cluster.actor_group import ActorGroup, WorkerLate, raise_cause
 from megarl.cluster.demand import demand, files, processes
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
@@ -25,6 +29,39 @@ from megarl.stages.rank_checks import TOKEN_KEY, check_serve
 from megarl.workers.plan import deal_scoring
 from megarl.workers.reward import RewardWorker
 from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_ranks
+
+DOING = "serve"
+
+
+class RankWatch:
+    """Looks after ranks that nobody may be waiting for: a server without clients would not miss them.
+
+    Args:
+        group: the ranks.
+        timeout_s: the longest time for a rank to answer, behind what it is scoring.
+    """
+
+    def __init__(self, group: ActorGroup, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._asked: dict[Any, tuple[int, float]] = {}  # by the reference of the answer: the rank, and when it was asked
+
+    def look(self) -> None:
+        """Raise WorkerDied if a rank has ended, WorkerLate if one does not answer, and what the session's watch has seen. Never waits."""
+        watch.check(DOING, {self._group.kind: self._group.actors})
+        ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
+        for reference in ready:
+            rank, _ = self._asked.pop(reference)
+            try:
+                ray.get(reference)
+            except RayError as error:
+                raise_cause(error, f"{self._group.kind} {rank}", DOING)
+        for rank, asked in self._asked.values():
+            if time.monotonic() - asked > self._timeout_s:
+                raise WorkerLate(f"{DOING}: no answer within {self._timeout_s:g} s from {self._group.kind} {rank}", self._timeout_s)
+        waited_for = {rank for rank, _ in self._asked.values()}
+        for rank, actor in enumerate(self._group.actors):
+            if rank not in waited_for:
+                self._asked[actor.__ray_ready__.remote()] = rank, time.monotonic()
 
 
 class Service:
@@ -73,7 +110,7 @@ class Service:
 
 
 def serve(config: ServeConfig) -> None:
-    """Serve scores until interrupted. Raises the ranks' error if they fail."""
+    """Serve scores until interrupted. Raises the ranks' error if they fail, also while no client asks for scores."""
     renderer = check_serve(config)
     host = "127.0.0.1" if config.cluster.interface is None else interface_address(config.cluster.interface)
     kinds = demand(config)
@@ -85,4 +122,4 @@ def serve(config: ServeConfig) -> None:
         token = token_of(config.serve.token_env, TOKEN_KEY)
         with RewardServer(service, host, config.serve.port, config.serve.path, token) as server:
             print(f"{config.name}: serving {config.model.path} at http://{host}:{server.port}{config.serve.path}", flush=True)
-            server.wait()
+            server.wait(RankWatch(group, 2 * ranks.timeout_s).look)

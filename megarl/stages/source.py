@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from megarl.cluster.actor_group import WorkerDied
+from megarl.cluster import watch
+from megarl.cluster.actor_group import LOOK_S, WorkerDied
 from megarl.observe.metrics import Last, Metric
 from megarl.rewards.score import RewardUnavailable
 from megarl.stages.context import RunContext
@@ -16,7 +17,7 @@ from megarl.stages.flow import STOP_S, Flow
 from megarl.stages.rollout import Group, InProgress, RolloutCollector, StepGroups, finish
 from megarl.stages.rounds import Rounds
 from megarl.stages.train_state import TrainState
-from megarl.workers.dispatch import NoEngine
+from megarl.workers.dispatch import DOING, NoEngine
 
 
 class RolloutSource:
@@ -137,9 +138,10 @@ class _Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the thread can do no more without the ranks. Raises its error if it failed."""
+        """Return when the thread can do no more without the ranks. Raises its error if it failed, and what the session's watch has seen."""
         while self._thread.is_alive():
-            self._thread.join(1.0)
+            self._thread.join(LOOK_S)
+            watch.check(DOING, {})  # the thread may be waiting for something else
         if self._error is not None:
             raise self._error
 

@@ -199,7 +199,7 @@ def save_into(grid: Grid, path: Path, root: Path) -> str:
 
 def wait_for_a_rank_that_never_writes(grid: Grid) -> str:
     """What rank 0 says when rank 1 of two does not tell what it wrote."""
-    meeting = SaveBarrier(replace(grid, world=2), Path("nowhere"), 0)
+    meeting = SaveBarrier(replace(grid, world=2), Path("nowhere"), 0, "save.timeout_s=0.2")
     meeting.report("{}")
     try:
         meeting.reports(0.2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from megarl.workers import response_file
 from megarl.workers.response_file import ResponseFile
 from tests.distributed.checkpoint_work import build_part, settings
 
+LIMIT_S, WITHIN_S = 4.0, 8.0  # of a save, and of the phase that waits for it
 GONE = "gone"  # a reference to what is in no object store any more
 
 
@@ -95,24 +98,57 @@ def fail_on_one_rank_alone(grid: Grid, path: Path, root: Path) -> tuple[str, lis
     return said, [grid.store.check([f"checkpoint/{root}/{number}/verdict"]) for number in (0, 1)]
 
 
-def stand_still(grid: Grid, path: Path, root: Path, rank: int) -> tuple[str, bool, int]:
-    """The disk of one rank stands still in a save that is not asynchronous, then the step is saved.
+def stand_still(grid: Grid, path: Path, root: Path, rank: int, asynchronous: bool) -> tuple[str, str, bool, bool, int]:
+    """The disk of one rank stands still in a save and in the next one, then a step is saved.
 
-    What the failure said, whether the memory for copies is another, and how many threads that write are left.
+    What the failures said, whether the first was in time, whether the memory for copies is another, and how many threads that write are
+    left.
     """
     part, goes_on, write = {"policy": build_part(grid, path)}, threading.Event(), torch.save
-    saver, before = Saver(root, replace(grid, timeout_s=5.0), settings()), set(threading.enumerate())
-    memory = saver._memory
+    saver, before = Saver(root, replace(grid, timeout_s=WITHIN_S), settings(asynchronous=asynchronous)), set(threading.enumerate())
+    memory, begun = saver._memory, time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if grid.rank == rank:
             patch.setattr(torch, "save", lambda *given: goes_on.wait(60.0) and write(*given))
         with pytest.raises(SaveError) as failed:
             saver.save(1, part, {})
+            assert asynchronous and time.monotonic() - begun < LIMIT_S, "a save in the background holds nobody up"
+            saver.wait()
+        in_time = time.monotonic() - begun < WITHIN_S
+        with pytest.raises(SaveError) as failed_again:
+            saver.save(2, part, {})
         goes_on.set()
         writing = set(threading.enumerate()) - before
         for thread in writing:
             thread.join(10.0)
     dist.barrier()
     assert list(root.iterdir()) == []
+    saver.save(3, part, {})
+    saver.wait()
+    left = sum(thread.is_alive() for thread in writing)
+    return str(failed.value), str(failed_again.value), in_time, saver._memory is not memory, left
+
+
+def stand_still_on_rank_0(grid: Grid, path: Path, root: Path, where: str) -> tuple[str, bool]:
+    """The disk stands still where rank 0 creates or commits the step directory; then the step is saved.
+
+    What the failure said, and whether that was in time.
+    """
+    part, goes_on, free = {"policy": build_part(grid, path)}, threading.Event(), os.statvfs
+
+    class Endless:
+        def write(self, file: Any) -> None:
+            assert goes_on.wait(60.0)
+
+    saver, begun = Saver(root, replace(grid, timeout_s=WITHIN_S), settings(asynchronous=True)), time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "create":
+            patch.setattr(os, "statvfs", lambda *given: goes_on.wait(60.0) and free(*given))
+        with pytest.raises(SaveError) as failed:
+            saver.save(1, part, {"ahead.npz": Endless()} if where == "commit" else {})
+            saver.wait()
+    in_time = time.monotonic() - begun < WITHIN_S
+    goes_on.set()
     saver.save(1, part, {})
-    return str(failed.value), saver._memory is not memory, sum(thread.is_alive() for thread in writing)
+    saver.wait()
+    return str(failed.value), in_time

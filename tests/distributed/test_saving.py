@@ -40,7 +40,7 @@ from tests.distributed.checkpoint_work import (
     verified,
     wait_for_a_rank_that_never_writes,
 )
-from tests.distributed.failing_saves import fail_on_one_rank_alone, fail_then_recover, stand_still
+from tests.distributed.failing_saves import LIMIT_S, fail_on_one_rank_alone, fail_then_recover, stand_still, stand_still_on_rank_0
 from tests.distributed.tiny_training import make_checkpoint
 from tests.rank_pool import Pool, RankError
 from tests.whole_steps import newest
@@ -258,16 +258,34 @@ def test_a_full_disk_and_lost_responses_are_told_at_the_next_call_and_harm_nothi
 
 def test_a_save_that_fails_on_one_rank_alone_leaves_the_next_one_whole(pool: Pool, path: Path, tmp_path: Path) -> None:
     (first, kept), (last, _) = pool.run(fail_on_one_rank_alone, TWO, path, tmp_path)
-    assert first.endswith("ranks [1] did not finish writing in 5 s") and last.endswith("not written in 5 s")
+    assert first.endswith("ranks [1] did not finish writing within save.timeout_s=2.5") and last.endswith("not written in 5 s")
     assert (tmp_path / "latest").read_text().strip() == "step_000002" and kept == [False, True]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_stands_still_is_told_on_every_rank(pool: Pool, path: Path, tmp_path: Path, rank: int) -> None:
-    """And leaves nothing behind: no directory, no thread, no memory that is still read."""
-    told = pool.run(stand_still, TWO, path, tmp_path, rank)
-    line = f"checkpoint: step 1 was not saved: rank {rank}: {tmp_path}/step_000001.partial: not written in 5 s"
-    assert told == [(line, True, 0)] * 2
+def test_a_disk_that_stands_still_is_told_on_every_rank_in_time(
+    pool: Pool, path: Path, tmp_path: Path, rank: int, asynchronous: bool
+) -> None:
+    """And leaves nothing behind: no directory, no thread, no memory that is still read. While it stands still, no other save begins."""
+    told = pool.run(stand_still, TWO, path, tmp_path, rank, asynchronous)
+    assert told[0] == told[1], "the ranks disagree"
+    line, next_line, *rest = told[0]
+    file = rf"{re.escape(str(tmp_path))}/step_000001\.partial/policy/__{rank}_\d\.distcp"
+    assert re.fullmatch(
+        rf"checkpoint: step 1 was not saved: rank {rank}: {file}(, {file})?: not written within save\.timeout_s={LIMIT_S:g}", line
+    )
+    expected = rf"checkpoint: step 2 was not saved: rank {rank}: {file}(, {file})?: the write of an earlier save has not returned yet"
+    assert re.fullmatch(expected, next_line) and rest == [True, True, 0]
+    good = newest(tmp_path, lambda entry: None)
+    assert good is not None and good.manifest.step == 3
+
+
+@pytest.mark.parametrize("where", ["create", "commit"])
+def test_a_directory_that_stands_still_on_rank_0_is_told_on_every_rank_in_time(pool: Pool, path: Path, tmp_path: Path, where: str) -> None:
+    told = pool.run(stand_still_on_rank_0, TWO, path, tmp_path, where)
+    line = f"checkpoint: step 1 was not saved: {tmp_path}/step_000001.partial: not written within save.timeout_s={LIMIT_S:g}"
+    assert told == [(line, True)] * 2
     assert newest(tmp_path, lambda entry: None) is not None
 
 
@@ -283,7 +301,7 @@ def test_a_directory_that_cannot_be_written_to_is_told_on_every_rank(pool: Pool,
 
 
 def test_a_late_rank_is_named(pool: Pool) -> None:
-    assert pool.run(wait_for_a_rank_that_never_writes, ONE) == ["ranks [1] did not finish writing in 0.2 s"]
+    assert pool.run(wait_for_a_rank_that_never_writes, ONE) == ["ranks [1] did not finish writing within save.timeout_s=0.2"]
 
 
 def test_a_process_killed_in_a_save_leaves_the_one_before(pool: Pool, path: Path, tmp_path: Path) -> None:

@@ -151,6 +151,35 @@ def test_sigterm_while_ranks_start_again(lab: Lab, straight: Callable[[str], Job
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("layout", ["one", "tp2"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.victim in ("gcs_server", "raylet")], ids=lambda fault: fault.name)
+def test_ray_is_lost_while_ranks_start_again(
+    layout: str, fault: Fault, lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
+) -> None:
+    """Whatever the recovery is asking Ray for just then."""
+    settings = (*EVERYTHING, *LAYOUTS[layout], f"cluster.still_timeout_s={STILL_S}")
+    job = Job(tmp_path, tiny_model, settings).start()
+    try:
+        job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
+        processes = Processes.of(job)
+        pid = pid_of(job, fault.victim, processes)
+        os.kill(processes.rank, signal.SIGKILL)
+        job.wait_for("its recovery", lambda: "restart 1 of at most " in job.text(), pause_s=0.005)
+        os.kill(pid, fault.number)
+        begun = time.monotonic()
+        assert job.finish(LIMIT_S) == 1, job.text()[-3000:]
+        seconds = time.monotonic() - begun
+        assert job.gone()
+    finally:
+        job.kill()
+    last = [line for line in job.text().splitlines() if line.startswith("megarl: ")][-1:]
+    assert re.search(fault.line, "".join(last)), job.text()[-3000:]
+    print(f"{layout}: {fault.name} in a recovery: 1 after {seconds:.1f} s: {''.join(last)[:120]}")
+    lab.run(job)
+    assert_same(job, straight(layout), "model", "critic")
+
+
+@pytest.mark.long
 def test_an_engine_that_shares_devices_with_the_ranks_is_replaced(
     lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:

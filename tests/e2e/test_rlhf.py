@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ from megarl.rewards.scale import ScoreRange, write_range
 from megarl.stages.engine_checks import check_pairs
 from megarl.stages.pairs import write_pairs
 from megarl.stages.reward import open_scorers
-from tests.e2e.job import Job
+from tests.e2e.job import Job, read
 from tests.e2e.lab import Lab
 from tests.e2e.rewards import share_of_letters
 from tests.e2e.value_models import of_random_taste
@@ -85,6 +87,26 @@ def test_a_served_reward_model_scores_as_transformers_does(url: str, reward_mode
     assert ask(url, {"samples": [{"prompt": "a\ud800c", "response": "c"}]})[0] == 400, "what a client sends does not end the service"
     long = ask(url, {"samples": [{"prompt": "horse", "response": "e" * 40}]})
     assert long[0] == 400 and "more than serve.max_tokens=32" in long[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [
+        (signal.SIGSTOP, r"StandsStill: serve: rank 0: .*has been stopped by a signal for \d+ s"),
+        (signal.SIGKILL, r"WorkerDied: serve: rank 0 died"),
+    ],
+)
+def test_a_service_that_nobody_asks_ends_when_its_rank_does(tmp_path: Path, reward_model: Path, number: signal.Signals, fault: str) -> None:
+    job = Job(tmp_path, reward_model, ("cluster.still_timeout_s=3",), verb="serve", template=SERVE).start()
+    try:
+        job.wait_for("service", lambda: " at http://" in job.text())
+        [rank] = [pid for pid in job.pids() if read(f"/proc/{pid}/cmdline").startswith(b"ray::RewardWorker")]
+        begun = time.monotonic()
+        os.kill(rank, number)
+        assert job.finish(60) == 1 and re.search(f"^megarl: failed: {fault}", job.text(), re.MULTILINE), job.text()
+        assert time.monotonic() - begun < 30 and job.gone()
+    finally:
+        job.kill()
 
 
 def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Path, tiny_model: Path, reward_model: Path, url: str) -> None:

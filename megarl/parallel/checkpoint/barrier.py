@@ -21,13 +21,16 @@ class SaveBarrier:
         grid: the grid of the ranks that save; none of them is still waiting for the previous save.
         root: the directory of the steps.
         number: the save's number, the same on all ranks.
+        limit: the setting that the time limits come from, and its value, for errors.
     """
 
-    def __init__(self, grid: Grid, root: Path, number: int) -> None:
+    def __init__(self, grid: Grid, root: Path, number: int, limit: str) -> None:
         self._store, before = (dist.PrefixStore(f"checkpoint/{root}/{one}", grid.store) for one in (number, number - 1))
         if grid.rank == 0:
             before.delete_key("verdict")
-        self._rank, self._ranks = grid.rank, range(grid.world)
+        self._rank, self._ranks, self._limit = grid.rank, range(grid.world), limit
+        self.concluded = False
+        """On rank 0, whether the verdict is out."""
 
     def report(self, text: str) -> None:
         """Publish what this rank wrote."""
@@ -39,7 +42,7 @@ class SaveBarrier:
         while not self._store.check([f"rank/{rank}" for rank in self._ranks]):
             if time.monotonic() > deadline:
                 late = [rank for rank in self._ranks if not self._store.check([f"rank/{rank}"])]
-                raise SaveError(f"ranks {late} did not finish writing in {timeout_s:g} s")
+                raise SaveError(f"ranks {late} did not finish writing within {self._limit}")
             time.sleep(_POLL_S)
         found = [self._store.get(f"rank/{rank}").decode() for rank in self._ranks]
         for rank in self._ranks:
@@ -48,6 +51,7 @@ class SaveBarrier:
 
     def conclude(self, fault: str, *, lost: bool = False) -> None:
         """Publish, on rank 0, what went wrong, or the empty string; and whether content was lost."""
+        self.concluded = True
         self._store.set("verdict", json.dumps([fault, lost]))
 
     def verdict(self, timeout_s: float) -> tuple[str, bool]:
@@ -55,7 +59,7 @@ class SaveBarrier:
         deadline = time.monotonic() + timeout_s
         while not self._store.check(["verdict"]):
             if time.monotonic() > deadline:
-                return f"rank 0 did not finish in {timeout_s:g} s", False
+                return f"rank 0 did not finish within {self._limit}", False
             time.sleep(_POLL_S)
         fault, lost = json.loads(self._store.get("verdict"))
         return fault, lost

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +69,20 @@ class StagedWriter:
         memory: memory for the copies that outlives this writer; everything that is put must then fit into the budget.
         still: whether the caller leaves its tensors unchanged until they are written (`written` or `finish`): those in host memory are
             then not copied.
+        limit: the setting that the time limits come from, for errors.
     """
 
-    def __init__(self, directory: Path, rank: int, budget: int, memory: StagingMemory | None = None, still: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        budget: int,
+        memory: StagingMemory | None = None,
+        still: bool = False,
+        limit: str = "save.timeout_s",
+    ) -> None:
         self._directory, self._rank, self._budget, self._memory, self._still = directory, rank, budget, memory, still
+        self._limit = limit
         self._room = threading.Condition()
         self._held = 0  # bytes in flight
         self._begin = threading.Event()  # set when the budget is used up or all is staged: writers would keep the GIL from the copies
@@ -81,6 +92,8 @@ class StagedWriter:
         self._queue: queue.SimpleQueue[tuple[str, int, Tensor] | None] = queue.SimpleQueue()
         self._locations: dict[str, list[Location | None]] = {}
         self._files: dict[str, FileRecord] = {}
+        self._ended = 0  # threads that have closed their files
+        self._writing: dict[int, Path] = {}  # the file that each thread is opening, writing or closing
         self._backend = choose()
         self._threads = [threading.Thread(target=self._write, args=(number,), daemon=True) for number in range(WRITERS)]
         for thread in self._threads:
@@ -92,7 +105,7 @@ class StagedWriter:
             if self._held + tensor.nbytes > self._budget:
                 self._begin.set()
             if not self._room.wait_for(lambda: self._error or not self._held or self._held + tensor.nbytes <= self._budget, timeout_s):
-                self._error = SaveError(f"{self._directory}: the threads that write have made no room in {timeout_s:g} s")
+                self._error = self._late()
             if self._error is not None:
                 return
         if not (self._still and tensor.is_cpu and tensor.is_contiguous()):
@@ -109,17 +122,17 @@ class StagedWriter:
 
         If not, `finish` raises.
         """
+        deadline = time.monotonic() + timeout_s
         self._begin.set()
         with self._room:
             if not self._room.wait_for(lambda: self._error or not self._held, timeout_s):
-                self._error = SaveError(f"{self._directory}: not written in {timeout_s:g} s")
+                self._error = self._late()
                 return False
         if self._error is None:
             return True
         self.close()
-        for thread in self._threads:
-            thread.join(timeout_s)
-        return not any(thread.is_alive() for thread in self._threads)
+        with self._room:
+            return self._room.wait_for(lambda: self._ended == WRITERS, max(0.0, deadline - time.monotonic()))
 
     def give_up(self) -> None:
         """Abandon what is not yet written; `finish` raises. The tensors may change from now on, so the files are no checkpoint."""
@@ -133,16 +146,32 @@ class StagedWriter:
         for _ in self._threads:
             self._queue.put(None)
 
-    def finish(self) -> Written:
-        """Wait until everything is on disk; call it after `close`. Raises the error of a failed write: an OSError names its file."""
-        for thread in self._threads:
-            if self._error is None:  # else it may be one that does not return from its write
-                thread.join()
+    def finish(self, timeout_s: float) -> Written:
+        """Wait until everything is on disk; call it after `close`.
+
+        Raises:
+            OSError: a write has failed; names the file.
+            SaveError: a write has not returned in time; names the file, too.
+        """
+        with self._room:
+            if not self._room.wait_for(lambda: self._error or self._ended == WRITERS, timeout_s):
+                self._error = self._late()
         if self._error is not None:
             raise self._error
         whole = {model: [one for one in locations if one is not None] for model, locations in self._locations.items()}
         assert all(len(whole[model]) == len(locations) for model, locations in self._locations.items())
         return Written(self._files, whole)
+
+    @property
+    def hanging(self) -> list[Path]:
+        """The files that threads are writing."""
+        with self._room:
+            return list(self._writing.values())
+
+    def _late(self) -> SaveError:
+        """Return the error of writes that have not returned in time. The caller holds the lock."""
+        where = ", ".join(map(str, list(self._writing.values()))) or str(self._directory)
+        return SaveError(f"{where}: not written within {self._limit}")
 
     def _write(self, number: int) -> None:
         name, files = f"__{self._rank}_{number}.distcp", dict[str, HashedFile]()
@@ -153,8 +182,9 @@ class StagedWriter:
                 model, index, tensor = item
                 if self._error is not None:
                     break
+                self._writing[number] = self._directory / model / name
                 if model not in files:
-                    files[model] = HashedFile(self._directory / model / name, direct=not self._still)
+                    files[model] = HashedFile(self._writing[number], direct=not self._still)
                 file = files[model]
                 torch.save(_alone(tensor), file)  # type: ignore[arg-type]  # it only calls `write` and `flush`
                 file.check()
@@ -163,16 +193,22 @@ class StagedWriter:
                 del item, tensor
                 with self._room:
                     self._held -= nbytes
+                    del self._writing[number]
                     self._room.notify_all()
             for model, file in files.items():
+                self._writing[number] = file.path
                 self._files[os.path.join(model, name)] = file.close()
         except Exception as error:
             with self._room:
-                self._error = error
+                self._error = self._error or error
                 self._room.notify_all()
         finally:
             for file in files.values():
                 file.discard()
+            with self._room:
+                self._writing.pop(number, None)
+                self._ended += 1
+                self._room.notify_all()
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -210,6 +210,12 @@ TABLE = [
         )
     ),
     Case(
+        "a save that outlasts a phase",
+        "train",
+        given("save.timeout_s=400", "cluster.phase_timeout_s=600"),
+        r"^save\.timeout_s=400: more than half of cluster\.phase_timeout_s=600$",
+    ),
+    Case(
         "a pause of 1e30 s",
         "train",
         given("reward.source={type: http, url: 'http://x', backoff_s: 1e30}"),

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +20,7 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.convert import engine, plan, to_megatron
+from megarl.convert import conversion_directory, engine, plan, to_megatron
 from megarl.convert.conversion_directory import ConversionDirectory
 from megarl.convert.to_hf import ToHF
 from megarl.errors import ConfigError
@@ -163,6 +165,21 @@ def test_a_process_that_begins_as_another_one_finishes_begins_nothing(tmp_path: 
     with pytest.raises(ConfigError, match="out already exists: not overwritten$"):
         directory.begin({"source": "x"})
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_process_that_never_finishes_the_directory_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = ConversionDirectory(tmp_path / "out", tmp_path / "out.partial", tmp_path / "out.journal")
+    directory.begin({"source": "x"})
+    holds = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", holds, str(tmp_path / "out.journal" / "commit")], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"\n"
+        monkeypatch.setattr(conversion_directory, "COMMIT_S", 0.5)
+        with pytest.raises(ConfigError, match=r"/commit: another process has been completing .*/out for 0\.5 s$"):
+            directory.finish(lambda: None)
+    finally:
+        other.kill()
+        other.wait(20)
 
 
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])

@@ -19,6 +19,7 @@ import pytest
 
 from megarl import cli
 from megarl.config import ConfigError, EnvironmentSettings, HttpEnvironment
+from megarl.environments import http as http_module
 from megarl.environments import server as server_module
 from megarl.environments.hosts import open_host
 from megarl.environments.http import HttpHost, check
@@ -241,6 +242,77 @@ def test_a_server_that_talks_nonsense_ends_that_episode() -> None:
         said = asyncio.run(body(url))
     for (_, expected), found in zip(ANSWERS.values(), said, strict=True):
         assert found.startswith(expected) or found == "timeout", (expected, found)
+
+
+class DeafToClose(BaseHTTPRequestHandler):
+    """Never answers a /close while `held` is set; `closes` counts them."""
+
+    held, closes = threading.Event(), list[str]()
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/close":
+            self.closes.append(asked["episode"])
+            if self.held.is_set():
+                self.rfile.read()  # until the client hangs up
+                return
+        data = json.dumps({"episode": str(asked.get("seed")), "observation": "hello"}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_server_that_is_late_with_closes_holds_up_nobody_and_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here one after another would take 12 s. All are sent in the end, unless the host is closed first."""
+    monkeypatch.setattr(http_module, "CLOSE_S", 1.0)
+
+    async def body(url: str) -> float:
+        host = HttpHost(HttpEnvironment(url=url, connections=1), 20.0)
+        episodes = [host.open() for _ in range(12)]
+        for seed, one in enumerate(episodes):
+            await one.reset(seed, None)
+        begun = time.monotonic()
+        await asyncio.gather(*(one.close() for one in episodes))
+        seconds = time.monotonic() - begun
+        DeafToClose.held.clear()
+        while len(DeafToClose.closes) < len(episodes):
+            await asyncio.sleep(0.05)
+        host.close()
+        return seconds
+
+    DeafToClose.held.set()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), DeafToClose)) as url:
+        assert asyncio.run(asyncio.wait_for(body(url), 60)) < 6
+    assert capsys.readouterr().err == f"megarl: warning: environment.source.url={url}: /close: timeout\n"
+
+
+def test_the_reference_server_answers_a_close_though_a_step_hangs_and_ends_the_episode_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(Counting):
+        async def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[str, float, bool, dict[str, float]]:
+            begun.set()
+            assert goes_on.wait(60)
+            return await super().step(text, tokens, finished)
+
+        async def close(self) -> None:
+            ended.append(goes_on.is_set())
+
+    begun, goes_on, ended = threading.Event(), threading.Event(), list[bool]()
+    monkeypatch.setattr(server_module, "BUSY_S", 0.2)
+    with EnvironmentServer(("127.0.0.1", 0), Hanging) as server, ThreadPoolExecutor(1) as threads:
+        episode = server.answer("reset", {"seed": 1})["episode"]
+        step = {"episode": episode, "text": "a", "tokens": [1], "finished": True}
+        hangs = threads.submit(server.answer, "step", step)
+        assert begun.wait(20)
+        with pytest.raises(TimeoutError, match=r"^the step before has not returned in 0\.2 s$"):
+            server.answer("step", step)
+        assert server.answer("close", {"episode": episode}) == {} and ended == []
+        goes_on.set()
+        assert hangs.result(20)["observation"] and ended == [True]
 
 
 def test_a_token_that_is_not_there_is_refused() -> None:

@@ -293,6 +293,23 @@ def test_process_that_dies_or_is_stopped_between_calls_is_replaced(number: signa
         assert not alive(outer.pid) and pids(scorer)[0] != outer.pid
 
 
+def test_the_run_is_looked_after_while_functions_score_and_after_a_loss_scoring_starts_anew() -> None:
+    lost = True
+
+    def look() -> None:
+        if lost and time.monotonic() - begun > 0.5:
+            raise RuntimeError("rank 1 has been stopped")
+
+    with Scorer(settings("unusual", workers=1, timeout_s=30.0), look=look) as scorer:
+        begun, before = time.monotonic(), pids(scorer)
+        with pytest.raises(RuntimeError, match="rank 1"):
+            scorer.score([ask("loop")])
+        assert time.monotonic() - begun < 20, "not the time limit of the function"
+        lost = False
+        assert [one.value for one in scorer.score([ask("right"), ask("half")])] == [1.0, 0.5]
+        assert before != pids(scorer)
+
+
 def test_prints_of_a_reward_function_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     with Scorer(settings("unusual")) as scorer:
         assert scorer.score([ask("print")]) == [Score(1.0)]

@@ -89,6 +89,20 @@ def test_where_the_model_fails_every_client_is_told_and_the_caller_too(model: Le
         assert [answer.result() for answer in answers] == [(500, {"error": "RuntimeError: rank 1 is gone"})] * 3
 
 
+def test_a_server_that_nobody_asks_looks_around(model: Lengths) -> None:
+    """So that what has happened to its ranks is seen before a client comes."""
+
+    def look() -> None:
+        looks.append(time.monotonic())
+        if len(looks) == 3:
+            raise RuntimeError("rank 1 is gone")
+
+    looks = list[float]()
+    with serving(model) as server, pytest.raises(RuntimeError, match="rank 1 is gone"):
+        server.wait(look)
+    assert looks[-1] - looks[0] < 20
+
+
 def test_hundreds_of_clients_at_a_time_are_answered(model: Lengths) -> None:
     async def client(port: int, number: int) -> tuple[bytes, list[float]]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
