@@ -57,16 +57,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Orders the files. Tests marked gpu run where CUDA is present, those marked long where `--long` asks for them."""
+    """Orders the files. Tests marked gpu run where CUDA is present, those marked long where `--long` asks for them.
+
+    With `--long`, those that it has more of are marked as well: `-m long` chooses both.
+    """
     items.sort(key=lambda item: next(place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA here"))
-    if not config.getoption("--long"):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="a long proof: --long"))
+    for item in items:
+        if config.getoption("--long"):
+            if "long" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.long)
+        elif item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="a long proof: --long"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,11 @@
 """Break tiny RL runs at random moments and show that nothing is lost: prints a table of what was broken, detected and recovered.
 
-    python -m tools.chaos --faults 100 --seed 1 --out /tmp/chaos
+    python -m tools.chaos --faults 100 --out /tmp/chaos
 
 Every run goes through its phases on the real stack while its processes are killed or stopped, or its disk is full or slow. If a fault ends
 the run, the same command is started again, as a scheduler would. At the end, a run's weights and metrics are compared with those of an
-undisturbed run with the same layout; a difference is an error. The same seed breaks the same things in the same phases.
+undisturbed run with the same layout; a difference is an error. The seed is a new one each time, and printed: given again, it breaks the
+same things in the same phases.
 
 Needs root, for the disk. With --write, the table of a whole run of the tool goes into megarl/cluster/README.md.
 """
@@ -179,12 +180,13 @@ def main() -> int:
     """Print a line for every fault, and the table."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--faults", type=int, default=100)
-    asked.add_argument("--seed", type=int, default=1)
+    asked.add_argument("--seed", type=int, default=int(time.time()), help="of an earlier run; by default a new one")
     asked.add_argument("--out", type=Path, required=True)
     asked.add_argument("--write", action="store_true", help="put the table into megarl/cluster/README.md")
     given = asked.parse_args()
     if why := missing():
         asked.error(why)
+    print(f"seed {given.seed}", flush=True)
     mount_for_this_process_alone()
     random, out = np.random.default_rng(given.seed), given.out
     out.mkdir(parents=True)
@@ -214,7 +216,7 @@ def main() -> int:
             disk.image.unlink()
             print(f"{number}: the weights and rows are those of the run that nothing happened to", flush=True)
     finally:
-        print("\n".join(table(outcomes)))
+        print("\n".join(table(outcomes)), f"{len(outcomes)} of {given.faults} faults, seed {given.seed}", sep="\n", flush=True)
     if given.write:
         took = f"{date.today()}, commit {commit}, {os.cpu_count()} cores with a load of {min(loads):.0f} to {max(loads):.0f}"
         how = f"`cluster.still_timeout_s={STILL_S}`, `save.every=1`, a slow disk takes {SPEED / 1e6:g} MB/s"

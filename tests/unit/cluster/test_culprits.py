@@ -35,6 +35,7 @@ JOB = """
     from megarl.config import ClusterSettings
 
     directory, victim, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    watch.CLOSE_S = 2.0
 
     def stop():
         os.kill(watch._current._own[victim].pid, signal.SIGSTOP)

@@ -278,6 +278,7 @@ LOST = """
     from megarl.config import ClusterSettings
 
     victim, number, doing = sys.argv[1], signal.Signals[sys.argv[2]], sys.argv[3]
+    watch.CLOSE_S = 2.0
 
     def work():
         with ray_session(ClusterSettings(gpus=False, start_timeout_s=300, still_timeout_s=2), actors=1):
