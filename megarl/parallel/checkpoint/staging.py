@@ -131,8 +131,9 @@ class StagedWriter:
         if self._error is None:
             return True
         self.close()
-        with self._room:
-            return self._room.wait_for(lambda: self._ended == WRITERS, max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def give_up(self) -> None:
         """Abandon what is not yet written; `finish` raises. The tensors may change from now on, so the files are no checkpoint."""
