@@ -100,7 +100,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     (
         _distributed(360, "replayed_steps"),
         _tests(240, "tests/e2e/test_steps.py"),
-        _tests(90, "tests/gpu"),
         _distributed(40, "fused_logprobs"),
         _distributed(30, "family_stages"),
         _distributed(30, "convert"),
