@@ -80,7 +80,7 @@ class Roster:
         self._machines: dict[str, _Machine] = {}  # by Ray's id of the node
         self._stopped: dict[str, list[StoppedProcess]] = {}  # likewise
         self.actors = Actors()
-        self._silent: dict[str, str] = {}  # the machines that do not answer, by Ray's id of the node, and since when
+        self._silent: dict[str, str] = {}  # what is wrong with the machines that do not answer, by Ray's id of the node
         self.answered = time.monotonic()  # when Ray's server did last
         self.failure: Exception | None = None  # that has ended the thread
         self._ended = threading.Event()

@@ -43,7 +43,7 @@ def lose(why: str | None) -> None:
 
 
 def loss() -> str | None:
-    """Why the session is lost; None while it is not. Then Ray must not be called any more, not even for its end."""
+    """Why the session is lost; None while it is not. Then nothing but its end may be asked of Ray, and that within a time limit."""
     return _loss
 
 
