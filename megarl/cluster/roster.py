@@ -23,6 +23,7 @@ from megarl.cluster.scan import Scan, StoppedProcess
 POLLS = 4  # looks within the time that a process may be stopped
 START_S = 60.0  # for the first answer of a machine, which may be busy
 AGAIN_S = 15.0  # at least, for that of a second actor on a machine whose first does not answer
+CLOSE_S = 1.0  # for the thread to end
 NOTICE_S, POLL_S = 20.0, 0.2  # how long Ray takes to notice that a node is lost; how often it is asked
 
 
@@ -120,8 +121,9 @@ class Roster:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """End the thread, unless it waits for Ray, which is over soon."""
+        """End the thread. If it waits for Ray, it ends with that, and asks nothing more."""
         self._ended.set()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         try:
@@ -137,6 +139,8 @@ class Roster:
             self.actors = _actors()
             self.answered = time.monotonic()
         except RpcError:  # Ray's server may be restarting
+            return
+        if self._ended.is_set():
             return
         actors = self.actors
         for node in list(machines):

@@ -19,7 +19,7 @@ from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import auto_init_hook, ray_constants, services
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
 from ray.exceptions import AuthenticationError, RayError, RpcError
@@ -79,6 +79,7 @@ def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path]
     test, part of which is that they see what the run reads (`read`, by dotted key). Files that this user's killed runs left on this machine
     are swept first.
     """
+    auto_init_hook.enable_auto_connect = False  # otherwise a thread that calls Ray when the session is over starts another one
     if settings.allocation is not None:
         allocation = Allocation.read(settings.allocation)
         try:

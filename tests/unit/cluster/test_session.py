@@ -21,7 +21,8 @@ from tests.e2e.job import FOREIGN, Job
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Prints what a process of a session sees of Ray's variables, and whether the driver's are there again when it is over.
+# Prints what a process of a session sees of Ray's variables, whether the driver's are there again when it is over, and what a call of Ray
+# then finds.
 SEES = """
     import os, ray
     from megarl.cluster.session import ray_session
@@ -34,6 +35,10 @@ SEES = """
     with ray_session(ClusterSettings(gpus=False, start_timeout_s=300), actors=1):
         print(*sorted(ray.get(ray.remote(seen).remote(), timeout=300).values()))
     print(seen() == before)
+    try:
+        ray.remote(seen).remote()
+    except ray.exceptions.RaySystemError as error:
+        print(type(error).__name__, ray.is_initialized())
 """
 
 # Ends as a machine's memory killer may end it: with the process that was to clean up.
@@ -125,8 +130,9 @@ def test_the_environment_leads_no_session_elsewhere_and_the_next_one_sweeps_what
     [left] = place.iterdir()
     done = run(SEES, place, **FOREIGN)
     assert done.returncode == 0, done.stderr
-    seen, restored = done.stdout.splitlines()
-    assert restored == "True" and not any(value in seen.split() for name, value in FOREIGN.items() if name.startswith("RAY_"))
+    seen, restored, late = done.stdout.splitlines()
+    assert (restored, late) == ("True", "RaySystemError False")
+    assert not any(value in seen.split() for name, value in FOREIGN.items() if name.startswith("RAY_"))
     assert f"megarl: cleaned up after a killed run: removed {left}, ended " in done.stderr
     assert members(str(place)) == [] and list(place.iterdir()) == []
 

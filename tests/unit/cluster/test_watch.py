@@ -42,10 +42,11 @@ class Machines:
         self.answer, self.asked, self.killed = answer, list[str](), list[Any]()
 
     def actors(self) -> Actors:
+        nodes = list(self.answer)  # a test may change them meanwhile
         return Actors(
-            pids={f"actor {node}": number for number, node in enumerate(self.answer, 7)},
-            at={node: {number} for number, node in enumerate(self.answer, 7)},
-            addresses={node: f"address of {node}" for node in self.answer},
+            pids={f"actor {node}": number for number, node in enumerate(nodes, 7)},
+            at={node: {number} for number, node in enumerate(nodes, 7)},
+            addresses={node: f"address of {node}" for node in nodes},
         )
 
     def scan_on(self, node: str) -> Any:
@@ -85,6 +86,7 @@ def watched(machines: Machines) -> Iterator[Watch]:
     found = Watch(0.02, own=False)
     yield found
     found.close()
+    within(30, lambda: not found._roster._thread.is_alive())  # it would meet the next test's machines, or Ray itself
 
 
 def within(seconds: float, holds: Callable[[], object]) -> None:
