@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -38,9 +39,11 @@ from tools.make_tiny_model import build
 
 STEPS, STILL_S, LIMIT_S = 40, 3, 900.0  # the last is the time after which a run counts as hung
 LAYOUTS = {"one rank": (), "tp 2": ("layout={ranks: 2, tp: 2, ep: 2}",)}
+AHEAD = ("algorithm={type: ppo, kl_coef: 0.05, kl_target: 0.1, correction: {type: tis}}", "rollout.mode=ahead")
+MODES = {"sync": (), "ahead": AHEAD}
 COMMON = (*EVERYTHING, "sync.transport=gloo", f"train.steps={STEPS - 1}", f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=1000")
 PER_RUN = 12  # most faults of a run
-PAUSE_S = 3 * STILL_S  # how long the driver is stopped
+PAUSE_S = 3 * STILL_S  # how long the driver is stopped, and the disk hangs
 PAGE = ROOT / "megarl" / "cluster" / "README.md"
 BEGIN, END = "<!-- written by tools/chaos.py -->", "<!-- end of the table -->"
 BEGUN, MENDED = re.compile(r"restart \d+ of at most \d+ per day"), re.compile(r"resumed after step (\d+): ")
@@ -69,9 +72,11 @@ FAULTS = (
     Fault(WORKER, signal.SIGSTOP),
     Fault("full disk"),
     Fault("slow disk"),
+    Fault("hanging disk"),
 )
 # These need no recovery: a run waits for the disk, and for a driver that continues after PAUSE_S, and replaces a reward worker in passing.
-HARMLESS = (Fault("driver", signal.SIGSTOP), Fault(WORKER, signal.SIGKILL), Fault(WORKER, signal.SIGSTOP), Fault("slow disk"))
+DISKS = (Fault("slow disk"), Fault("hanging disk"))
+HARMLESS = (Fault("driver", signal.SIGSTOP), Fault(WORKER, signal.SIGKILL), Fault(WORKER, signal.SIGSTOP), *DISKS)
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,10 @@ class Run:
 
     def _break(self, fault: Fault, processes: Processes) -> None:
         if fault.number is None:
-            (self._disk.fill if fault.victim == "full disk" else self._disk.slow_down)()
+            {"full disk": self._disk.fill, "slow disk": self._disk.slow_down, "hanging disk": self._disk.freeze}[fault.victim]()
+            if fault.victim == "hanging disk":
+                time.sleep(PAUSE_S)
+                self._disk.thaw()
             return
         if fault.victim in ("driver", "rank", "actor", "core"):
             pid = int(getattr(processes, fault.victim))
@@ -191,15 +199,21 @@ def main() -> int:
     random, out = np.random.default_rng(given.seed), given.out
     out.mkdir(parents=True)
     build(out / "model", layers=4, hidden=128, experts=8, expert_hidden=64, seed=1)
-    straight = cache(lambda layout: Job(out / f"straight {layout}", out / "model", (*COMMON, *LAYOUTS[layout])).run())
+
+    @cache
+    def straight(layout: str, mode: str) -> Job:
+        return Job(out / f"straight {layout} {mode}", out / "model", (*COMMON, *LAYOUTS[layout], *MODES[mode])).run()
+
+    combinations = list(product(LAYOUTS, MODES, ("off", "local")))
+    random.shuffle(combinations)
     plan, outcomes, loads, number = list(draw(given.faults, random)), list[Outcome](), list[float](), 0
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     try:
         while plan:
             number += 1
-            layout, rolling = list(LAYOUTS)[number % len(LAYOUTS)], ("off", "local")[number // 2 % 2]
-            job = Job(out / f"{number:03d}", out / "model", (*COMMON, *LAYOUTS[layout], f"save.rolling={rolling}"))
-            print(f"{number}: {layout}, save.rolling={rolling}", flush=True)
+            layout, mode, rolling = combinations[number % len(combinations)]
+            job = Job(out / f"{number:03d}", out / "model", (*COMMON, *LAYOUTS[layout], *MODES[mode], f"save.rolling={rolling}"))
+            print(f"{number}: {layout}, rollout.mode={mode}, save.rolling={rolling}", flush=True)
             disk = FaultyDisk(job.runs / "job")
             try:
                 for outcome in broken(job, disk, plan, random):
@@ -210,7 +224,7 @@ def main() -> int:
                     mended = f"goes on after {outcome.mended:.1f} s, {outcome.lost} steps done again"
                     ended = f", after it had ended with: {outcome.ended}" if outcome.ended else ""
                     print(f"{number}: {outcome.fault} in {outcome.phase}: {seen}{mended}{ended}", flush=True)
-                assert_same(job, straight(layout))
+                assert_same(job, straight(layout, mode))
             finally:
                 disk.close()
             disk.image.unlink()

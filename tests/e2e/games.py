@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 
 WORDS = ("sun", "moon", "stars")
@@ -24,3 +25,11 @@ class Letters:
 
     def close(self) -> None:
         pass
+
+
+class Stoppers(Letters):
+    """Each turn leaves a process behind that has stopped itself, below one that waits for it."""
+
+    def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[str, float, bool, dict[str, float]]:
+        subprocess.Popen(["bash", "-c", "bash -c 'kill -STOP $$'; true"])
+        return super().step(text, tokens, finished)

@@ -12,32 +12,43 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.e2e.comparing import assert_same
-from tests.e2e.job import EVERYTHING, Job
+from tests.e2e.job import EVERYTHING, ROOT, Job
 from tests.e2e.kill_at import PHASES, Aim, Phase, Processes, Victim, done, title
 from tests.e2e.lab import Lab
+from tests.unit.cluster.nodes import LOCAL
 
 SEED = 12
 STILL_S = 3
 LONG = "train.steps=60"  # for what nobody waits for: a run may be done before its GCS, or its raylet, has been stopped for STILL_S
 LIMIT_S = 90.0  # from the signal to the end: twice what the slowest took on two cores
-LAYOUTS = {
+OLD_WEIGHTS = ("algorithm={type: ppo, kl_coef: 0.05, kl_target: 0.1, correction: {type: tis}}",)  # have sampled what a step learns from
+LAYOUTS: dict[str, tuple[str, ...]] = {
     "one": (),
     "tp2": ("layout={ranks: 2, tp: 2, ep: 2}", "sync.transport=gloo"),
     "pp2": ("layout={ranks: 2, pp: 2}", "sync.transport=gloo"),  # two ranks send
     "shared": ("placement.engines=shared",),
     "pp2-shared": ("layout={ranks: 2, pp: 2}", "placement.engines=shared", "rollout.tp=2"),  # a worker of the engine relays what each sends
+    "ahead": (*OLD_WEIGHTS, "rollout.mode=ahead"),
+    "free": (*OLD_WEIGHTS, "rollout.mode=free", "rollout.max_lag=2", "train.dynamic_sampling_rounds=null"),
 }
+OWN = ("gcs_server", "raylet")  # Ray's own processes: a run that loses one is over
 
 
 @dataclass(frozen=True)
@@ -74,9 +85,10 @@ FAULTS = (
 
 
 def chosen() -> list[tuple[str, Fault, Phase]]:
-    """Each fault in two phases with one rank, and in one with two; over all of them, each phase as often as any other."""
+    """Each fault in two phases with one rank, and in one with two and in each mode; over all of them, each phase as often as any other."""
     random = np.random.default_rng(SEED)
     cases = [(layout, fault) for layout, times in (("one", 2), ("tp2", 1)) for fault in FAULTS for _ in range(times)]
+    cases += [(mode, fault) for mode in ("ahead", "free") for fault in FAULTS if fault.victim != "driver"]
     phases: list[Phase] = []
     while len(phases) < len(cases):
         phases += [PHASES[n] for n in random.permutation(len(PHASES))]
@@ -95,6 +107,42 @@ def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
     return cache(run)
 
 
+class Guest(Job):
+    """A job in a Ray cluster that was there before it: of its processes, this one starts the driver alone."""
+
+    cluster: subprocess.Popen[str]
+
+    @contextmanager
+    def joined(self) -> Iterator[Guest]:
+        """Start the cluster, and the job in it; end both."""
+        scratch = tempfile.mkdtemp(prefix="mc-")  # short: Ray's sockets live below it
+        command = [sys.executable, "-m", "tests.unit.cluster.nodes", "disabled", scratch, "0"]
+        environment = {**os.environ, **LOCAL, "PYTHONPATH": str(ROOT), "TMPDIR": scratch, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as self.cluster:
+            assert self.cluster.stdout is not None
+            self.overrides += (f"cluster.address={self.cluster.stdout.readline().strip()}", "cluster.interface=lo")
+            try:
+                self.start()
+                yield self
+            finally:
+                for process in [*psutil.Process(self.cluster.pid).children(recursive=True), self.cluster, self.process]:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    def pids(self) -> list[int]:
+        """The driver, Ray's own processes, and those of the run."""
+        below = [one.pid for one in psutil.Process(self.cluster.pid).children(recursive=True)]
+        return [pid for pid in (*super().pids(), *below) if not title(pid).startswith("ray::IDLE")]
+
+    def gone(self, within_s: float = 120) -> bool:
+        """Whether the run has left nothing: of the cluster's processes, only Ray's own remain."""
+        deadline = time.monotonic() + within_s
+        while (left := [pid for pid in self.pids() if title(pid).startswith("ray::")]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not left and self.process.poll() is not None
+
+
 def pid_of(job: Job, victim: str, processes: Processes) -> int:
     if victim == "driver":
         return job.process.pid
@@ -104,13 +152,35 @@ def pid_of(job: Job, victim: str, processes: Processes) -> int:
     return pid
 
 
+def assert_ends(job: Job, pid: int, fault: Fault, when: str) -> None:
+    """Send the signal. The job ends with the status and the line of the fault, and leaves nothing behind."""
+    os.kill(pid, fault.number)
+    begun = time.monotonic()
+    assert job.finish(LIMIT_S) == fault.status, job.text()[-3000:]
+    seconds = time.monotonic() - begun
+    assert job.gone()
+    last = [line for line in job.text().splitlines() if line.startswith("megarl: ")][-1:]
+    assert re.search(fault.line, "".join(last)), job.text()[-3000:]
+    print(f"{fault.name} {when}: {fault.status} after {seconds:.1f} s: {''.join(last)[:120]}")
+
+
+def assert_whole(job: Job, layout: str, straight: Callable[..., Job], *more: str) -> None:
+    """The job, started again, has come to the end of the run that nothing happened to: bit for bit, unless its engines never wait."""
+    if layout != "free":
+        assert_same(job, straight(layout, *more), "model", "critic")
+        return
+    rows = job.steps()
+    assert [row["step"] for row in rows] == list(range(rows[0]["step"], rows[0]["step"] + len(rows)))
+    assert rows[-1]["step"] == int(job.rows()[-1]["step"]) and all(row["rollout/lag_max"] <= 2 for row in rows)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "fault", "phase"), chosen(), ids=lambda part: getattr(part, "name", part))
 def test_a_signal_to_any_process(
     layout: str, fault: Fault, phase: Phase, lab: Lab, straight: Callable[..., Job], tmp_path: Path, tiny_model: Path
 ) -> None:
     random = np.random.default_rng([SEED, chosen().index((layout, fault, phase))])
-    more = (LONG,) if fault.number == signal.SIGSTOP and fault.victim in ("gcs_server", "raylet") else ()
+    more = (LONG,) if fault.number == signal.SIGSTOP and fault.victim in OWN else ()
     settings = (*EVERYTHING, *LAYOUTS[layout], *more, f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=0")
     job = Job(tmp_path, tiny_model, settings).start()
     try:
@@ -120,18 +190,28 @@ def test_a_signal_to_any_process(
         step = int(random.integers(2, 8))
         job.wait_for(f"step {step}", lambda: done(job) >= step - 1, pause_s=0.02)
         job.wait_for(phase, lambda: phase in processes.phases(), pause_s=0.002)
-        os.kill(pid, fault.number)
-        begun = time.monotonic()
-        assert job.finish(LIMIT_S) == fault.status, job.text()[-3000:]
-        seconds = time.monotonic() - begun
-        assert job.gone()
+        assert_ends(job, pid, fault, f"in {phase}, {layout}")
     finally:
         job.kill()
-    last = [line for line in job.text().splitlines() if line.startswith("megarl: ")][-1:]
-    assert re.search(fault.line, "".join(last)), job.text()[-3000:]
-    print(f"{layout}: {fault.name} in {phase}: {fault.status} after {seconds:.1f} s: {''.join(last)[:120]}")
-    lab.run(job)
-    assert_same(job, straight(layout, *more), "model", "critic")
+    lab.run(job, own_engine=layout == "free")
+    assert_whole(job, layout, straight, *more)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.victim != "driver"], ids=lambda fault: fault.name)
+def test_a_signal_to_a_process_of_a_run_on_a_cluster_of_others(
+    fault: Fault, lab: Lab, straight: Callable[..., Job], tmp_path: Path, tiny_model: Path
+) -> None:
+    """Which the run has joined: what it loses there is named, and its own processes end."""
+    more = (LONG,) if fault.victim in OWN else ()
+    settings = (*EVERYTHING, *more, f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=0")
+    with Guest(tmp_path, tiny_model, settings).joined() as guest:
+        guest.wait_for("the engine", lambda: "sync ..." in guest.text())
+        pid = pid_of(guest, fault.victim, Processes.of(guest))
+        guest.wait_for("step 3", lambda: done(guest) >= 3, pause_s=0.02)
+        assert_ends(guest, pid, fault, "in a cluster of others")
+    job = lab.run(Job(tmp_path, tiny_model, settings))
+    assert_whole(job, "one", straight, *more)
 
 
 @pytest.mark.long
@@ -151,8 +231,8 @@ def test_sigterm_while_ranks_start_again(lab: Lab, straight: Callable[[str], Job
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["one", "tp2"])
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.victim in ("gcs_server", "raylet")], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("layout", ["one", "tp2", "ahead"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.victim in OWN], ids=lambda fault: fault.name)
 def test_ray_is_lost_while_ranks_start_again(
     layout: str, fault: Fault, lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -165,17 +245,30 @@ def test_ray_is_lost_while_ranks_start_again(
         pid = pid_of(job, fault.victim, processes)
         os.kill(processes.rank, signal.SIGKILL)
         job.wait_for("its recovery", lambda: "restart 1 of at most " in job.text(), pause_s=0.005)
-        os.kill(pid, fault.number)
-        begun = time.monotonic()
-        assert job.finish(LIMIT_S) == 1, job.text()[-3000:]
-        seconds = time.monotonic() - begun
-        assert job.gone()
+        assert_ends(job, pid, fault, f"in a recovery, {layout}")
     finally:
         job.kill()
-    last = [line for line in job.text().splitlines() if line.startswith("megarl: ")][-1:]
-    assert re.search(fault.line, "".join(last)), job.text()[-3000:]
-    print(f"{layout}: {fault.name} in a recovery: 1 after {seconds:.1f} s: {''.join(last)[:120]}")
     lab.run(job)
+    assert_whole(job, layout, straight)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize("layout", ["one", "tp2", "ahead"])
+def test_an_engine_is_lost_while_ranks_start_again(
+    layout: str, number: signal.Signals, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
+) -> None:
+    """Both are replaced."""
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS[layout], f"cluster.still_timeout_s={STILL_S}")).start()
+    try:
+        job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
+        processes = Processes.of(job)
+        os.kill(processes.rank, signal.SIGKILL)
+        job.wait_for("its recovery", lambda: "restart 1 of at most " in job.text(), pause_s=0.005)
+        os.kill(processes.core, number)
+        assert job.finish() == 0 and job.gone(), job.text()[-3000:]
+    finally:
+        job.kill()
     assert_same(job, straight(layout), "model", "critic")
 
 

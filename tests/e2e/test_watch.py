@@ -1,9 +1,11 @@
-"""A process that is stopped, and not dead, ends the run within its bound, and is named."""
+"""A process that is stopped, and not dead, ends the run within its bound, and is named; unless it is a sandbox's."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.cluster.actor_group import ActorGroup
@@ -19,7 +22,9 @@ from megarl.cluster.scan import Scan
 from megarl.cluster.server import StandsStill
 from megarl.cluster.watch import watched
 from tests.e2e.job import Job
+from tests.e2e.kill_at import titled
 from tests.e2e.lab import Lab
+from tests.e2e.test_environments import GAME
 
 
 def test_a_scan_finds_what_is_stopped_below_a_process_and_forgets_what_goes_on() -> None:
@@ -67,3 +72,42 @@ def test_a_stopped_rank_ends_the_run_and_is_named(lab: Lab, tmp_path: Path, tiny
         assert stopped and time.monotonic() - begun < 120
     with suppress(ProcessLookupError):  # in a session that goes on, as the lab's does; a run ends all of its processes
         os.kill(stopped[0], signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_a_stopped_rank_is_seen_while_a_judge_is_silent(tmp_path: Path, tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as judge:
+        source = f"{{type: http, url: 'http://127.0.0.1:{judge.getsockname()[1]}/score', timeout_s: 300}}"
+        job = Job(tmp_path, tiny_model, (f"reward.source={source}", "cluster.still_timeout_s=2", "cluster.restarts=0")).start()
+        judge.settimeout(300)
+        try:
+            question, _ = judge.accept()
+            [rank] = titled(job, "ray::ModelWorker")
+            os.kill(rank, signal.SIGSTOP)
+            assert job.finish(60) == 1, job.text()[-3000:]
+            question.close()
+            line = rf"^megarl: failed: StandsStill: score: ray::ModelWorker.* \(pid {rank}\) has been stopped by a signal for \d s$"
+            assert re.search(line, job.text(), re.MULTILINE) and job.gone(), job.text()[-3000:]
+        finally:
+            job.kill()
+
+
+@pytest.mark.long
+def test_what_stops_itself_in_an_environment_costs_the_run_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    """Every turn leaves a stopped process in the sandbox, all of them for longer than anything of the run may be stopped."""
+    game = [part.replace("games:Letters", "games:Stoppers") for part in GAME]
+    settings = (*game, "train.steps=6", "cluster.still_timeout_s=1", "cluster.restarts=0")
+    job = Job(tmp_path, tiny_model, settings).start()
+    begun, last = dict[int, float](), dict[int, float]()
+    try:
+        while job.process.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                for one in psutil.Process(job.process.pid).children(recursive=True):
+                    if one.status() == psutil.STATUS_STOPPED:
+                        begun.setdefault(one.pid, time.monotonic())
+                        last[one.pid] = time.monotonic()
+            time.sleep(0.2)
+        assert job.finish() == 0 and job.gone(), job.text()[-3000:]
+    finally:
+        job.kill()
+    assert max(last[pid] - begun[pid] for pid in begun) > 2 and len(job.steps()) == 6
