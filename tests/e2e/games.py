@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from typing import ClassVar
 
 WORDS = ("sun", "moon", "stars")
 
@@ -28,8 +29,11 @@ class Letters:
 
 
 class Stoppers(Letters):
-    """Each turn leaves a process behind that has stopped itself, below one that waits for it."""
+    """The first turn in each process leaves a process behind that has stopped itself, below one that waits for it."""
+
+    left: ClassVar[list[subprocess.Popen[bytes]]] = []
 
     def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[str, float, bool, dict[str, float]]:
-        subprocess.Popen(["bash", "-c", "bash -c 'kill -STOP $$'; true"])
+        if not self.left:
+            self.left.append(subprocess.Popen(["bash", "-c", "bash -c 'kill -STOP $$'; true"]))
         return super().step(text, tokens, finished)

@@ -90,6 +90,7 @@ class Job:
     template: str = RL
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     environment: dict[str, str] = field(default_factory=dict)  # besides what every job has
+    foreign: dict[str, str] = field(default_factory=lambda: FOREIGN)
 
     @property
     def saves(self) -> Path:
@@ -111,7 +112,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cli", self.verb, str(config), *self.overrides],
             cwd=ROOT,
-            env={**inherited, **FOREIGN, **own, **self.environment},
+            env={**inherited, **self.foreign, **own, **self.environment},
             stdin=subprocess.DEVNULL,
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,

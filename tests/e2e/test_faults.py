@@ -205,7 +205,7 @@ def test_a_signal_to_a_process_of_a_run_on_a_cluster_of_others(
     """Which the run has joined: what it loses there is named, and its own processes end."""
     more = (LONG,) if fault.victim in OWN else ()
     settings = (*EVERYTHING, *more, f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=0")
-    with Guest(tmp_path, tiny_model, settings).joined() as guest:
+    with Guest(tmp_path, tiny_model, settings, foreign={}).joined() as guest:
         guest.wait_for("the engine", lambda: "sync ..." in guest.text())
         pid = pid_of(guest, fault.victim, Processes.of(guest))
         guest.wait_for("step 3", lambda: done(guest) >= 3, pause_s=0.02)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -74,27 +76,47 @@ def test_a_stopped_rank_ends_the_run_and_is_named(lab: Lab, tmp_path: Path, tiny
         os.kill(stopped[0], signal.SIGKILL)
 
 
+class Judge(BaseHTTPRequestHandler):
+    """Answers a request without samples, and no other."""
+
+    asked, over = threading.Event(), threading.Event()
+
+    def do_POST(self) -> None:
+        if json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]:
+            self.asked.set()
+            self.over.wait(300)
+        answer = b'{"scores": []}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
 @pytest.mark.long
 def test_a_stopped_rank_is_seen_while_a_judge_is_silent(tmp_path: Path, tiny_model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as judge:
-        source = f"{{type: http, url: 'http://127.0.0.1:{judge.getsockname()[1]}/score', timeout_s: 300}}"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        source = f"{{type: http, url: 'http://127.0.0.1:{server.server_port}/score', timeout_s: 300}}"
         job = Job(tmp_path, tiny_model, (f"reward.source={source}", "cluster.still_timeout_s=2", "cluster.restarts=0")).start()
-        judge.settimeout(300)
         try:
-            question, _ = judge.accept()
+            job.wait_for("the question", Judge.asked.is_set)
             [rank] = titled(job, "ray::ModelWorker")
             os.kill(rank, signal.SIGSTOP)
             assert job.finish(60) == 1, job.text()[-3000:]
-            question.close()
             line = rf"^megarl: failed: StandsStill: score: ray::ModelWorker.* \(pid {rank}\) has been stopped by a signal for \d s$"
             assert re.search(line, job.text(), re.MULTILINE) and job.gone(), job.text()[-3000:]
         finally:
             job.kill()
+            Judge.over.set()
+            server.shutdown()
 
 
 @pytest.mark.long
 def test_what_stops_itself_in_an_environment_costs_the_run_nothing(tmp_path: Path, tiny_model: Path) -> None:
-    """Every turn leaves a stopped process in the sandbox, all of them for longer than anything of the run may be stopped."""
+    """In its sandbox, for longer than anything of the run may be stopped."""
     game = [part.replace("games:Letters", "games:Stoppers") for part in GAME]
     settings = (*game, "train.steps=6", "cluster.still_timeout_s=1", "cluster.restarts=0")
     job = Job(tmp_path, tiny_model, settings).start()
