@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import ray
 from ray._private import worker as ray_worker
 
@@ -44,7 +45,8 @@ class Watch:
     Args:
         limit_s: how long a process may be stopped.
         own: whether this process started the session. Then all its processes belong to the run, and Ray's own on this machine are watched
-            too. Otherwise the cluster may also work for others: only the run's actors and their descendants are watched and ended.
+            too. Otherwise the cluster may also work for others: the run's actors and their descendants are watched and ended, and of Ray's
+            own processes the raylet on this machine is watched.
         on_loss: called with the reason before this process is ended because the session is lost.
     """
 
@@ -53,8 +55,10 @@ class Watch:
         self._own: dict[str, Any] = {}  # Ray's own processes on this machine, by kind
         if own:
             self._own = {kind: ray_worker._global_node.all_processes[kind][0].process for kind in OWN}
+        self._host = None if own else _host()
         self._scan = Scan(*(process.pid for process in self._own.values()))
         self._stopped: list[StoppedProcess] = []  # on this machine
+        self._running = time.monotonic()  # when `_host` was last seen to run
         self._roster = Roster(limit_s, ray.get_runtime_context().get_node_id() if own else None, others=not own)
         self._spared: Sequence[Any] = ()  # actors: see `spare`
         self._doing = "the session"  # what the run was doing at the last check
@@ -164,8 +168,22 @@ class Watch:
                     return str(replace(one, title=f"Ray's {kind}"))
             if process.poll() is not None:
                 return f"Ray's {kind} has ended (exit code {process.returncode})"
+        if self._host is not None and (why := self._loss_of(self._host)) is not None:
+            return why
         silent_s = time.monotonic() - self._roster.answered
         return f"Ray's server has not answered for {silent_s:.0f} s" if silent_s > self._limit_s + SLACK_S else None
+
+    def _loss_of(self, host: psutil.Process) -> str | None:
+        try:
+            status = host.status()
+        except psutil.NoSuchProcess:
+            status = psutil.STATUS_ZOMBIE
+        if status == psutil.STATUS_ZOMBIE:
+            return "Ray's raylet on this machine has ended"
+        now = time.monotonic()
+        self._running = self._running if status == psutil.STATUS_STOPPED else now
+        stopped = StoppedProcess((host.pid,), "Ray's raylet on this machine", now - self._running)
+        return str(stopped) if stopped.seconds > self._limit_s else None
 
     def _end(self, why: str) -> None:
         """Let the run end; then end this process. Its other processes end with it (`reaper`)."""
@@ -173,6 +191,12 @@ class Watch:
             print(f"megarl: failed: {StandsStill.__name__}: {self._doing}: {why}", file=sys.stderr, flush=True)
             self._on_loss(why)
             os._exit(FAILURE)
+
+
+def _host() -> psutil.Process | None:
+    """The raylet of this machine, which somebody else has started; None if it is not to be seen, as from a container."""
+    option = f"--raylet_socket_name={ray_worker._global_node.raylet_socket_name}"
+    return next((one for one in psutil.process_iter(["cmdline"]) if option in (one.info["cmdline"] or ())), None)
 
 
 _current: Watch | None = None

@@ -36,6 +36,7 @@ def test_a_step_of_episodes_is_the_same_on_any_layout_and_a_failure_costs_its_ep
     for metric in ("environment/turns/mean", "environment/failed", "environment/tokens/mean", "environment/word/mean", "reward/max"):
         assert first[metric] == again[metric], metric
     assert 0 < first["environment/failed"] < 32 and first["environment/failed"] == first["events/reward/ValueError"]
+    assert first["reward/missing"] == first["environment/failed"] / 32 and first["reward/mean"] == first["environment/reward/mean"]
     assert 1 < first["environment/turns/mean"] < 3 and first["environment/turns/max"] == 3 and first["environment/tokens/mean"] > 4
     assert first["response_length/max"] <= 18, "what the environment wrote is no part of it"
     assert first["training/logprob_gap_mean"] <= 1e-5 and first["actor/grad_norm"] > 0

@@ -197,8 +197,19 @@ def test_a_signal_to_any_process(
     assert_whole(job, layout, straight, *more)
 
 
+SILENT = r"StandsStill: [\w ]+: Ray's server has not answered for \d+ s"
+RAYLET = r"StandsStill: [\w ]+: Ray's raylet on this machine "
+# Of a cluster that others have started, a run sees what serves it there.
+JOINED = (
+    *(fault for fault in FAULTS if fault.victim in ("rank", "actor", "core")),
+    *(Fault("gcs_server", number, 1, SILENT) for number in (signal.SIGKILL, signal.SIGSTOP)),
+    Fault("raylet", signal.SIGKILL, 1, RAYLET + "has ended"),
+    Fault("raylet", signal.SIGSTOP, 1, RAYLET + r"\(pid \d+\) has been stopped by a signal for \d+ s"),
+)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.victim != "driver"], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", JOINED, ids=lambda fault: fault.name)
 def test_a_signal_to_a_process_of_a_run_on_a_cluster_of_others(
     fault: Fault, lab: Lab, straight: Callable[..., Job], tmp_path: Path, tiny_model: Path
 ) -> None:

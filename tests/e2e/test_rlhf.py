@@ -18,7 +18,8 @@ import torch
 
 from megarl.config import ConfigError, PairsConfig, PreferenceData, PreferenceSource, load
 from megarl.data.preferences import load_preferences
-from megarl.data.tokenizer import encode, load_tokenizer, render_chats
+from megarl.data.template import render_chats
+from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.errors import Alarmed
 from megarl.observe.metrics import scalars
 from megarl.observe.run import Run

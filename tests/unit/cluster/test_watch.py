@@ -78,6 +78,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Machines:
     monkeypatch.setattr(roster, "START_S", 0.0)
     monkeypatch.setattr(roster, "AGAIN_S", 0.5)
     monkeypatch.setattr(watch, "ray", SimpleNamespace(get_runtime_context=lambda: None))
+    monkeypatch.setattr(watch, "_host", lambda: None)
     return found
 
 
