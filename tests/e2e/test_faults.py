@@ -128,7 +128,8 @@ class Guest(Job):
                 for process in [*psutil.Process(self.cluster.pid).children(recursive=True), self.cluster, self.process]:
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
-        shutil.rmtree(scratch, ignore_errors=True)
+                self.cluster.wait()
+                shutil.rmtree(scratch, ignore_errors=True)
 
     def pids(self) -> list[int]:
         """The driver, Ray's own processes, and those of the run."""
