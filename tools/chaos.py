@@ -7,7 +7,7 @@ the run, the same command is started again, as a scheduler would. At the end, a 
 undisturbed run with the same layout; a difference is an error. The seed is a new one each time, and printed: given again, it breaks the
 same things in the same phases.
 
-Needs root, for the disk. With --write, the table of a whole run of the tool goes into megarl/cluster/README.md.
+Needs root, for the disk. With --write, what a whole run of the tool has shown goes into megarl/cluster/README.md.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ PAGE = ROOT / "megarl" / "cluster" / "README.md"
 BEGIN, END = "<!-- written by tools/chaos.py -->", "<!-- end of the table -->"
 BEGUN, MENDED = re.compile(r"restart \d+ of at most \d+ per day"), re.compile(r"resumed after step (\d+): ")
 STEP = re.compile(r"step (\d+)/")
+SEED = re.compile(r"\| \d+ \| \d+ \| \d+ \| ")  # a row of the table of seeds
+LAST = (
+    f"The last of these seeds (`cluster.still_timeout_s={STILL_S}`, `save.every=1`, a slow disk takes {SPEED / 1e6:g} MB/s, a hanging one "
+    f"hangs for {PAUSE_S} s); medians, the largest in brackets:"
+)
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ def main() -> int:
     asked.add_argument("--faults", type=int, default=100)
     asked.add_argument("--seed", type=int, default=int(time.time()), help="of an earlier run; by default a new one")
     asked.add_argument("--out", type=Path, required=True)
-    asked.add_argument("--write", action="store_true", help="put the table into megarl/cluster/README.md")
+    asked.add_argument("--write", action="store_true", help="put the tables into megarl/cluster/README.md")
     given = asked.parse_args()
     if why := missing():
         asked.error(why)
@@ -232,17 +237,18 @@ def main() -> int:
     finally:
         print("\n".join(table(outcomes)), f"{len(outcomes)} of {given.faults} faults, seed {given.seed}", sep="\n", flush=True)
     if given.write:
-        took = f"{date.today()}, commit {commit}, {os.cpu_count()} cores with a load of {min(loads):.0f} to {max(loads):.0f}"
-        how = f"`cluster.still_timeout_s={STILL_S}`, `save.every=1`, a slow disk takes {SPEED / 1e6:g} MB/s"
-        write(f"{len(outcomes)} faults in {number} runs (seed {given.seed}; {took}; {how}); medians, the largest in brackets:", outcomes)
+        seed = f"| {given.seed} | {len(outcomes)} | {number} | {date.today()}, {commit} | {min(loads):.0f} to {max(loads):.0f} |"
+        PAGE.write_text(written(PAGE.read_text(), seed, list(table(outcomes))))
     return 0
 
 
-def write(title: str, outcomes: Sequence[Outcome]) -> None:
-    """Put the table into the page."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text("\n".join([before + BEGIN, title, "", *table(outcomes), "", END]) + after)
+def written(page: str, seed: str, rows: Sequence[str]) -> str:
+    """Return the page with the table of the last seed's faults, and a row for each seed."""
+    before, _, rest = page.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    seeds = [line for line in old.splitlines() if SEED.match(line)]
+    heads = ["| seed | faults | runs | date, commit | load |", "|---|---|---|---|---|"]
+    return "\n".join([before + BEGIN, *heads, *seeds, seed, "", LAST, "", *rows, "", END]) + after
 
 
 def broken(job: Job, disk: FaultyDisk, plan: Sequence[tuple[Fault, Phase]], random: np.random.Generator) -> Iterator[Outcome]:
