@@ -4,6 +4,9 @@ Ray's workers outlive a killed driver by seconds, and nothing else removes the s
 process's standard input, which closes when the driver has closed the session, or has ended. Then every process that has a file in the
 session's directory open for writing is killed, and the directory is removed. If this process is killed too, the next start does both
 (`megarl.scratch`).
+
+A driver that is killed leaves no message, nor does one that calls Ray when one of Ray's own processes has ended, since Ray then ends it. So
+this process prints one.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import sys
 import time
 
 OVER = b"over"  # what a driver says that has closed its session
+SILENT = "killed, as when memory runs out, or ended by Ray, one of whose own processes had ended"
+REPORTED = "reported"  # a file in the session's directory: the driver has reported its failure, and ends without closing the session
+END_S = 0.5  # for a driver to end, which closes its files before its children see that it has
 QUIET_S = 1.0  # after this long without a new process of the session, it is over
 LIMIT_S = 20.0
 
@@ -74,5 +80,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     driver = os.getppid()
     over = sys.stdin.buffer.read() == OVER
+    if not over:
+        time.sleep(END_S)
+        if os.getppid() != driver and not os.path.exists(os.path.join(sys.argv[1], REPORTED)):
+            print(f"megarl: failed: {SILENT}", file=sys.stderr, flush=True)
     end({driver}, sys.argv[1], over=over)  # spare the driver, which may go on without the session
     shutil.rmtree(sys.argv[1], ignore_errors=True)

@@ -105,7 +105,7 @@ def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path]
         with (
             hosting(settings.start_timeout_s, settings.interface, secrets.token_hex(32)) as scratch,
             _private(settings, actors + 1, None if settings.gpus else 0, scratch),
-            watched(settings.still_timeout_s, own=True),
+            watched(settings.still_timeout_s, own=True, on_loss=partial(_lost, scratch, None)),
         ):
             yield
 
@@ -256,6 +256,13 @@ def _reap(reaper: subprocess.Popen[bytes], scratch: Scratch, *, over: bool) -> N
     scratch.remove()
 
 
+def _lost(scratch: Scratch, allocation: Allocation | None, why: str) -> None:
+    """Note that the session is lost, for those who outlive this process: the reaper, which need not report it, and the job script."""
+    (scratch.path / reaper_script.REPORTED).touch()
+    if allocation is not None:
+        allocation.fail(why)
+
+
 def _end_with_the_job(reaper: subprocess.Popen[bytes], scratch: Scratch, number: int, frame: FrameType | None) -> NoReturn:
     """Handle SIGTERM in a job: Slurm is ending it. Ray's processes, needed to save anything, get SIGTERM as well; SIGKILL comes soon."""
     signal.signal(number, signal.SIG_IGN)
@@ -311,7 +318,7 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
         allocation.stopped_from_outside(),
         hosting(settings.start_timeout_s, settings.interface, token, one_of_many=True) as scratch,
         _private(settings, cpus, gpus, scratch, name),
-        watched(settings.still_timeout_s, own=True, on_loss=allocation.fail),
+        watched(settings.still_timeout_s, own=True, on_loss=partial(_lost, scratch, allocation)),
     ):
         before = {name}
         try:

@@ -28,6 +28,7 @@ import numpy as np
 import psutil
 import pytest
 
+from megarl.reaper import SILENT
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import EVERYTHING, ROOT, Job
 from tests.e2e.kill_at import PHASES, Aim, Phase, Processes, Victim, done, title
@@ -65,9 +66,10 @@ class Fault:
         return f"{self.victim}-{self.number.name}"
 
 
-STILL = r"StandsStill: [\w ]+: {}.*has been stopped by a signal for \d+ s"
+STILL = r"(StandsStill|WorkerDied): [\w ]+: {}.*has been stopped by a signal for \d+ s"
+RAY_ENDS = f"|failed: {SILENT}"  # where the driver calls it before the watch has looked
 FAULTS = (
-    Fault("driver", signal.SIGKILL, -9, ""),
+    Fault("driver", signal.SIGKILL, -9, f"failed: {SILENT}"),
     Fault("driver", signal.SIGTERM, 143, r"stopped by SIGTERM: saved at step \d+; started again, the run resumes"),
     Fault("driver", signal.SIGHUP, 129, r"stopped by SIGHUP: saved at step \d+; started again, the run resumes"),
     Fault("driver", signal.SIGINT, 130, r"interrupted"),
@@ -75,11 +77,11 @@ FAULTS = (
     Fault("rank", signal.SIGSTOP, 1, STILL.format(r"(rank \d: )?ray::ModelWorker")),
     Fault("actor", signal.SIGKILL, 1, r"(WorkerDied|EngineDead): .*engine 0"),
     Fault("actor", signal.SIGSTOP, 1, STILL.format(r"(engine 0: )?ray::RolloutWorker")),
-    Fault("core", signal.SIGKILL, 1, r"EngineDead: .*engine 0"),
+    Fault("core", signal.SIGKILL, 1, r"(WorkerDied|EngineDead): .*engine 0"),
     Fault("core", signal.SIGSTOP, 1, STILL.format(r"(engine 0: )?ray::RolloutWorker")),
-    Fault("gcs_server", signal.SIGKILL, 1, r"StandsStill: [\w ]+: Ray's gcs_server has ended"),
+    Fault("gcs_server", signal.SIGKILL, 1, r"StandsStill: [\w ]+: Ray's gcs_server has ended" + RAY_ENDS),
     Fault("gcs_server", signal.SIGSTOP, 1, STILL.format(r".*gcs_server")),
-    Fault("raylet", signal.SIGKILL, 1, r"StandsStill: [\w ]+: Ray's raylet has ended|WorkerDied: "),
+    Fault("raylet", signal.SIGKILL, 1, r"StandsStill: [\w ]+: Ray's raylet has ended|WorkerDied: " + RAY_ENDS),
     Fault("raylet", signal.SIGSTOP, 1, STILL.format(r".*raylet")),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.reaper import members
+from megarl.reaper import SILENT, members
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -69,6 +70,31 @@ def test_a_job_whose_session_is_lost_is_queued_again(tmp_path: Path, victim: str
     assert (tmp_path / "lost").read_text().startswith(f"Ray's {victim} (pid "), done.stderr
     assert f"Ray's {victim} (pid " in [line for line in done.stderr.splitlines() if line.startswith("megarl: failed: ")][-1]
     assert not list(tmp_path.glob("bad-*")), "no node is to blame"
+
+
+# A session whose raylet is killed, or whose driver is; the watch has not looked yet.
+UNSEEN = """
+    import os, signal, sys, time
+    import ray
+    from megarl.cluster import watch
+    from megarl.cluster.session import ray_session
+    from megarl.config import ClusterSettings
+
+    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300), actors=1):
+        watch._current._ended.set()
+        os.kill(watch._current._own["raylet"].pid if sys.argv[1] == "raylet" else os.getpid(), signal.SIGKILL)
+        while True:
+            ray.put(bytes(1_000_000))
+"""
+
+
+@pytest.mark.parametrize(("victim", "status"), [("raylet", 1), ("driver", -signal.SIGKILL)])
+def test_a_driver_that_ends_without_a_word_has_one_all_the_same(victim: str, status: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="ms-") as place:  # a short name: Ray's sockets live below it
+        done = run(UNSEEN, victim, TMPDIR=place)  # returns once the reaper, too, has closed its standard error
+        assert done.returncode == status and members(place) == [], done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("megarl: failed")]
+    assert lines == [f"megarl: failed: {SILENT}"], done.stderr
 
 
 # A session of which the process that is to clean up is stopped.
