@@ -12,12 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli import VERBS
-from megarl.config import ConfigError, ConversationSource, FileSource, PreferenceData, PreferenceSource, RunSettings, load, yaml_text
+from megarl.config import (
+    ConfigError,
+    ConversationSource,
+    FileSource,
+    PreferenceData,
+    PreferenceSource,
+    RunSettings,
+    SftData,
+    SourceFormat,
+    load,
+    yaml_text,
+)
 from megarl.data.columns import find
-from megarl.data.conversations import load_conversations
 from megarl.data.files import read_rows
 from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
+from megarl.data.supervised import load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint
@@ -42,7 +53,7 @@ STUB = '''"""Your reward function, written by `megarl init`: replace this compar
 
 def score(response: str, answer: str) -> float:
     """1 for the answer and nothing else."""
-    return float(response.strip() == answer.strip())
+    return float(response.strip() == str(answer).strip())
 '''
 EXPRESSION = re.compile(r"[\d\s.,+\-*/^=%()\[\]{}$\\a-zA-Z_]{1,40}")
 Tree = dict[str, Any]
@@ -201,8 +212,7 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
         prompts = load_prompts(
             FileSource.model_validate({"path": data.absolute(), **keys}),
             tokenizer,
-            chat,
-            "{prompt}",
+            SourceFormat.model_validate(shape),
             room,
             "init: DATA",
             "the model's room",
@@ -237,7 +247,8 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     tree["data"] = {**shape, "train": source}
     if columns.verb == "sft":
         tree["data"]["train"] = {"type": "conversations", "path": str(data), "messages_key": columns.prompt}
-        said = load_conversations(ConversationSource(path=data.absolute(), messages_key=columns.prompt), tokenizer, room, "init: DATA")
+        conversations = ConversationSource(path=data.absolute(), messages_key=columns.prompt)
+        said = load_conversations(conversations, tokenizer, SftData(train=conversations, **shape), room, "init: DATA")
         tokens, count, sides = _rounded(max(len(one.tokens) for one in said)), len(said), 1
     else:
         tree["data"]["eval"] = source

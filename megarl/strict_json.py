@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,15 @@ MOST_LINE = 64 << 20  # bytes
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_json(data: bytes) -> Any:
-    """Return the value of a JSON text in UTF-8.
+def parse_json(data: bytes, fraction: Callable[[str], Any] = float) -> Any:
+    """Return the value of a JSON text in UTF-8; `fraction` reads a number with a point or an exponent.
 
     Raises ValueError with a one-line message: not JSON, a duplicate key in an object (of which Python would keep the last), half a
     surrogate pair (which no file and no tokenizer accepts), or nesting deeper than Python allows.
     """
     try:
         text = data.decode("utf-8-sig")
-        value = json.loads(text, object_pairs_hook=_once)
+        value = json.loads(text, object_pairs_hook=_once, parse_float=fraction)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from megarl import termination
 from megarl.config import StepSettings, TrainConfig
+from megarl.models.hf import read_config
 from megarl.observe.metrics import Metric
 from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext, open_context
@@ -16,7 +17,7 @@ from megarl.stages.eval import evaluate
 from megarl.stages.gap import check_gap
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import reference_scale
-from megarl.stages.rollout_metrics import lag_metrics, rollout_metrics, scale_metrics
+from megarl.stages.rollout_metrics import lag_metrics, missing_groups, rollout_metrics, scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
 from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
@@ -94,7 +95,7 @@ def keep_best(ctx: RunContext, state: TrainState, numbers: Mapping[str, float]) 
         numbers: the evaluation's results, by metric name.
     """
     metric = ctx.config.train.best
-    if metric is not None and state.best.improves(state.step, numbers[metric]):
+    if metric is not None and metric in numbers and state.best.improves(state.step, numbers[metric]):  # absent: nothing could be scored
         with ctx.run.phase("save"):
             state.best.keep(lambda directory: ctx.models.save("policy", directory))
 
@@ -108,7 +109,8 @@ def evaluation_due(train: StepSettings, state: TrainState) -> bool:
 def compare_engines(ctx: RunContext, measured: Mapping[str, Metric]) -> None:
     """Warn if engines and trainer disagree about log-probs, as far as these metrics tell; RuntimeError if they run different models."""
     config = ctx.config
-    if warning := check_gap(measured, config.sync, config.rollout, config.model.dtype):
+    vocabulary = int(read_config(config.model.path)["vocab_size"])
+    if warning := check_gap(measured, config.sync, config.rollout, config.model.dtype, vocabulary):
         ctx.run.event("logprob_gap", warning)
 
 
@@ -140,7 +142,7 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
         compare_engines(ctx, said)
     with run.phase("advantage"):
         kl_N, explained = models.advantages(plan, batch.greedy, state.kl_coef, monte_carlo=critic_only)
-    metrics |= said | explained
+    metrics |= said | explained | missing_groups(plan)
 
     state.step += 1
     with run.phase("update"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import Layout
+from megarl.models.registry import completed
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Published:
     parameters: int  # as published; without layers of multi-token prediction
     layout: Layout  # a sensible large one
     first: int | None = None  # layers of its first pipeline stage, where the stages are not equal
+    quantization: dict[str, Any] | None = None  # config.json's quantization_config
 
 
 def qwen3(layers: int, hidden: int, heads: int, expert: int) -> dict[str, Any]:
@@ -83,6 +85,7 @@ MODELS = {
         671_026_419_200,
         Layout(ranks=256, tp=4, pp=4, ep=8),
         first=13,
+        quantization={"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
     "Qwen2.5-0.5B": Published(
         "qwen2",
@@ -218,4 +221,6 @@ MODELS = {
 
 
 def config_of(model: Published) -> dict[str, Any]:
-    return {"architectures": [model.architecture], "model_type": model.kind, **model.config}
+    """config.json as `read_config` returns it."""
+    quantized = {"quantization_config": model.quantization} if model.quantization else {}
+    return completed({"architectures": [model.architecture], "model_type": model.kind, **model.config, **quantized})

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megarl.checkpoints.steps import verify
 from megarl.config import CheckpointSettings, Layout, ModelSettings, OptimizerSettings
+from megarl.models.registry import completed
 
 WARM = 1  # warm-up rounds, which are not counted
 MODEL: dict[str, Any] = {
@@ -75,7 +76,7 @@ class Bench:
         from megarl.parallel.checkpoint.state import ModelState
         from megarl.parallel.optimizer import make_trainable
 
-        hf = {**MODEL, "num_hidden_layers": layers}
+        hf = completed({**MODEL, "num_hidden_layers": layers})
         config = transformer_config(hf, ModelSettings(path=Path("none"), dtype="bfloat16"), grid.layout, choose())
         chunks = build_chunks(config, hf, choose(), grad=True)
         with torch.no_grad():

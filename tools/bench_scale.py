@@ -24,11 +24,11 @@ from pyarrow import parquet
 from megarl.checkpoints.files import FileRecord, write_file
 from megarl.checkpoints.steps import MANIFEST, Manifest, SavedStep, encode, step_name, verify
 from megarl.cluster.actor_group import ActorGroup
-from megarl.config import FileSource, Layout
+from megarl.config import FileSource, Layout, SourceFormat
 from megarl.data.large import LargeFile
 from megarl.data.sources import load_prompts
 from megarl.models.families import family_of
-from megarl.models.hf import ShardWriter
+from megarl.models.hf_writer import ShardWriter
 from megarl.parallel.checkpoint.dcp import write_metadata
 from megarl.parallel.checkpoint.index import Location, Shard, read_index
 from megarl.parallel.checkpoint.sharded import STATES
@@ -39,7 +39,7 @@ from megarl.sync.send import Sender
 from megarl.sync.wire import Header, TensorName, unpack_stacks
 from megarl.workers.plan import StepPlan, split_step
 from megarl.workers.worker_group import WorkerGroup
-from tests.published_models import MODELS
+from tests.published_models import MODELS, config_of
 from tools.make_tiny_model import fast_tokenizer, train_sentencepiece
 
 GROWTH = 2.0
@@ -70,7 +70,7 @@ class Cost(NamedTuple):
 def stacks(model: str) -> list[TensorName]:
     """Return the names of a model's tensors as they are exported, with the experts of a layer and kind together."""
     published = MODELS[model]
-    hf = {**published.config, "architectures": [published.architecture], "model_type": published.kind}
+    hf = config_of(published)
     names, experts = list[TensorName](), dict[tuple[int | None, str, int], list[str]]()
     for weight in family_of(hf).weights(hf):
         for index, name in enumerate(weight.hf if not weight.alias else ()):
@@ -208,7 +208,7 @@ def prompts(job: Job) -> Cost:
         del table
         tokenizer = fast_tokenizer(train_sentencepiece(seed=1))
         begun = time.process_time()
-        read = load_prompts(FileSource(path=path), tokenizer, False, "{prompt}", 4096, "data.train")
+        read = load_prompts(FileSource(path=path), tokenizer, SourceFormat(chat=False), 4096, "data.train")
         assert isinstance(read, LargeFile) and len(read) == job.rows
         assert all(read[place].answer == "34" for place in range(0, job.rows, job.rows // PROMPTS))
         return Cost(job.rows, time.process_time() - begun)

@@ -41,14 +41,14 @@ def folded(title: str, lines: Iterable[str]) -> Iterator[str]:
     yield from ("<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", "")
 
 
-def score(value: float, error: Beginnings) -> str:
+def score(value: float | None, error: Beginnings) -> str:
     """Return the expected outcome of a hostile sample."""
     if (value, error) == NOTHING:
         return "0: it got nothing"
-    if error is None:
+    if value is not None:
         return f"{value:g}"
     errors = error if isinstance(error, tuple) else (error,)
-    return f"0: {' or '.join(one.strip(' :') for one in errors)}"
+    return f"none: {' or '.join((one or '').strip(' :') for one in errors)}"
 
 
 def attacks() -> str:

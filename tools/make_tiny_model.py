@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # takes ten seconds to import
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, END, UNK, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>"
 # reasoning-gym's words around the questions of spell_backward and chain_sum.
@@ -138,7 +138,7 @@ def build(
 ) -> int:
     """Write the directory and return the number of parameters. `changes`: further fields of the configuration."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -147,11 +147,8 @@ def build(
     (out / "tokenizer.model").write_bytes(sentencepiece_model)
     tokenizer = fast_tokenizer(sentencepiece_model)
     tokenizer.save_pretrained(out)
-    kind, own = FAMILIES[family]
     tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(
-        kind, **{**_common(layers, hidden), **_mlp(kind, layers, hidden, experts, expert_hidden), **own, **tokens, **changes}
-    )
+    config = configuration(family, layers=layers, hidden=hidden, experts=experts, expert_hidden=expert_hidden, **{**tokens, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     if family != "qwen3_moe":
@@ -159,6 +156,15 @@ def build(
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(out)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def configuration(family: str, *, layers: int, hidden: int, experts: int, expert_hidden: int, **changes: Any) -> PreTrainedConfig:
+    """Return transformers' configuration of the model that `build` writes."""
+    from transformers import AutoConfig
+
+    kind, own = FAMILIES[family]
+    fields = {**_common(layers, hidden), **_mlp(kind, layers, hidden, experts, expert_hidden), **own}
+    return AutoConfig.for_model(kind, **{**fields, **changes})
 
 
 def _common(layers: int, hidden: int) -> dict[str, Any]:

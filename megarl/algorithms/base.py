@@ -39,7 +39,7 @@ class Loss:
 class PolicyAlgorithm(KlToReference):
     """A policy-gradient algorithm: rewards to advantages, and a loss per token."""
 
-    min_group: ClassVar[int] = 1  # fewest responses to a prompt that give a signal
+    min_group: ClassVar[int] = 1  # fewest responses to a prompt that give a signal; a prompt with fewer scored ones is not trained on
     needs_critic: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # the driver also samples each prompt once at temperature 0
 
@@ -65,7 +65,8 @@ class PolicyAlgorithm(KlToReference):
         """Compute one number per response, on the driver.
 
         Args:
-            reward_N: float64 [N], the rewards of all responses of the step, less the KL if `kl_per_sequence`.
+            reward_N: float64 [N], the rewards of all responses that take part in the step, less the KL if `kl_per_sequence`. Those that
+                could not be scored are not among them, here and in `keep`.
             group_N: int64 [N], the prompt that each response answers.
             greedy_N: float64 [N], the reward of the greedy response to the same prompt; given only if `needs_greedy`.
 

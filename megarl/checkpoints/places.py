@@ -1,18 +1,22 @@
-"""Fingerprints of the files at a configuration's paths, so that a run can resume after models or data have been moved.
+"""Fingerprints of the files at a configuration's paths: a run can resume after models or data have been moved, and notices other contents.
 
-A fingerprint covers names, sizes and contents, but only pieces of large files, so that a model of 60 GB takes a moment. A different model
-of the same shape differs in every piece; a different large data file differs in size.
+A fingerprint covers names, sizes and contents: all of a file up to 64 MiB; of a larger one 1,024 pieces of 64 KiB at even distances, of a
+file of weights 8, so that a model of 60 GB takes a moment. Another model of the same shape, and data in another order, differ in every
+piece; a few bytes that were changed within a large file, without changing its size, may lie between the pieces.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 WHOLE = 1 << 26  # bytes; files up to this size are read completely
-PIECES, PIECE = 8, 1 << 16  # number of pieces read from a larger file, and bytes of each
+PIECE = 1 << 16  # bytes of one of the pieces that are read from a larger file
+PIECES = 1024  # number of these pieces
+PIECES_OF_WEIGHTS = 8  # the same for .safetensors
 # In a directory, only the files that megarl, tokenizers and `datasets` read count: pages, hidden files and caches come and go.
 READ = {".json", ".safetensors", ".model", ".txt", ".jinja", ".arrow"}
 CACHE = "cache-"  # prefix of the caches of `datasets`
@@ -39,25 +43,40 @@ def by_content(value: Any) -> Any:
 
 def fingerprint(path: Path) -> str | None:
     """Return the fingerprint of a file or directory; None if it does not exist or cannot be read."""
-    found = hashlib.sha256()
+    inside = contents(path)
+    return None if inside is None else hashlib.sha256("".join(f"{name}\0{one}\0" for name, one in inside.items()).encode()).hexdigest()
+
+
+def contents(path: Path) -> dict[str, str] | None:
+    """Return the fingerprint of every file of a directory, by its name inside, or of a file, whose own name does not count ("").
+
+    None if it does not exist or cannot be read.
+    """
     try:
-        for name, file in _files(path):
-            size = file.stat().st_size
-            found.update(f"{name}\0{size}\0".encode())
-            with file.open("rb") as content:
-                if size <= WHOLE:
-                    found.update(content.read())
-                    continue
-                for number in range(PIECES):
-                    content.seek(number * (size - PIECE) // (PIECES - 1))
-                    found.update(content.read(PIECE))
+        stats = {name: (file, file.stat()) for name, file in _files(path)}
+        return {name: _print(file, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, (file, stat) in stats.items()}
     except OSError:
         return None
-    return found.hexdigest()
+
+
+@lru_cache(maxsize=1 << 14)
+def _print(file: Path, size: int, modified: int, inode: int) -> str:
+    """Return the fingerprint of a file; the time of its last change and its inode make a file that was changed since another one."""
+    del modified, inode
+    digest = hashlib.sha256(f"{size}\0".encode())
+    pieces = PIECES_OF_WEIGHTS if file.suffix == ".safetensors" else PIECES
+    with file.open("rb") as content:
+        if size <= WHOLE:
+            digest.update(content.read())
+        else:
+            for number in range(pieces):
+                content.seek(number * (size - PIECE) // (pieces - 1))
+                digest.update(content.read(PIECE))
+    return digest.hexdigest()
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
     if not path.is_dir():
-        return [("", path)]  # the file's own name does not count
+        return [("", path)]
     inside = {str(file.relative_to(path)): file for file in path.rglob("*") if file.suffix in READ and file.is_file()}
     return sorted((name, file) for name, file in inside.items() if not name.startswith((".", CACHE)))

@@ -29,8 +29,9 @@ class ReasoningGymSource(Section):
 class FileSource(Section):
     """A .jsonl or .parquet file, or a directory written by `datasets` (save_to_disk), with the columns that DAPO and verl use.
 
-    These are `prompt` (text or chat messages) and `reward_model.ground_truth`. With 100,000 rows or more of Parquet or `datasets`, prompts
-    are tokenised when they are drawn; only those that might be refused are tokenised before the start.
+    These are `prompt` (text or chat messages) and `reward_model.ground_truth`; a column `tools` has the schemas of the tools. With 100,000
+    rows or more of Parquet or `datasets`, prompts are tokenised when they are drawn; only those that might be refused are tokenised before
+    the start.
     """
 
     type: Literal["file"] = "file"
@@ -39,7 +40,8 @@ class FileSource(Section):
     prompt_key: str = "prompt"
     """Column of the prompt; a dot looks inside dictionaries."""
     answer_key: str = "reward_model.ground_truth"
-    """Column of the answer, a text or a number; a dot looks inside dictionaries."""
+    """Column of the answer: a text, a number, a list of which any is right, or, for your own reward, any other value but null; a dot looks
+    inside dictionaries."""
     skip: NonNegativeInt = 0
     """Rows to skip at the beginning, such as those that another source holds out."""
     rows: PositiveInt | None = None
@@ -91,17 +93,29 @@ class PromptFormat(Section):
     """Text around each prompt when `chat` is false."""
     system: str | None = None
     """With `chat`: a system message for every prompt and conversation that does not begin with one."""
+    template_args: dict[str, Any] = {}
+    """With `chat`: arguments of the chat template, such as {enable_thinking: false}. A row's column `chat_template_kwargs` (a mapping, or
+    one as JSON) overrides them."""
+
+    control_tokens: Literal["allow", "refuse"] = "allow"
+    """With `chat`: what to do with texts that contain special tokens, such as a prompt that was rendered before. allow: report how many
+    rows have some; refuse: they are refused like any bad row."""
 
     @model_validator(mode="after")
-    def _system_has_a_template(self) -> PromptFormat:
+    def _chat_template_is_used(self) -> PromptFormat:
         if self.system is not None and not self.chat:
             raise ValueError("data.system: data.chat=false has no system message; put it in data.template")
+        if self.template_args and not self.chat:
+            raise ValueError("data.template_args: data.chat=false has no chat template that could take arguments")
         return self
 
 
 class SourceFormat(PromptFormat):
     """The format of prompts that are read from sources."""
 
+    on_bad_row: Literal["refuse", "drop"] = "refuse"
+    """What to do with a row that is malformed, or of which the chat template would leave something out. refuse: report where it is and
+    what is wrong, and stop; drop: leave it out, and report how many rows were, with the first reasons."""
     overlong: Literal["refuse", "drop"] = "refuse"
     """What to do with an item that exceeds the token limit. refuse: report where it is, and stop; drop: leave it out, and report how many
     items were."""
@@ -121,7 +135,8 @@ class DataSettings(SourceFormat):
 class ConversationSource(Section):
     """A .jsonl or .parquet file, or a directory written by `datasets`, of conversations, which are lists of chat messages.
 
-    The model learns the assistant's messages; the others are only context.
+    The model learns the assistant's messages, reasoning and tool calls included, as the chat template writes them; the others are only
+    context. A column `tools` has the schemas of the tools.
     """
 
     type: Literal["conversations"] = "conversations"
@@ -165,6 +180,8 @@ class SftData(SourceFormat):
     """What the model learns from."""
     eval: SftSource | None = None
     """Held-out data on which loss and token accuracy are measured."""
+    train_on: Literal["all", "last"] = "all"
+    """Which of the assistant's messages in a conversation the model learns. A message with `weight: 0` is never learned."""
     shuffle: bool = True
     """Draw the conversations of an epoch in random order; false: in the order of the file."""
 

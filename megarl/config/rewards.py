@@ -24,6 +24,7 @@ class MathReward(Section):
     """math-verify: 1 if the response's answer is symbolically equal to the ground truth, which is a number, expression or worked solution.
 
     The answer of a worked solution is the contents of its \\boxed{}, as in MATH, or what follows ####, as in GSM8K.
+    Of a list, any is right. Answers are parsed before the start; one that cannot be read as it is written is a bad row (data.on_bad_row).
     """
 
     type: Literal["math_verify"] = "math_verify"
@@ -95,7 +96,7 @@ class RewardPart(Section):
 
 
 class SumReward(Section):
-    """The weighted sum of several rewards. If one of them fails on a response, that response scores 0."""
+    """The weighted sum of several rewards. If one of them fails on a response, or abstains, that response has no score."""
 
     type: Literal["sum"] = "sum"
     parts: Annotated[list[RewardPart], Field(min_length=1, max_length=16)]
@@ -168,7 +169,7 @@ class RewardSettings(Section):
     require_finished: bool = True
     """Score a response cut off by the length limit 0; an episode keeps the environment's rewards (source.type=environment)."""
     timeout_s: Seconds = 10.0
-    """Time limit for scoring one response; one that exceeds it scores 0 (a server has source.timeout_s instead)."""
+    """Time limit for scoring one response; one that exceeds it has no score (a server has source.timeout_s instead)."""
     workers: Annotated[int, Field(gt=0, le=4096)] = 1
     """Scoring processes, or connections to a server."""
     sandbox: SandboxSettings = SandboxSettings()

@@ -124,8 +124,9 @@ class SyncSettings(Section):
     verify: bool = True
     """Verify the fingerprint of every tensor in the engines after each sync."""
     logprob_gap: Annotated[float, Field(gt=0)] | None = None
-    """Maximum mean |log-prob| gap between engine and trainer at step 1; null: 1e-4 if both are float32, else 0.5 (a warning above
-    0.05, with rollout.quantization above 0.1)."""
+    """Maximum mean |log-prob| gap between engine and trainer at step 1, in nats per token; null: what rounding explains. That is 1e-4 if
+    both are float32, or vocabulary x 2^-27 where that is more (1.1e-3 with 151,936 tokens), else 0.5 (a warning above 0.05, with
+    rollout.quantization above 0.1)."""
     timeout_s: Seconds = 600.0
     """Time limit of one sync."""
 

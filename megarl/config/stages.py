@@ -40,6 +40,9 @@ class StepSettings(Section):
     """Drop groups whose rewards are all equal, and draw prompts at most this many times to fill the step; null: keep all groups."""
     drop_truncated: bool = False
     """Overlong filter: exclude responses cut off by the length limit from the loss."""
+    truncated_in_baseline: bool = True
+    """With drop_truncated: their rewards still count in their group's baseline, scale and signal, as in DAPO (arXiv:2503.14476, section
+    3.4: the loss of truncated samples is masked) and TRL's mask_truncated_completions. false: they take no part, as if not sampled."""
     eval_every: NonNegativeInt = 0
     """Steps between two evaluations; 0: only before the first and after the last step."""
     eval_at_start: bool = True
@@ -86,6 +89,7 @@ class TrainConfig(TrainingSettings):
         refuse_all(
             lambda: check_sets(self.data, self.eval),
             self._check_batch,
+            self._check_truncated,
             self._check_critic,
             self._check_best,
             self._check_placement,
@@ -118,6 +122,11 @@ class TrainConfig(TrainingSettings):
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
                 f"to one prompt and needs at least {self.algorithm.min_group}"
             )
+
+    def _check_truncated(self) -> None:
+        """Raise ValueError if truncated responses are left out of the baseline and not of the loss."""
+        if not self.train.truncated_in_baseline and not self.train.drop_truncated:
+            raise ValueError("train.truncated_in_baseline=false: train.drop_truncated=false has the loss read them; set it to true")
 
     @property
     def _sequences(self) -> tuple[int, int]:

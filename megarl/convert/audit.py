@@ -12,10 +12,11 @@ from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from megarl.checkpoints.files import StoredFile
-from megarl.convert.plan import DTYPES
+from megarl.convert.plan import STORED
 from megarl.errors import ConfigError
 from megarl.models.families import check_checkpoint, family_of
-from megarl.models.hf import INDEX, TensorInfo, header, inventory
+from megarl.models.hf import INDEX, TensorInfo, header, inventory, scales_of_activations
+from megarl.models.quantized import dequantized
 from megarl.models.weight_map import HeadKind, Shape
 from megarl.parallel.checkpoint.dcp import memory_of
 
@@ -24,7 +25,7 @@ _PIECE = 16 << 20  # bytes hashed at a time if the tensor is not loaded
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face directory whose tensors are exactly those that its config.json requires."""
+    """A Hugging Face directory whose tensors are exactly those that its config.json requires, each with its scales if it is quantised."""
 
     path: Path
     config: Mapping[str, Any]
@@ -33,8 +34,12 @@ class Source:
 
     def files(self) -> dict[str, list[int]]:
         """Return the size and modification time of every file that is read."""
-        stats = {file.name: file.stat() for file in sorted({info.file for info in self.tensors.values()})}
+        stats = {file.name: file.stat() for file in sorted({info.file for info in _stored(self.tensors).values()})}
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+    def totals(self) -> dict[str, int]:
+        """Return the number of tensors that are read, scales included, and their total parameters and bytes."""
+        return totals([(info.shape, info.dtype) for info in _stored(self.tensors).values()])
 
 
 def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
@@ -50,12 +55,13 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
 
     Raises:
         ConfigError: one line: whatever `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
-            index does not name, a second copy of tied weights that differs from the first.
+            index does not name.
     """
     config = check_checkpoint(path, head, drop_mtp=drop_mtp)
     family, held = family_of(config), inventory(path)
-    for file in sorted({info.file for info in held.values()}):
-        _check_file(file, held)
+    stored_tensors, activations = _stored(held), scales_of_activations(held)
+    for file in sorted({info.file for info in stored_tensors.values()}):
+        _check_file(file, stored_tensors)
     used = {name for weight in family.weights(config, head) for name in weight.hf}
     stored = family.head_of(config)
     left_out = {}
@@ -63,13 +69,13 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
     for name in held.keys() - (used & family.expected(config).keys()):
         if predictors and name.startswith(predictors):
             left_out[name] = "multi-token prediction"
+        elif name in activations:
+            left_out[name] = "scales of quantised activations"
         elif name in optional:
             left_out[name] = "what config.json gives" if not name.startswith("lm_head") else "the embedding once more"
         else:
             assert stored != head, f"{name} is not accounted for"
             left_out[name] = "another head"
-    if left_out.get("lm_head.weight") == "the embedding once more":
-        _check_tied(held)
     return Source(path, config, {name: info for name, info in held.items() if name not in left_out}, left_out)
 
 
@@ -89,10 +95,9 @@ def _check_file(file: Path, held: Mapping[str, TensorInfo]) -> None:
         raise ConfigError(f"convert: {file} has {file.stat().st_size} bytes, and its tensors end at {at}")
 
 
-def _check_tied(held: Mapping[str, TensorInfo]) -> None:
-    embedding, output = held["model.embed_tokens.weight"], held["lm_head.weight"]
-    if digest_of(embedding) != digest_of(output):
-        raise ConfigError(f"convert: {output.file}: lm_head.weight is not model.embed_tokens.weight, although config.json ties them")
+def _stored(held: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return all tensors of the files: those held, and the scales of the quantised ones."""
+    return {**held, **{info.scales.name: info.scales.info for info in held.values() if info.scales is not None}}
 
 
 def digest_of(info: TensorInfo) -> str:
@@ -109,16 +114,18 @@ def digest_of(info: TensorInfo) -> str:
 
 
 def read_tensor(info: TensorInfo) -> tuple[Tensor, str]:
-    """Read a tensor of a safetensors file into its own memory; return it and its hash."""
-    found = empty(info.shape, info.dtype)
-    with StoredFile(info.file) as file:
-        file.read(info.start, memory_of(found))
+    """Read a tensor of a safetensors file into its own memory, in bfloat16 if it is quantised; return it and its hash."""
+    found = _read(info)
+    if info.scales is not None:
+        found = dequantized(found, _read(info.scales.info), info.scales.block)
     return found, hash_of(found)
 
 
-def empty(shape: Shape, dtype: str) -> Tensor:
-    """Return an uninitialised tensor; `dtype` is safetensors' name."""
-    return torch.empty(shape, dtype=DTYPES[dtype])
+def _read(info: TensorInfo) -> Tensor:
+    found = torch.empty(info.shape, dtype=STORED[info.dtype])
+    with StoredFile(info.file) as file:
+        file.read(info.start, memory_of(found))
+    return found
 
 
 def hash_of(tensor: Tensor) -> str:
@@ -129,5 +136,5 @@ def hash_of(tensor: Tensor) -> str:
 def totals(shapes: Sequence[tuple[Shape, str]]) -> dict[str, int]:
     """Return the number of tensors, and their total parameters and bytes."""
     numbers = [torch.Size(shape).numel() for shape, _ in shapes]
-    size = sum(count * DTYPES[dtype].itemsize for count, (_, dtype) in zip(numbers, shapes, strict=True))
+    size = sum(count * STORED[dtype].itemsize for count, (_, dtype) in zip(numbers, shapes, strict=True))
     return {"tensors": len(shapes), "parameters": sum(numbers), "bytes": size}

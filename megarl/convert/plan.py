@@ -15,10 +15,12 @@ from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName, boxes, checkpoint_names
 from megarl.models.families import family_of
 from megarl.models.hf import CONFIG, read_config
+from megarl.models.quantized import FLOAT8
 from megarl.models.weight_map import HeadKind, Shape, Weight
 from megarl.parallel.checkpoint.index import Shard, check_cover
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name -> torch's dtype
+STORED = {**DTYPES, FLOAT8: torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}  # with those of quantised weights and their scales
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name -> safetensors' name
 _UNITS, _LEAST, _MOST = 64, 64 << 20, 2 << 30  # approximate number of units, and the bounds on a unit's size limit in bytes
 

@@ -18,9 +18,11 @@ from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, cut_shards, cut_units, make_items
 from megarl.errors import ConfigError
+from megarl.models.arithmetic import differences
 from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.families import family_of
-from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, described, read_config
+from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, read_config
+from megarl.models.hf_writer import described, write_files
 from megarl.models.weight_map import HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import DcpReader, memory_of
 from megarl.parallel.checkpoint.index import Shard, check_cover
@@ -99,6 +101,10 @@ class ToHF(Conversion):
                 raise ConfigError(
                     f"convert: {self._step.path / self._model}: {key} is {value!r}, and {self._hf / CONFIG} has {config.get(key)!r}"
                 )
+        own = self._step.path / self._model / HF
+        if like is not None and (own / CONFIG).is_file():
+            for key, (saved, given) in differences(read_config(own), config).items():
+                raise ConfigError(f"convert: {own / CONFIG}: {key} is {saved!r}, and {given!r} in {self._hf / CONFIG} (--like)")
         return config
 
     def _dtype(self, weight: Weight, name: CheckpointName) -> str:
@@ -224,8 +230,7 @@ class ToHF(Conversion):
             size = sum(slot.info.size for slot in self._slots.values())
             files[INDEX] = (json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n").encode()
         files[CONVERSION] = json.dumps(self._report(hashes), indent=1).encode()
-        for name, data in files.items():
-            (self._directory.partial / name).write_bytes(data)
+        write_files(self._directory.partial, files)
 
     def _changes(self) -> dict[str, Any]:
         family = family_of(self._config)

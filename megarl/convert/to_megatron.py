@@ -20,7 +20,8 @@ from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, check_cut
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName
 from megarl.models.families import family_of
-from megarl.models.hf import CONVERSION, described
+from megarl.models.hf import CONVERSION
+from megarl.models.hf_writer import described
 from megarl.models.weight_map import HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import METADATA_FILES, write_metadata
 from megarl.parallel.checkpoint.index import Location, Shard, check_cover
@@ -74,7 +75,7 @@ class ToMegatron(Conversion):
         return audit(path, head, drop_mtp=drop_mtp)
 
     def _dtype(self, weight: Weight, name: CheckpointName) -> str:
-        found = {self._source.tensors[name].dtype for name in weight.hf if name in self._source.tensors}
+        found = {self._source.tensors[name].read_dtype for name in weight.hf if name in self._source.tensors}
         if len(found) > 1:
             raise ConfigError(f"convert: {self._source.path}: {' and '.join(weight.hf)} are stored as {' and '.join(sorted(found))}")
         return found.pop() if found else "F32"  # a fresh head
@@ -141,7 +142,6 @@ class ToMegatron(Conversion):
         hashes = _merged(records)
         files = {f"{self._model}/{self._file(unit).name}": FileRecord(*records[unit.index]["file"]) for unit in self.units}
         files |= {f"{self._model}/{name}": record for name, record in self._metadata(written).items()}
-        (self._folder / HF).mkdir(exist_ok=True)
         for name, data in self._described().items():
             files[f"{self._model}/{HF}/{name}"] = _rewrite(self._folder / HF / name, data)
         report = json.dumps(self._report(hashes), indent=1).encode()
@@ -171,13 +171,12 @@ class ToMegatron(Conversion):
                 to = "".join([item.name.key, *(f"[{index}]" for index in item.name.index)])
                 tensors[name] = {"dtype": item.source, "shape": list(shape), "xxh128": hashes[name], "megatron": to}
         assert tensors.keys() == hashes.keys(), "not every tensor was converted once"
-        read = [(info.shape, info.dtype) for info in self._source.tensors.values()]
         return {
             "format": 1,
             "to": "megatron",
             "source": str(self._source.path.resolve()),
             "dtype": self._cast,
-            "read": totals(read),
+            "read": self._source.totals(),
             "written": totals(written),
             "fresh": sorted(tensors.keys() - self._source.tensors.keys()),
             "left_out": dict(self._source.left_out),
@@ -215,5 +214,6 @@ def _merged(records: Mapping[int, UnitRecord]) -> dict[str, str]:
 
 
 def _rewrite(path: Path, data: bytes) -> FileRecord:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     return write_file(path, data)

@@ -2,12 +2,11 @@
 
     {"prompt": [{"role": "user", "content": "17 + 17?"}], "reward_model": {"ground_truth": "34"}, "data_source": ..., "extra_info": ...}
 
-`prompt` may also be a string, and `ground_truth` a number.
+`prompt` may also be a string, and `ground_truth` any JSON value: a number, a list of acceptable answers, an object (see answers.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, ConversationSource, FileSource, PreferenceSource
+from megarl.data.answers import Answer, checked_answer
 from megarl.data.bounds import in_memory
 from megarl.data.columns import at, chosen_rows
+from megarl.data.exact import exact_row, exact_rows
 from megarl.data.tokenizer import first_line
 from megarl.strict_json import MOST_LINE, lines_of, parse_json, read_json
 
@@ -30,7 +31,7 @@ MOST_ROWS = 1_000_000  # maximum number of Parquet rows if they take less than a
 ROOM_MB, SWELLING = 384, 32  # memory for a batch of Parquet or Arrow: a fixed part, plus this many times the file's size
 
 
-def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
+def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, Answer, dict[str, Any]]]:
     """Yield (place for messages, unchanged prompt, answer, other columns) of every row, streaming the file.
 
     Raises ConfigError with the dotted key, the file and the line (Parquet: the row), both counted from 1.
@@ -42,10 +43,11 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, str, dic
 def taken_rows(source: FileSource | ConversationSource | PreferenceSource, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place for messages, columns) of the rows that `skip`, `rows` and `where` select. Raise ConfigError as `read_file` does."""
     last = None if source.rows is None else source.skip + source.rows
-    return chosen_rows(islice(read_rows(source.path, key), source.skip, last), source.where, source.path, key)
+    answer = source.answer_key if isinstance(source, FileSource) else ""
+    return chosen_rows(islice(read_rows(source.path, key, answer), source.skip, last), source.where, source.path, key)
 
 
-def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tuple[Any, str, dict[str, Any]]:
+def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tuple[Any, Answer, dict[str, Any]]:
     """Split a row into its prompt, its answer and its other columns.
 
     Args:
@@ -55,40 +57,33 @@ def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tupl
         key: the source's dotted key, such as "data.train".
 
     Returns:
-        The unchanged prompt, the answer's text, and the other columns.
+        The unchanged prompt, the answer, and the other columns.
 
     Raises:
         ConfigError: prompt or answer is missing or malformed; the message starts with `place`.
     """
     prompt = at(row, source.prompt_key, place, f"{key}.prompt_key")
-    answer = at(row, source.answer_key, place, f"{key}.answer_key")
-    text = _answer(answer, place, source.answer_key)
+    answer = checked_answer(at(row, source.answer_key, place, f"{key}.answer_key"), place, source.answer_key)
     used = {source.prompt_key, source.prompt_key.partition(".")[0], source.answer_key, source.answer_key.partition(".")[0]}
-    return prompt, text, {name: value for name, value in row.items() if name not in used}
+    return prompt, answer, {name: value for name, value in row.items() if name not in used}
 
 
-def _answer(value: Any, place: str, name: str) -> str:
-    """Return an answer as text; a number is written as in JSON."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{place}: {name} must be a text or a finite number, not {value!r:.80}")
-    return repr(value)
-
-
-def read_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: Path, key: str, answer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place for messages, columns) of every row of a file, streaming it. Raise ConfigError as `read_file` does.
 
-    `key`: the source's dotted key.
+    Args:
+        path: the file.
+        key: the source's dotted key.
+        answer: the column of the answers, whose numbers keep all their digits.
     """
     try:
-        for number, row in _reader(path, key)(path, f"{key}.path"):
+        for number, row in _reader(path, key)(path, f"{key}.path", answer):
             yield f"{key}.path: {path}:{number}", row
     except OSError as error:
         raise ConfigError(f"{key}.path: {error.filename or path}: {error.strerror}") from None
 
 
-def _reader(path: Path, key: str) -> Callable[[Path, str], Iterator[tuple[int, dict[str, Any]]]]:
+def _reader(path: Path, key: str) -> Callable[[Path, str, str], Iterator[tuple[int, dict[str, Any]]]]:
     readers = {".jsonl": _jsonl, ".parquet": _parquet}
     if path.is_dir():
         return _saved
@@ -99,7 +94,7 @@ def _reader(path: Path, key: str) -> Callable[[Path, str], Iterator[tuple[int, d
     return readers[path.suffix]
 
 
-def _jsonl(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl(path: Path, key: str, answer: str) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, (place, line) in enumerate(lines_of(path, f"{key}: {path}"), 1):
         if not line.strip():
             raise ConfigError(f"{place}: empty line")
@@ -109,28 +104,28 @@ def _jsonl(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ConfigError(f"{place}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{place}: must hold an object, not {type(row).__name__}")
-        yield number, row
+        yield number, exact_row(row, line, answer)
 
 
-def _parquet(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet(path: Path, key: str, answer: str) -> Iterator[tuple[int, dict[str, Any]]]:
     number, size = 0, path.stat().st_size
     with open_parquet(path, key, lambda: number) as file:
         for batch in parquet_batches(file, BATCH, size):
-            for row in bounded(size, batch.to_pylist):
+            for row in bounded(size, partial(exact_rows, batch, answer)):
                 number += 1
                 yield number, row
 
 
-def _saved(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _saved(path: Path, key: str, answer: str) -> Iterator[tuple[int, dict[str, Any]]]:
     last = 0
     for part in arrow_files(path, key):
-        for number, row in _stream(part, key, last):
+        for number, row in _stream(part, key, last, answer):
             last = number
             yield number, row
 
 
-def _stream(path: Path, key: str, number: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of an Arrow stream with their numbers, which continue from `number`."""
+def _stream(path: Path, key: str, number: int, answer: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of an Arrow stream with their numbers, which continue from `number`; `answer`: the column of the answers."""
     import pyarrow
     from pyarrow import ipc
 
@@ -139,7 +134,7 @@ def _stream(path: Path, key: str, number: int) -> Iterator[tuple[int, dict[str, 
     with trouble, pyarrow.memory_map(str(path)) as file, ipc.open_stream(file) as stream:
         for batch in _bounded_each(iter(stream), size):
             for first in range(0, batch.num_rows, BATCH):
-                for row in bounded(size, batch.slice(first, BATCH).to_pylist):
+                for row in bounded(size, partial(exact_rows, batch.slice(first, BATCH), answer)):
                     number += 1
                     yield number, row
 
@@ -220,5 +215,10 @@ def readable(trouble: Callable[[], str]) -> Iterator[None]:
 
 def bounded(size: int, read: Callable[[], Any]) -> Any:
     """Return the result of `read` for a batch. Raise MemoryError if it expands far beyond the `size` of its file."""
-    with in_memory(ROOM_MB + SWELLING * size / (1 << 20)):
-        return read()
+    room_mb = ROOM_MB + SWELLING * size / (1 << 20)
+    try:
+        with in_memory(room_mb):
+            return read()
+    except MemoryError:
+        limit = f"{room_mb:,.0f} MB, which are {ROOM_MB} MB and {SWELLING} times the file"
+        raise MemoryError(f"a batch of rows would allocate more than {limit}: write it with smaller row groups, or as JSONL") from None

@@ -10,19 +10,24 @@ Axes: P prompts, N of them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.config import FileSource
+from megarl.config import ConfigError, FileSource
 from megarl.data.columns import chosen_places, find_in_table
-from megarl.data.files import arrow_files, bounded, open_parquet, parquet_batches, parts, readable
+from megarl.data.exact import exact_rows
+from megarl.data.files import arrow_files, bounded, open_parquet, parquet_batches, readable
 from megarl.data.lazy import LazySequence
-from megarl.data.overlong import Overlong
-from megarl.data.prompts import CHUNK, Prompt, Renderer, Row, checked
+from megarl.data.messages import ARGUMENTS, TOOLS
+from megarl.data.prompts import CHUNK, Prompt, Renderer
+from megarl.data.rows import Row, row_of
+from megarl.data.tokenizer import special_tokens
 
 if TYPE_CHECKING:
     import pyarrow
@@ -62,47 +67,60 @@ class LargeFile(LazySequence[Prompt]):
         with self._readable():
             self._row_P = chosen_places(table, source.where, source.path, key)
         sample = np.unique(np.linspace(0, len(self) - 1, SAMPLED, dtype=np.int64))
-        added = self._added(sample)
+        made = [prompt.id for prompt in self._make(sample)]
+        room = renderer.most - 2 * renderer.added if made else -1
+        special = None if renderer.chat_template is None else special_tokens(renderer.tokenizer).pattern
         with self._readable():
             table.validate(full=True)  # finds invalid UTF-8, among others
-            suspects = np.flatnonzero(_suspicious(table, source, renderer.most - 2 * added)[self._row_P])
-        made = list[int]()
-        for first in range(0, len(checks := np.union1d(sample, suspects)), CHUNK):
-            made += [prompt.id for prompt in self._make(checks[first : first + CHUNK])]
-        self._row_P = np.delete(self._row_P, np.setdiff1d(checks, np.array(made, dtype=np.int64)))  # what data.overlong=drop leaves out
-        renderer.overlong = Overlong()
+            suspects = np.setdiff1d(np.flatnonzero(_suspicious(table, source, room, special)[self._row_P]), sample)
+        for first in range(0, len(suspects), CHUNK):
+            made += [prompt.id for prompt in self._make(suspects[first : first + CHUNK])]
+        self._row_P = np.delete(self._row_P, np.setdiff1d(np.union1d(sample, suspects), np.array(made, dtype=np.int64)))
+
+    def sample(self) -> list[Prompt]:
+        """Return prompts from all over the file."""
+        return self._make(np.unique(np.linspace(0, len(self) - 1, SAMPLED, dtype=np.int64)))
+
+    def leave_out(self, places: Sequence[int]) -> None:
+        """Leave out the prompts at these indices, so that later ones move up."""
+        self._row_P = np.delete(self._row_P, np.array(places, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self._row_P)
 
     def __iter__(self) -> Iterator[Prompt]:
         for first in range(0, len(self), CHUNK):
-            yield from self._make(np.arange(first, min(first + CHUNK, len(self))))
+            yield from self._at(range(first, min(first + CHUNK, len(self))))
 
     def _at(self, places: Sequence[int]) -> list[Prompt]:
-        return self._make(np.array(places, dtype=np.int64))
+        made = {prompt.id: prompt for prompt in self._make(np.array(places, dtype=np.int64))}
+        return [made[place] if place in made else self._next(place) for place in places]
+
+    def _next(self, place: int) -> Prompt:
+        """Return the prompt of the next good row in place of one that is left out when it is drawn."""
+        why = self._renderer.intake.last
+        for other in range(place + 1, place + len(self)):
+            if made := self._make(np.array([other % len(self)])):
+                print(f"megarl: {self._key}: a row is left out as it is drawn, and the next takes its place: {why}", file=sys.stderr)
+                return replace(made[0], id=place)
+        raise ConfigError(f"{self._key}: nothing is left: {why}")
 
     def _make(self, places: np.ndarray) -> list[Prompt]:
-        return self._renderer.prompts(self._rows(places), places.tolist())
-
-    def _rows(self, places: np.ndarray) -> list[Row]:
-        rows, read, row_N = [], list[dict[str, Any]](), self._row_P[places]
+        read, row_N = list[dict[str, Any]](), self._row_P[places]
         with self._readable():
             for run in np.split(row_N, np.flatnonzero(np.diff(row_N) != 1) + 1):  # `take` would first concatenate a column's chunks
-                read += self._table.slice(int(run[0]), len(run)).to_pylist()
-        for number, columns in zip(row_N.tolist(), read, strict=True):
+                read += exact_rows(self._table.slice(int(run[0]), len(run)), self._source.answer_key)
+
+        def row(item: tuple[int, int, dict[str, Any]]) -> tuple[Row, int]:
+            place, number, columns = item
             called = f"{self._key}.path: {self._source.path}:{self._source.skip + number + 1}"
-            prompt, answer, meta = parts(columns, self._source, called, self._key)
-            rows.append(Row(called, checked(prompt, called), answer, meta))
-        return rows
+            return row_of(columns, self._source, called, self._key), place
+
+        rows = self._renderer.intake.made(zip(places.tolist(), row_N.tolist(), read, strict=True), row)
+        return self._renderer.prompts([one for one, _ in rows], [place for _, place in rows])
 
     def _readable(self) -> AbstractContextManager[None]:
         return readable(lambda: f"{self._key}.path: {self._source.path} is not readable")
-
-    def _added(self, places: np.ndarray) -> int:
-        """Return the maximum number of bytes that the template adds to the prompt of one of these rows."""
-        rows = self._rows(places)
-        return max(len(text.encode()) - _size(row) for row, text in zip(rows, self._renderer.texts(rows), strict=True))
 
 
 def _parquet(source: FileSource, key: str) -> pyarrow.Table | None:
@@ -131,15 +149,28 @@ def _saved(path: Path, key: str) -> pyarrow.Table | None:
     return pyarrow.concat_tables(tables) if len({str(one.schema) for one in tables}) == 1 else None
 
 
-def _suspicious(table: pyarrow.Table, source: FileSource, room: int) -> np.ndarray:
-    """Return which rows might be refused, bool [rows]: something is missing, not a single user message, or more bytes than `room`.
+def _suspicious(table: pyarrow.Table, source: FileSource, room: int, special: str | None) -> np.ndarray:
+    """Return which rows might be refused, or are to be counted.
 
-    A text cannot have more tokens than bytes, unless the tokenizer lengthens it first. All rows count if the columns' types say too little.
+    Something is missing, it is not a single user message or has more bytes than fit, it contains a special token, or it has tools or
+    arguments of its own. A text cannot have more tokens than bytes, unless the tokenizer lengthens it first.
+
+    Args:
+        table: the rows.
+        source: names the columns.
+        room: the number of bytes that fit.
+        special: pattern of special tokens; None: they are not looked for.
+
+    Returns:
+        bool [rows]; all rows count if the columns' types say too little.
     """
     prompt, answer = find_in_table(table, source.prompt_key), find_in_table(table, source.answer_key)
-    bad_prompts = None if prompt is None else _bad_prompts(prompt, room)
+    bad_prompts = None if prompt is None else _bad_prompts(prompt, room, special)
     bad_answers = None if answer is None else _bad_answers(answer)
-    return np.ones(table.num_rows, dtype=bool) if bad_prompts is None or bad_answers is None else bad_prompts | bad_answers
+    if bad_prompts is None or bad_answers is None:
+        return np.ones(table.num_rows, dtype=bool)
+    own = [table[name].is_valid().to_numpy() for name in (TOOLS, ARGUMENTS) if table.column_names.count(name) == 1]
+    return np.logical_or.reduce([bad_prompts, bad_answers, *own])
 
 
 def _bad_answers(column: pyarrow.ChunkedArray) -> np.ndarray | None:
@@ -150,31 +181,45 @@ def _bad_answers(column: pyarrow.ChunkedArray) -> np.ndarray | None:
     return column.is_null().to_numpy() if _is_text(column.type) or types.is_integer(column.type) else None
 
 
-def _bad_prompts(column: pyarrow.ChunkedArray, room: int) -> np.ndarray | None:
+def _bad_prompts(column: pyarrow.ChunkedArray, room: int, special: str | None) -> np.ndarray | None:
     from pyarrow import types
 
     kind = column.type
     if _is_text(kind):
-        return np.concatenate([(_sizes(chunk) > room) | _blank(chunk) for chunk in column.chunks])
+        return np.concatenate([_bad_texts(chunk, room, special) for chunk in column.chunks])
     message = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else None
     if message is None or not types.is_struct(message):
         return None
     fields = {message.field(index).name: message.field(index).type for index in range(message.num_fields)}
     if fields.keys() != {"role", "content"} or not all(map(_is_text, fields.values())):
         return None
-    return np.concatenate([_bad_chats(chunk, room) for chunk in column.chunks])
+    return np.concatenate([_bad_chats(chunk, room, special) for chunk in column.chunks])
 
 
-def _bad_chats(chats: pyarrow.ListArray, room: int) -> np.ndarray:
+def _bad_chats(chats: pyarrow.ListArray, room: int, special: str | None) -> np.ndarray:
     from pyarrow import compute
 
     count = _numpy(compute.list_value_length(chats).fill_null(0))
     messages = chats.flatten()
     role, content = compute.struct_field(messages, "role"), compute.struct_field(messages, "content")
-    bad_messages = (_sizes(content) > room) | _blank(content) | ~_numpy(compute.equal(role, "user").fill_null(False))
+    bad_messages = _bad_texts(content, room, special) | ~_numpy(compute.equal(role, "user").fill_null(False))
     bad, alone = count != 1, np.flatnonzero(count == 1)
     bad[alone] = bad_messages[(np.cumsum(count) - 1)[alone]]
     return bad
+
+
+def _bad_texts(texts: pyarrow.Array, room: int, special: str | None) -> np.ndarray:
+    """Return which texts are null or blank, have more bytes than `room`, or contain a special token."""
+    import pyarrow
+    from pyarrow import compute
+
+    bad: np.ndarray = (_sizes(texts) > room) | (_sizes(compute.utf8_trim_whitespace(texts)) == 0)
+    if special is None:
+        return bad
+    try:
+        return bad | _numpy(compute.match_substring_regex(texts, special).fill_null(True))
+    except pyarrow.ArrowInvalid:  # more tokens than its regular expressions can hold
+        return np.ones(len(texts), dtype=bool)
 
 
 def _sizes(texts: pyarrow.Array) -> np.ndarray:
@@ -182,13 +227,6 @@ def _sizes(texts: pyarrow.Array) -> np.ndarray:
     from pyarrow import compute
 
     return _numpy(compute.binary_length(texts).fill_null(0))
-
-
-def _blank(texts: pyarrow.Array) -> np.ndarray:
-    """Return which texts are null, or nothing but white space."""
-    from pyarrow import compute
-
-    return _sizes(compute.utf8_trim_whitespace(texts)) == 0
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
@@ -200,9 +238,3 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 def _numpy(array: pyarrow.Array) -> np.ndarray:
     found: np.ndarray = array.to_numpy(zero_copy_only=False)
     return found
-
-
-def _size(row: Row) -> int:
-    """Return the number of bytes of a row's prompt."""
-    texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
-    return sum(len(text.encode()) for text in texts)

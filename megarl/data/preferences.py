@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, PairSource, PreferenceData, PreferenceMixture, PreferenceSource
 from megarl.data.columns import at, find
-from megarl.data.conversations import Conversation, ended
+from megarl.data.conversations import Conversation, Script, plain_script, tokenised
 from megarl.data.files import taken_rows
+from megarl.data.intake import UNUSED, Intake
+from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
-from megarl.data.overlong import Overlong
-from megarl.data.prompts import Prompt, Renderer, Row, checked
-from megarl.data.tokenizer import Message, check_size, encode
+from megarl.data.prompts import Renderer, check_turn
+from megarl.data.rendering import Lesson, Reply, batches, replies
+from megarl.data.rows import Row
+from megarl.data.template import ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK = 4096  # pairs tokenised together
+CHUNK = 4096  # pairs rendered and tokenised together
+NAMES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +36,12 @@ class Preference:
 
 
 @dataclass(frozen=True, slots=True)
-class _Texts:
-    """A pair before its responses are tokenised."""
+class _Pair:
+    """Two responses to one prompt before they are rendered."""
 
-    place: str  # its name in error messages
-    prompt: Prompt
-    chosen: str
-    rejected: str
+    row: Row  # the prompt
+    chosen: Message
+    rejected: Message
     margin: float
 
 
@@ -50,14 +53,14 @@ def load_preferences(
     Args:
         source: the source of the pairs.
         tokenizer: the model's tokenizer.
-        data: determines how prompts are rendered (`chat`, `template`, `system`), and what happens to overlong pairs.
+        data: how prompts are rendered, and what happens to bad rows.
         max_tokens: maximum length of a prompt and a response to it, including the end token.
         key: the source's dotted key, such as "data.train".
         limit_key: the setting that gives the limit, for messages.
 
     Raises:
-        ConfigError: one line: whatever `load_prompts` refuses about the prompts; the first row that lacks a response, has an empty one or
-            two equal ones, or is too long; a source without pairs, or a mixture whose weights choose none.
+        ConfigError: one line: the first row that is refused, for example since it lacks a response or has two equal ones; a source without
+            pairs, or a mixture whose weights choose none.
     """
     if isinstance(source, PreferenceMixture):
         parts = [
@@ -65,62 +68,93 @@ def load_preferences(
             for n, part in enumerate(source.parts)
         ]
         return list(Mixture(parts, source.seed, key))
-    overlong = Overlong(data.overlong == "drop")
-    renderer = Renderer(tokenizer, data.chat, data.template, max_tokens, limit_key, data.system, overlong=overlong)
-    pairs = [_read(prompt) for prompt in renderer.all(_rows(source, key))]
-    if not pairs and not overlong.dropped:
-        raise ConfigError(f"{key}.path: {source.path} holds no pairs{f' after the first {source.skip}' if source.skip else ''}")
+    intake, preferences = Intake.of(data), list[Preference]()
+    renderer = Renderer(tokenizer, data, max_tokens, limit_key, intake=intake)
+    template = renderer.chat_template
 
-    def sized(pair: _Texts) -> _Texts:
-        for name, text in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            check_size(tokenizer, text, max_tokens, f"{pair.place}: {name}", limit_key)
-        return pair
-
-    def preference(item: tuple[_Texts, list[int], list[int]]) -> Preference:
-        pair, chosen, rejected = item
-        if chosen == rejected:
-            raise ConfigError(f"{pair.place}: chosen and rejected are the same response")
-        called = f"{pair.place}: prompt and response"
-        better, worse = (ended(pair.prompt, ids, tokenizer.eos_token_id, max_tokens, called, limit_key) for ids in (chosen, rejected))
+    def preference(item: tuple[_Pair, list[Conversation]]) -> Preference:
+        pair, (better, worse) = item
+        if better.tokens.tolist() == worse.tokens.tolist():
+            raise ConfigError(f"{pair.row.place}: chosen and rejected are the same response")
         return Preference(better, worse, pair.margin)
 
-    preferences = list[Preference]()
-    for first in range(0, len(pairs), CHUNK):
-        if chunk := overlong.made(pairs[first : first + CHUNK], sized):
-            responses = encode(tokenizer, [text for pair in chunk for text in (pair.chosen, pair.rejected)], special=False)
-            preferences += overlong.made(zip(chunk, responses[0::2], responses[1::2], strict=True), preference)
-    overlong.tell(len(preferences), key, f"{limit_key}={max_tokens}")
+    pairs = intake.each(taken_rows(source, key), lambda item: _pair(*item, source, key, intake))
+    for batch in batches(pairs, CHUNK, lambda pair: pair.row.size):
+        scripts = intake.made(batch, lambda pair: _plain(renderer, pair)) if template is None else _rendered(template, batch, intake)
+        preferences += intake.made(tokenised(tokenizer, scripts, max_tokens, limit_key, intake, template is None), preference)
+    if not preferences and not intake.dropped:
+        raise ConfigError(f"{key}.path: {source.path} holds no pairs{f' after the first {source.skip}' if source.skip else ''}")
+    intake.tell(len(preferences), key, f"{limit_key}={max_tokens}")
     return preferences
 
 
-def _read(prompt: Prompt) -> _Texts:
-    """Return the pair that a prompt from `_rows` carries."""
-    return _Texts(prompt.meta["place"], prompt, prompt.answer, prompt.meta["rejected"], prompt.meta["margin"])
+def _rendered(template: ChatTemplate, pairs: Sequence[_Pair], intake: Intake) -> list[tuple[_Pair, list[Script]]]:
+    """Return the pairs' prompts and responses as the chat template writes them."""
+
+    def lessons(pair: _Pair) -> tuple[_Pair, list[Lesson]]:
+        check_turn(pair.row)
+        wholes = [replace(pair.row, prompt=[*pair.row.messages, response]) for response in (pair.chosen, pair.rejected)]
+        return pair, [Lesson.of(template, whole, [len(pair.row.messages)]) for whole in wholes]
+
+    def scripts(item: tuple[_Pair, tuple[list[Reply] | ConfigError, ...]]) -> tuple[_Pair, list[Script]]:
+        pair, sides = item
+        made = list[Script]()
+        for name, side in zip(NAMES, sides, strict=True):
+            if isinstance(side, ConfigError):
+                raise ConfigError(str(side).replace(pair.row.place, f"{pair.row.place}: {name}", 1))
+            made.append(Script(pair.row.place, side, name))
+        return pair, made
+
+    ready = intake.made(pairs, lessons)
+    turns = replies(template, [lesson for _, sides in ready for lesson in sides])
+    return intake.made(zip([pair for pair, _ in ready], zip(turns[0::2], turns[1::2], strict=True), strict=True), scripts)
 
 
-def _rows(source: PreferenceSource, key: str) -> Iterator[Row]:
-    """Yield the rows of a file as prompts, with the chosen response as the answer and the rest of the pair in `meta`."""
-    for place, row in taken_rows(source, key):
-        before, chosen = _side(at(row, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place)
-        other, rejected = _side(at(row, source.rejected_key, place, f"{key}.rejected_key"), "rejected", place)
-        if before != other:
-            raise ConfigError(f"{place}: chosen and rejected answer different prompts")
-        prompt = before or at(row, source.prompt_key, place, f"{key}.prompt_key")
-        meta = {"place": place, "rejected": rejected, "margin": _margin(find(row, source.margin_key), place, source.margin_key)}
-        yield Row(place, checked(prompt, place), chosen, meta)
+def _plain(renderer: Renderer, pair: _Pair) -> tuple[_Pair, list[Script]]:
+    sides = dict(zip(NAMES, (pair.chosen, pair.rejected), strict=True))
+    for name, side in sides.items():
+        if others := sorted(side.keys() - {"role", "content", "weight"}):
+            raise ConfigError(f"{pair.row.place}: {name} has {', '.join(others)}, which needs data.chat=true")
+    return pair, [plain_script(renderer, pair.row, side["content"], name) for name, side in sides.items()]
 
 
-def _side(value: Any, name: str, place: str) -> tuple[list[Message], str]:
-    """Split a string, or chat messages that end with the assistant's, into (the conversation before the response, the response)."""
-    before, response = [], value
-    if isinstance(value, list):
-        if not value or not isinstance(value[-1], dict) or value[-1].get("role") != "assistant":
-            raise ConfigError(f"{place}: the messages of {name} must end with one of the assistant's")
-        before, response = value[:-1], value[-1].get("content")
-    if not isinstance(response, str):
-        raise ConfigError(f"{place}: {name} must be a text or a list of chat messages, not {type(response).__name__}")
-    if not response.strip():
+def _pair(place: str, columns: dict[str, Any], source: PreferenceSource, key: str, intake: Intake) -> _Pair:
+    """Return the pair of a row. Raise ConfigError if it is malformed."""
+    filled = source.path.suffix != ".jsonl"
+    before, chosen = _side(at(columns, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place, filled)
+    other, rejected = _side(at(columns, source.rejected_key, place, f"{key}.rejected_key"), "rejected", place, filled)
+    if before != other:
+        raise ConfigError(f"{place}: chosen and rejected answer different prompts")
+    used = [source.chosen_key, source.rejected_key, source.margin_key, *source.where, TOOLS, ARGUMENTS]
+    prompt: str | list[Message] = before
+    if not before or find(columns, source.prompt_key) is not None:
+        given = checked(at(columns, source.prompt_key, place, f"{key}.prompt_key"), place, filled)
+        question: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if not before:
+            prompt = given
+        elif before[0]["role"] not in ("system", "user"):  # the responses go on where the prompt ends
+            prompt = [*question, *before]
+        if not before or prompt is not before or all(message in before for message in question):
+            used.append(source.prompt_key)
+    intake.note(UNUSED, columns.keys() - {*used, *(name.partition(".")[0] for name in used)})
+    row = Row(place, prompt, "", {}, tools_of(columns, place, filled), arguments_of(columns, place))
+    return _Pair(row, chosen, rejected, _margin(find(columns, source.margin_key), place, source.margin_key))
+
+
+def _side(value: Any, name: str, place: str, filled: bool) -> tuple[list[Message], Message]:
+    """Split a text, or chat messages that end with the assistant's, into (the conversation before the response, the response)."""
+    if isinstance(value, str):
+        before, response = [], {"role": "assistant", "content": value}
+    elif not isinstance(value, list):
+        raise ConfigError(f"{place}: {name} must be a text or a list of chat messages, not {type(value).__name__}")
+    elif not value or not isinstance(value[-1], dict) or value[-1].get("role") != "assistant":
+        raise ConfigError(f"{place}: the messages of {name} must end with one of the assistant's")
+    else:
+        [*before, response] = checked_chat(value, f"{place}: {name}", filled)
+    if not says_something(response):
         raise ConfigError(f"{place}: {name} is empty")
+    if not response.get("weight", 1):
+        raise ConfigError(f"{place}: {name} has weight 0, and is what the pair is about")
     return before, response
 
 

@@ -2,78 +2,91 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, EpisodeSource, FileSource, MixtureSource, PromptSource, ReasoningGymSource
-from megarl.data.files import read_file
-from megarl.data.gym import read_gym
+from megarl.config import ConfigError, EpisodeSource, FileSource, MixtureSource, PromptSource, SourceFormat
+from megarl.data.answers import Answer
+from megarl.data.intake import Intake
 from megarl.data.large import LargeFile, large_table
 from megarl.data.lazy import LazySequence
 from megarl.data.mixture import Mixture
-from megarl.data.overlong import Overlong
-from megarl.data.prompts import Prompt, Renderer, Row, checked
+from megarl.data.prompts import Prompt, Renderer
+from megarl.data.rows import source_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+Faults = Callable[[Sequence[Answer]], Mapping[int, str]]
+"""Returns what is wrong with answers, by their index."""
 
 
 def load_prompts(
     source: PromptSource,
     tokenizer: PreTrainedTokenizerBase,
-    chat: bool,
-    template: str,
+    data: SourceFormat,
     max_prompt_tokens: int,
     key: str,
     limit_key: str = "rollout.max_prompt_tokens",
-    system: str | None = None,
     tools: Sequence[dict[str, Any]] | None = None,
-    drop: bool = False,
+    faults: Faults | None = None,
 ) -> Sequence[Prompt]:
     """Return every prompt of a source, tokenised except for episodes. Episodes and the prompts of a large file are made on demand.
 
     Args:
         source: the source of the prompts.
         tokenizer: the model's tokenizer.
-        chat: render each prompt with the tokenizer's chat template; otherwise fill in `template`.
-        template: a text that contains "{prompt}"; used only if `chat` is false.
-        max_prompt_tokens: maximum length of a prompt; a longer one is refused, or left out.
+        data: how prompts are rendered, and what happens to rows that are too long or otherwise bad.
+        max_prompt_tokens: maximum length of a prompt.
         key: the source's dotted key, such as "data.train".
         limit_key: the setting that gives the limit, for messages.
-        system: a system message for each chat that does not begin with one.
         tools: schemas of the tools, for the chat template.
-        drop: leave out longer prompts.
+        faults: finds what is wrong with answers; None: nothing scores by them.
 
     Returns:
         The prompts in the order of the source; `id` counts them.
 
     Raises:
-        ConfigError: one line: the first row that is malformed, empty or too long; a source without prompts, or a mixture whose weights
-            choose none; `chat` without a chat template; a template without "{prompt}".
+        ConfigError: one line: the first row that is refused; a source without prompts, or a mixture whose weights choose none; `chat`
+            without a chat template; a template without "{prompt}".
     """
     if isinstance(source, EpisodeSource):
         return _Episodes(source)
     if isinstance(source, MixtureSource):
-        rest = (tokenizer, chat, template, max_prompt_tokens)
         parts = [
-            (load_prompts(part.source, *rest, f"{key}.parts.{n}.source", limit_key, system, tools, drop), part.weight)
+            (
+                load_prompts(part.source, tokenizer, data, max_prompt_tokens, f"{key}.parts.{n}.source", limit_key, tools, faults),
+                part.weight,
+            )
             for n, part in enumerate(source.parts)
         ]
         return _PromptMixture(parts, source.seed, key)
-    overlong = Overlong(drop)
-    renderer = Renderer(tokenizer, chat, template, max_prompt_tokens, limit_key, system, tools, overlong)
+    intake = Intake.of(data)
+    renderer = Renderer(tokenizer, data, max_prompt_tokens, limit_key, tools, intake)
     table = large_table(source, key) if isinstance(source, FileSource) else None
     prompts: Sequence[Prompt]
     if isinstance(source, FileSource) and table is not None:
         prompts = LargeFile(table, source, key, renderer)
     else:
-        prompts = renderer.all(_rows(source, key))
-    overlong.tell(len(prompts), key, f"{limit_key}={max_prompt_tokens}")
+        prompts = renderer.all(source_rows(source, key, intake))
+    if faults is not None:
+        prompts = _with_good_answers(prompts, faults, intake)
+    intake.tell(len(prompts), key, f"{limit_key}={max_prompt_tokens}")
     return prompts
+
+
+def _with_good_answers(prompts: Sequence[Prompt], faults: Faults, intake: Intake) -> Sequence[Prompt]:
+    """Return the prompts without those, of a large file within a sample, whose answers `intake` leaves out."""
+    chosen = prompts.sample() if isinstance(prompts, LargeFile) else list(prompts)
+    bad = set[int]()
+    for number, fault in faults([prompt.answer for prompt in chosen]).items():
+        intake.refuse(ConfigError(f"{chosen[number].place}: {fault}"))
+        bad.add(chosen[number].id)
+    if isinstance(prompts, LargeFile):
+        prompts.leave_out(sorted(bad))
+        return prompts
+    return [replace(prompt, id=number) for number, prompt in enumerate(one for one in chosen if one.id not in bad)] if bad else prompts
 
 
 class _Episodes(LazySequence[Prompt]):
@@ -95,25 +108,3 @@ class _PromptMixture(Mixture[Prompt]):
 
     def _at(self, places: Sequence[int]) -> list[Prompt]:
         return [replace(prompt, id=place) for place, prompt in zip(places, super()._at(places), strict=True)]
-
-
-def _rows(source: ReasoningGymSource | FileSource, key: str) -> Iterator[Row]:
-    """Yield the rows of a source. Raise ConfigError if there are none."""
-    empty = True
-    if isinstance(source, ReasoningGymSource):
-        entries, dropped = read_gym(source, key)
-        if dropped:
-            log.info("%s: %d of %d items left out, their questions are in %s.exclude", key, dropped, source.items, key)
-        if not entries:
-            raise ConfigError(f"{key}.items: all {source.items} items are in {key}.exclude")
-        # The parameters are kept, since scoring creates the data set again with them.
-        for number, entry in enumerate(entries):
-            meta = {**entry["metadata"], "source_params": source.params}
-            answer = "" if entry["answer"] is None else str(entry["answer"])
-            yield Row(f"{key}: item {number}", checked(entry["question"], f"{key}: item {number}"), answer, meta)
-        return
-    for place, prompt, answer, meta in read_file(source, key):
-        empty = False
-        yield Row(place, checked(prompt, place), answer, meta)
-    if empty:
-        raise ConfigError(f"{key}.path: {source.path} holds no prompts{f' after the first {source.skip}' if source.skip else ''}")

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
-from megarl.data.bounds import in_memory, within_cpu_time
-from megarl.data.overlong import TooLong
+from megarl.data.intake import TooLong
 from megarl.imports import uncollected
 from megarl.light_transformers import light_transformers
+from megarl.strict_json import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, str]  # one message of a chat: role and content
-TEMPLATE_S, CHAT_S, TEMPLATE_MB = 2.0, 0.005, 384  # limits of rendering: CPU time per call, plus per chat; memory
-_PROBE = "f7Zq0-prompt"  # a text that no template contains
-
-
+CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+MOST_CONFIG = 64 << 20  # bytes
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -47,7 +45,12 @@ def _load(path: Path) -> PreTrainedTokenizerBase:
             with uncollected(), light_transformers():
                 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            # transformers/tokenization_utils_base.py:1780 ignores the key beside a tokenizer.json, and DeepSeek's begins no text by itself.
+            begun = (path / CONFIG).is_file() and read_json(path / CONFIG, MOST_CONFIG).get("add_bos_token") is True
+            if begun and tokenizer.bos_token_id not in (None, *tokenizer("a")["input_ids"]):
+                tokenizer.add_bos_token = True
+            return tokenizer
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -91,55 +94,41 @@ def _tokenizer_of(path: Path, key: str) -> PreTrainedTokenizerBase:
         raise ConfigError(str(error).replace("model.path", key, 1)) from None
 
 
-def render_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[Message]], tools: Sequence[dict[str, Any]] | None = None
-) -> list[str]:
-    """Render each chat as the text up to where the assistant's next message begins.
-
-    Args:
-        tokenizer: the tokenizer with the chat template.
-        chats: the messages of each chat.
-        tools: the schemas of the tools that the assistant may call; None: none.
-
-    Raises:
-        TimeoutError, MemoryError: the template takes too much CPU time, or (checked only in the main thread) memory.
-        Exception: whatever the template raises.
-    """
-    with in_memory(TEMPLATE_MB), within_cpu_time(TEMPLATE_S + len(chats) * CHAT_S):
-        given = None if tools is None else list(tools)
-        return tokenizer.apply_chat_template(list(chats), tools=given, tokenize=False, add_generation_prompt=True)
-
-
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
     """Return the tokens of each text.
 
     Args:
         tokenizer: the model's tokenizer.
         texts: raw texts, or rendered chats.
-        special: add the special tokens that the tokenizer puts around a raw text; a rendered chat already has them.
+        special: begin each text with the special tokens that the tokenizer puts before a raw text, unless it begins with them already; a
+            rendered chat already has them. What the tokenizer would put after a text is left out, since something follows it.
     """
-    return tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+    tokens: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)[
+        "input_ids"
+    ]
+    if not special or not (opening := list(_opening(tokenizer))):
+        return tokens
+    return [ids if ids[: len(opening)] == opening else [*opening, *ids] for ids in tokens]
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """Raise ConfigError, starting with `key`, if the chat template leaves out the user's message or could run forever.
+@lru_cache(maxsize=8)
+def _opening(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the special tokens that the tokenizer puts before a raw text."""
+    special = set(tokenizer.all_special_ids)
+    return tuple(takewhile(special.__contains__, tokenizer("a")["input_ids"]))
 
-    A template that raises is not refused here, but when the prompts are rendered.
-    """
-    from jinja2 import Environment, TemplateSyntaxError
 
-    templates = tokenizer.chat_template.values() if isinstance(tokenizer.chat_template, dict) else [tokenizer.chat_template]
-    with suppress(TemplateSyntaxError):
-        if any(token[1:] == ("operator", "**") for template in templates for token in Environment().lex(template)):
-            raise ConfigError(f"{key}: the model's chat template raises to a power (**), which can take forever")
-    try:
-        [said] = render_chats(tokenizer, [[{"role": "user", "content": _PROBE}]])
-    except (TimeoutError, MemoryError) as error:
-        raise ConfigError(f"{key}: the model's chat template: {first_line(error)}") from None
-    except Exception:  # a template may raise anything, and may require more than one message
-        return
-    if _PROBE not in said:
-        raise ConfigError(f"{key}: the model's chat template leaves the prompt out: it renders {_PROBE!r} as {said!r:.200}")
+@lru_cache(maxsize=8)
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return the pattern of a special token in a text."""
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | set(tokenizer.all_special_tokens)
+    return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or r"(?!)")
+
+
+def unended(text: str, *ends: str) -> str:
+    """Return a text without the end token, one of `ends`, that it already has at its end."""
+    bare = text.rstrip()
+    return next((bare.removesuffix(end) for end in ends if bare.endswith(end)), text)
 
 
 def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int, place: str, limit_key: str) -> None:

@@ -18,7 +18,8 @@ from megarl.config import (
     alone,
 )
 from megarl.data.prompts import Prompt
-from megarl.data.tokenizer import load_tokenizer, render_chats
+from megarl.data.template import render_chats
+from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTokens, check_turns
 from megarl.environments.hosts import in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
@@ -64,7 +65,7 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
     tokenizer = load_tokenizer(model)
     if not tokenizer.chat_template:
         raise ConfigError(f"{KEY}: the tokenizer has no chat template, and conversations need one")
-    check_turns(tokenizer, ["tool" if isinstance(settings.source, ToolsEnvironment) else "user"], "environment")
+    check_turns(tokenizer, ["tool" if isinstance(settings.source, ToolsEnvironment) else "user"], "environment", data)
     if isinstance(settings.source, HttpEnvironment):
         from megarl.environments import http
 
@@ -73,7 +74,8 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
         process.check(settings.sandbox, "environment.sandbox")
     for schema in tool_schemas(settings) or []:
         name = schema["function"]["name"]
-        told, untold = (render_chats(tokenizer, [[{"role": "user", "content": "Q"}]], tools)[0] for tools in ([schema], None))
+        asked, arguments = [{"role": "user", "content": "Q"}], data.template_args
+        told, untold = (render_chats(tokenizer, [asked], tools, arguments)[0] for tools in ([schema], None))
         if told == untold or name not in told:
             raise ConfigError(f"{KEY}.tools: the model's chat template does not mention {name!r}: the model would never call it")
         if "<tool_call>" not in told:

@@ -46,6 +46,9 @@ class _Config(_Section):
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
     tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    use_qk_norm: bool | None = None
+    norm_topk_prob: bool | None = None
     layer_types: list[str] | None = None
     num_experts_per_tok: PositiveInt | None = None
     n_group: NonNegativeInt | None = None

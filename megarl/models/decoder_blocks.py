@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models.quantized import quantization
 from megarl.models.rope import Rope
 from megarl.models.weight_map import OUTPUT, QKV, Fused, GateUp, Head, Op, Plain, Sizes, WeightMapping
 
 LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's and Hugging Face's prefixes
 _EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
+# Other spellings of keys by `sigmoid_sizes` and `predictors`, which transformers accepts.
+SIGMOID_SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 _MOST = (1 << 31) - 1  # maximum of any number: Megatron and CUDA count with 32 bits
 
 
@@ -34,19 +37,25 @@ def number(hf: Mapping[str, Any], key: str) -> int:
 def refuse(family: str, hf: Mapping[str, Any], **expected: Any) -> None:
     """Raise ConfigError for a key of config.json whose value is not null and that the family's weight map and Megatron do not support.
 
-    Refused for every family: activations other than silu, quantized weights, sliding windows.
+    Refused for every family: activations other than silu, sliding windows, dropout, settings of single layers, and weights that are
+    quantised in ways that `quantized` cannot read.
 
     Args:
         family: its name, for the message.
         hf: config.json.
         **expected: the only supported value of further keys.
     """
-    always = {"hidden_act": "silu", "quantization_config": None, "use_sliding_window": False}
+    always = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "per_layer_config": None}
     for key, value in {**always, **expected}.items():
         if hf.get(key) not in (None, value):
-            raise ConfigError(f"model.path: config.json's {key}={hf[key]!r} is not supported for {family}")
-    if set(hf.get("layer_types") or ()) - {"full_attention"}:
-        raise ConfigError(f"model.path: config.json's layer_types are not all 'full_attention', as supported for {family}")
+            hint = " (null turns it off)" if key == "sliding_window" else ""
+            raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is not supported for {family}{hint}")
+    quantization(hf)
+    types = hf.get("layer_types")
+    if types is not None and types != ["full_attention"] * number(hf, "num_hidden_layers"):
+        raise ConfigError(
+            f"model.path: config.json's layer_types are not all 'full_attention', one for each layer, as supported for {family}"
+        )
 
 
 def decoder_sizes(hf: Mapping[str, Any], **mlp: Any) -> Sizes:
@@ -174,7 +183,7 @@ def sigmoid_experts(n: Sizes) -> list[WeightMapping]:
 
 def logits(n: Sizes, hf: Mapping[str, Any]) -> WeightMapping:
     """Return the mapping of the output layer, which may be tied to the embedding."""
-    tied = bool(hf.get("tie_word_embeddings"))
+    tied = hf["tie_word_embeddings"]
     return WeightMapping(OUTPUT, ("model.embed_tokens.weight" if tied else "lm_head.weight",), _vocabulary(n), alias=tied)
 
 
@@ -183,15 +192,18 @@ def lm_head(architecture: str, sizes: Any) -> Head:
     return Head(architecture, lambda hf: logits(sizes(hf), hf), {})
 
 
-def tied_twice(hf: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the name of a tied output layer, which a checkpoint may store even so."""
-    return ("lm_head.weight",) if hf.get("tie_word_embeddings") else ()
+def unused(hf: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of unused tensors that checkpoints may store: a tied output layer, and in some RoPE's frequencies.
+
+    The frequencies are computed from config.json instead.
+    """
+    stored = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf["num_hidden_layers"]))
+    return (*(("lm_head.weight",) if hf["tie_word_embeddings"] else ()), *stored)
 
 
 def predictors(hf: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the name prefixes of the multi-token prediction layers, which follow the last regular layer."""
-    count = hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0
-    return tuple(f"model.layers.{hf['num_hidden_layers'] + index}." for index in range(count))
+    return tuple(f"model.layers.{hf['num_hidden_layers'] + index}." for index in range(hf["num_nextn_predict_layers"]))
 
 
 def _vocabulary(n: Sizes) -> Plain:
@@ -217,10 +229,8 @@ def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = 
         norm: each head's query and key are normalised.
 
     Raises:
-        ConfigError: config.json lacks rms_norm_eps, or the rotary embedding is not supported.
+        ConfigError: the rotary embedding is not supported.
     """
-    if "rms_norm_eps" not in hf:
-        raise ConfigError("model.path: config.json lacks rms_norm_eps")
     if rope.attention_factor != 1.0 and rope.fraction != 1.0:
         raise ConfigError(f"model.path: RoPE of type {rope.kind!r} with partial_rotary_factor={rope.fraction:g} is not supported")
     return {
@@ -280,8 +290,8 @@ def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, An
     Raises:
         ConfigError: Megatron's router would choose different experts than the model's own.
     """
-    topk, groups, chosen = _chosen(hf, n), hf.get("n_group") or 1, hf.get("topk_group") or 1
-    if topk == 1 or not hf.get("norm_topk_prob", True):
+    topk, groups, chosen = _chosen(hf, n), number(hf, "n_group"), number(hf, "topk_group")
+    if topk == 1 or not hf["norm_topk_prob"]:
         raise ConfigError(f"model.path: norm_topk_prob=false or num_experts_per_tok=1 is not supported for {family}")
     if n.experts % groups or chosen > groups:
         raise ConfigError(f"model.path: n_group={groups} and topk_group={chosen} do not divide {n.experts} experts")
@@ -298,14 +308,14 @@ def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, An
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 1.0)),
+        "moe_router_topk_scaling_factor": float(hf["routed_scaling_factor"]),
         **({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > chosen else {}),
     }
 
 
 def sigmoid_sizes(hf: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the sizes of the MLPs of `sigmoid_experts`, as arguments of `Sizes`. Raise ConfigError if they are missing or invalid."""
-    dense, layers, inner = hf.get("first_k_dense_replace", 0), number(hf, "num_hidden_layers"), number(hf, "moe_intermediate_size")
+    dense, layers, inner = hf["first_k_dense_replace"], number(hf, "num_hidden_layers"), number(hf, "moe_intermediate_size")
     if type(dense) is not int or not 0 <= dense < layers:
         raise ConfigError(f"model.path: config.json's first_k_dense_replace={dense!r} is not between 0 and {layers - 1}")
     return {

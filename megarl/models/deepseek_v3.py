@@ -1,9 +1,9 @@
-"""DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437): attention through low-rank latents (MLA), dense first layers, then shared experts
-and routed experts, which a sigmoid router chooses by score plus bias, within groups.
+"""DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437), and Kimi-K2 (https://arxiv.org/abs/2507.20534), the same under another name:
+attention through low-rank latents (MLA), dense first layers, then shared experts and routed experts, which a sigmoid router chooses by
+score plus bias, within groups.
 
-Their multi-token prediction (one further layer) is not trained here. Refused: the FP8 weights that are published (convert them to bfloat16
-first), routers other than the sigmoid one (DeepSeek-V2), groups that Megatron would score differently, and what every family refuses
-(`decoder_blocks.refuse`).
+Their multi-token prediction (one further layer) is not trained here. Refused: routers other than the sigmoid one (DeepSeek-V2), groups that
+Megatron would score differently, and what every family refuses (`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,52 @@ from megarl.models.weight_map import Family, Plain, Sizes, WeightMapping, scalar
 
 NAME = "DeepSeek-V3"
 
+DEFAULTS: dict[str, Any] = {  # of transformers' DeepseekV3Config
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_interleave": True,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "num_nextn_predict_layers": 1,
+    # transformers has no other way; vLLM without these keys would have one
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
 
 def sizes(hf: dict[str, Any]) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
     blocks.refuse(NAME, hf, attention_bias=False, rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     heads = number(hf, "num_attention_heads")
-    if hf.get("num_key_value_heads") not in (None, heads):
+    if hf["num_key_value_heads"] not in (None, heads):
         raise ConfigError(f"model.path: config.json's num_key_value_heads={hf['num_key_value_heads']!r} is not num_attention_heads={heads}")
-    if hf.get("rms_norm_eps") != 1e-6:  # transformers always normalises the latents with 1e-6, Megatron with config.json's value
-        raise ConfigError(f"model.path: config.json's rms_norm_eps={hf.get('rms_norm_eps')!r} is not supported for {NAME}, which has 1e-06")
+    if hf["rms_norm_eps"] != 1e-6:  # transformers always normalises the latents with 1e-6, Megatron with config.json's value
+        raise ConfigError(f"model.path: config.json's rms_norm_eps={hf['rms_norm_eps']!r} is not supported for {NAME}, which has 1e-06")
+    if hf.get("head_dim", hf["qk_rope_head_dim"]) != hf["qk_rope_head_dim"]:  # transformers would rotate that many dimensions
+        raise ConfigError(f"model.path: config.json's head_dim={hf['head_dim']!r} is not qk_rope_head_dim={hf['qk_rope_head_dim']!r}")
     return Sizes(
         layers=number(hf, "num_hidden_layers"),
         hidden=number(hf, "hidden_size"),
@@ -50,7 +87,7 @@ def _latents(hf: dict[str, Any], n: Sizes) -> list[WeightMapping]:
     ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
     query, latent, value = n.heads * n.head_dim, number(hf, "kv_lora_rank"), number(hf, "v_head_dim")
     keys_values = n.heads * (number(hf, "qk_nope_head_dim") + value)
-    if hf.get("q_lora_rank") is None:
+    if hf["q_lora_rank"] is None:
         queries = [WeightMapping(ours + "linear_q_proj.weight", (theirs + "q_proj.weight",), Plain((query, n.hidden), 0))]
     else:
         rank = number(hf, "q_lora_rank")
@@ -77,7 +114,7 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
         **blocks.decoder_fields(hf, n, Rope("default", turned.theta, 1.0, {}), norm=True),
         **blocks.sigmoid_fields(NAME, hf, n),
         "multi_latent_attention": True,
-        "q_lora_rank": hf.get("q_lora_rank"),
+        "q_lora_rank": hf["q_lora_rank"],
         "kv_lora_rank": number(hf, "kv_lora_rank"),
         "qk_head_dim": number(hf, "qk_nope_head_dim"),
         "qk_pos_emb_head_dim": number(hf, "qk_rope_head_dim"),
@@ -98,7 +135,7 @@ def _rope_fields(rope: Rope) -> dict[str, Any]:
         return {**common, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     given = rope.numbers
     one, two = given.get("mscale") or 0.0, given.get("mscale_all_dim") or 0.0
-    if rope.kind != "yarn" or rope.fraction != 1.0 or given.get("attention_factor") is not None or not given.get("truncate", True):
+    if rope.kind != "yarn" or given.get("attention_factor") is not None or not given.get("truncate", True):
         raise ConfigError(f"model.path: config.json's RoPE {dict(given)} is not supported for {NAME}: 'default' and plain 'yarn' are")
     if two and not one:  # mscale_all_dim then scales the scores but not cosine and sine, which Megatron cannot do
         raise ConfigError(f"model.path: config.json's RoPE has mscale_all_dim={two:g} without mscale, which is not supported for {NAME}")
@@ -129,7 +166,11 @@ FAMILY = Family(
     weight_map=weight_map,
     rope=rope,
     fields=fields,
-    optional=blocks.tied_twice,
+    defaults=DEFAULTS,
+    nullable=("num_key_value_heads", "q_lora_rank"),
+    optional=blocks.unused,
     predictors=blocks.predictors,
+    spellings=blocks.SIGMOID_SPELLINGS,
+    names=("kimi_k2",),
     layer_spec=layer_spec,
 )

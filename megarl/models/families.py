@@ -8,26 +8,17 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.config import ConfigError, Layout
-from megarl.models import deepseek_v3, glm4_moe, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from megarl.models import hf as directory
 from megarl.models.decoder_blocks import number
-from megarl.models.weight_map import Family, HeadKind
+from megarl.models.quantized import FLOAT8, QUANTIZATION, quantization
+from megarl.models.registry import FAMILIES, MODEL_TYPES, family_of
+from megarl.models.weight_map import Family, HeadKind, Shape
 
-_MODULES = (qwen3_moe, qwen3, qwen2, llama, mistral, phi3, mixtral, deepseek_v3, glm4_moe)
-FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
-# config.json's model_type, by which transformers and vLLM choose their code, is the name of the family's file.
-_MODEL_TYPES = {head.architecture: module.__name__.rpartition(".")[2] for module in _MODULES for head in module.FAMILY.heads.values()}
+__all__ = ["FAMILIES", "check_checkpoint", "check_layout", "check_room", "family_of"]
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # fields of Megatron's TransformerConfig
 _STORED = {"F32", "BF16", "F16"}
-
-
-def family_of(hf: dict[str, Any]) -> Family:
-    """Return the family of a config.json. Raise ConfigError for an architecture that megarl does not support."""
-    architectures = hf.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if name not in FAMILIES:
-        raise ConfigError(f"model.path: architecture {name!r} is not supported (supported: {', '.join(FAMILIES)})")
-    return FAMILIES[name]
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 4096  # rows compared at a time
 
 
 def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path", *, drop_mtp: bool = False) -> dict[str, Any]:
@@ -43,8 +34,9 @@ def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path",
         The config.json, as returned by `hf.read_config`.
 
     Raises:
-        ConfigError: one line: a missing directory, a broken file, a different head, a RoPE or router that Megatron does not have, or a
-            tensor that is missing, of the wrong shape, quantized or unknown.
+        ConfigError: one line: a missing directory, a broken file, a different head, a RoPE or router that Megatron does not have, a tensor
+            that is missing, of the wrong shape, quantised in an unsupported way or unknown, or an output layer that differs from the
+            embedding to which config.json ties it.
     """
     try:
         return _check_checkpoint(path, head, drop_mtp)
@@ -65,10 +57,9 @@ def _check_checkpoint(path: Path, head: HeadKind, drop_mtp: bool) -> dict[str, A
     if missing:
         raise ConfigError(f"model.path: {path} lacks the tensor {missing[0]} ({len(missing)} of {len(expected)} are missing)")
     for name, shape in expected.items():
-        if held[name].shape != shape:
-            raise ConfigError(f"model.path: {path}: {name} has shape {list(held[name].shape)}, expected {list(shape)} by config.json")
-        if held[name].dtype not in _STORED:
-            raise ConfigError(f"model.path: {path}: {name} is stored as {held[name].dtype}, expected one of {', '.join(sorted(_STORED))}")
+        _check_tensor(path, config, name, held[name], shape)
+    if quantization(config) is not None and all(info.scales is None for info in held.values()):
+        raise ConfigError(f"model.path: {path}: config.json has a {QUANTIZATION}, but no tensor is stored with scales")
     predictors = family.predictors(config)
     further = sorted(name for name in held if name.startswith(predictors))
     if further and not drop_mtp:
@@ -76,12 +67,45 @@ def _check_checkpoint(path: Path, head: HeadKind, drop_mtp: bool) -> dict[str, A
             f"model.path: {path} holds {further[0]} and {len(further) - 1} more multi-token prediction tensors, which megarl does not "
             "train (model.drop_mtp=true leaves them out of the model and of what is saved)"
         )
-    unknown = sorted(held.keys() - expected.keys() - set(family.optional(config)) - set(further))
+    optional = {*family.optional(config), *further, *directory.scales_of_activations(held)}
+    unknown = sorted(held.keys() - expected.keys() - optional)
     if unknown:
         raise ConfigError(
             f"model.path: {path} holds the tensor {unknown[0]}, which {architecture} does not have ({len(unknown)} such tensors)"
         )
+    if config["tie_word_embeddings"] and OUTPUT in held:
+        _check_tied(path)
     return config
+
+
+def _check_tensor(path: Path, config: dict[str, Any], name: str, info: directory.TensorInfo, shape: Shape) -> None:
+    """Raise ConfigError unless a tensor has its shape, and numbers that can be read."""
+    if info.shape != shape:
+        raise ConfigError(f"model.path: {path}: {name} has shape {list(info.shape)}, expected {list(shape)} by config.json")
+    if info.read_dtype in _STORED:
+        return
+    stored = quantization(config)
+    if info.dtype == FLOAT8 and stored is not None:
+        names = " or ".join(name + suffix for suffix in stored.suffixes)
+        sizes = "" if stored.block is None else f" for blocks of {stored.block[0]} x {stored.block[1]}"
+        raise ConfigError(f"model.path: {path}: {name} is stored as {FLOAT8}, and its scales{sizes}, {names}, are missing or do not fit")
+    raise ConfigError(f"model.path: {path}: {name} is stored as {info.dtype}, expected one of {', '.join(sorted(_STORED))}")
+
+
+def _check_tied(path: Path) -> None:
+    """Raise ConfigError if a stored output layer is not the embedding to which config.json ties it: transformers would not tie them."""
+    with directory.Checkpoint(path) as checkpoint:
+
+        def difference(start: int) -> float:
+            one, two = (checkpoint.read(name, 0, start, start + _ROWS).float() for name in (EMBEDDING, OUTPUT))
+            return float((one - two).abs().max())
+
+        largest = max(map(difference, range(0, checkpoint.tensors[EMBEDDING].shape[0], _ROWS)))
+    if largest != 0:  # NaN is not 0 either
+        raise ConfigError(
+            f"model.path: {path}: config.json ties {OUTPUT} to {EMBEDDING}, but their values differ by up to {largest:.3g}, and "
+            'transformers would not tie them: write "tie_word_embeddings": false into config.json to keep both, or remove the tensor'
+        )
 
 
 def _check_head(path: Path, config: dict[str, Any], family: Family, head: HeadKind) -> None:
@@ -101,9 +125,10 @@ def _check_head(path: Path, config: dict[str, Any], family: Family, head: HeadKi
 def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
     """Raise ConfigError if other programs would take the model for a different one, or wait for an end token that does not exist."""
     architecture, vocab = config["architectures"][0], family.sizes(config).vocab
-    given, own = config.get("model_type"), _MODEL_TYPES[architecture]
-    if given != own:
-        raise ConfigError(f"model.path: {path}: config.json's model_type={given!r:.200} is not {architecture}'s, {own!r}")
+    given, own = config.get("model_type"), MODEL_TYPES[architecture]
+    if given not in own:
+        names = " or ".join(map(repr, own))
+        raise ConfigError(f"model.path: {path}: config.json's model_type={given!r:.200} is not {architecture}'s, {names}")
     number(config, "max_position_embeddings")
     ends = config.get("eos_token_id")
     for token in ends if isinstance(ends, list) else [] if ends is None else [ends]:

@@ -18,7 +18,36 @@ from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 NAME = "GLM-4.5-MoE"
-turned = partial(rope, fraction=0.5)
+turned = partial(rope, partial=True)
+
+DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeConfig
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "partial_rotary_factor": 0.5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "attention_dropout": 0.0,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
@@ -49,7 +78,7 @@ def _attention(hf: dict[str, Any]) -> dict[str, bool]:
 
     The output projection has no bias in either.
     """
-    return {"bias": bool(hf.get("attention_bias")), "norm": bool(hf.get("use_qk_norm"))}
+    return {"bias": hf["attention_bias"], "norm": hf["use_qk_norm"]}
 
 
 FAMILY = Family(
@@ -61,6 +90,8 @@ FAMILY = Family(
     weight_map=weight_map,
     rope=turned,
     fields=fields,
-    optional=blocks.tied_twice,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
     predictors=blocks.predictors,
+    spellings=blocks.SIGMOID_SPELLINGS,
 )

@@ -12,6 +12,24 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
+DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+}
+
 
 def sizes(hf: dict[str, Any]) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, other activations."""
@@ -31,20 +49,12 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
     return blocks.decoder_fields(hf, sizes(hf), rope(hf))
 
 
-def _optional(hf: dict[str, Any]) -> tuple[str, ...]:
-    """Return the unused tensors that checkpoints may store: a tied output layer, and in old ones RoPE's frequencies.
-
-    The frequencies are computed from config.json instead.
-    """
-    stored = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf["num_hidden_layers"]))
-    return (*blocks.tied_twice(hf), *stored)
-
-
 FAMILY = Family(
     heads={"lm": blocks.lm_head("LlamaForCausalLM", sizes), "value": scalar_head("LlamaForSequenceClassification", sizes)},
     sizes=sizes,
     weight_map=weight_map,
     rope=rope,
     fields=fields,
-    optional=_optional,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
 )

@@ -11,6 +11,23 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
+DEFAULTS: dict[str, Any] = {  # of transformers' MistralConfig
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "sliding_window": 4096,
+    "attention_dropout": 0.0,
+}
+
 
 def sizes(hf: dict[str, Any]) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
@@ -36,5 +53,7 @@ FAMILY = Family(
     weight_map=weight_map,
     rope=rope,
     fields=fields,
-    optional=blocks.tied_twice,
+    defaults=DEFAULTS,
+    nullable=("sliding_window",),
+    optional=blocks.unused,
 )

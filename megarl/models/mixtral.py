@@ -12,10 +12,30 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
+DEFAULTS: dict[str, Any] = {  # of transformers' MixtralConfig
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "attention_dropout": 0.0,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "router_jitter_noise": 0.0,
+}
+
 
 def sizes(hf: dict[str, Any]) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
-    blocks.refuse("Mixtral", hf, sliding_window=None)
+    blocks.refuse("Mixtral", hf, sliding_window=None, router_jitter_noise=0.0)
     return blocks.decoder_sizes(hf, experts=blocks.number(hf, "num_local_experts"), expert_ffn=blocks.number(hf, "intermediate_size"))
 
 
@@ -42,5 +62,7 @@ FAMILY = Family(
     weight_map=weight_map,
     rope=rope,
     fields=fields,
-    optional=blocks.tied_twice,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+    spellings={"num_experts": "num_local_experts"},
 )

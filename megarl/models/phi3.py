@@ -16,10 +16,30 @@ from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 NAME = "Phi-3"
 
+DEFAULTS: dict[str, Any] = {  # of transformers' Phi3Config
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "partial_rotary_factor": 1.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "attention_dropout": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+}
+
 
 def sizes(hf: dict[str, Any]) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, biases, other activations."""
-    blocks.refuse(NAME, hf, sliding_window=None, attention_bias=False, mlp_bias=False)
+    blocks.refuse(NAME, hf, sliding_window=None, attention_bias=False, mlp_bias=False, resid_pdrop=0.0, embd_pdrop=0.0)
     return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
 
 
@@ -37,7 +57,7 @@ def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
 
 def plain_rope(hf: dict[str, Any]) -> Rope:
     """Return the unscaled RoPE, which config.json may limit to a part of each head. Raise ConfigError for a scaled one."""
-    found = rope(hf)
+    found = rope(hf, partial=True)
     if found.kind != "default":
         raise ConfigError(f"model.path: RoPE of type {found.kind!r} is not supported for {NAME}: 'default' is")
     return found
@@ -54,5 +74,6 @@ FAMILY = Family(
     weight_map=weight_map,
     rope=plain_rope,
     fields=fields,
-    optional=blocks.tied_twice,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
 )

@@ -11,6 +11,25 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
+DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3Config
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "layer_types": None,
+    "attention_dropout": 0.0,
+}
+
 
 def sizes(hf: dict[str, Any]) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, sliding windows, other activations."""
@@ -41,5 +60,7 @@ FAMILY = Family(
     weight_map=weight_map,
     rope=rope,
     fields=fields,
-    optional=blocks.tied_twice,
+    defaults=DEFAULTS,
+    nullable=("num_key_value_heads",),
+    optional=blocks.unused,
 )

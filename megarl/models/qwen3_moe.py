@@ -8,10 +8,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+
+DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3MoeConfig
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "norm_topk_prob": False,
+}
 
 
 def sizes(hf: dict[str, Any]) -> Sizes:
@@ -29,8 +51,6 @@ def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(hf)
-    if type(hf.get("norm_topk_prob")) is not bool:
-        raise ConfigError(f"model.path: config.json's norm_topk_prob={hf.get('norm_topk_prob')!r} is neither true nor false")
     return {
         **blocks.decoder_fields(hf, n, rope(hf), norm=True),
         **blocks.softmax_fields(hf, n, normalized=hf["norm_topk_prob"]),
@@ -43,5 +63,7 @@ FAMILY = Family(
     weight_map=weight_map,
     rope=rope,
     fields=fields,
-    optional=blocks.tied_twice,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+    spellings={"num_local_experts": "num_experts"},
 )

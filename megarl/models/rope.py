@@ -14,11 +14,12 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.lazy_torch import Tensor, torch
 
+_ORIGINAL = "original_max_position_embeddings"
 _NEEDS = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
 }
 
 
@@ -42,6 +43,16 @@ class Rope:
         if self.kind == "yarn":
             return self._yarn(plain, dim)
         return plain
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        """The parameters that the rotation depends on, each with its default, by config.json's names."""
+        used = {key: float(self.numbers[key]) for key in _NEEDS[self.kind]}
+        if self.kind == "yarn":
+            used |= {"beta_fast": float(self.numbers.get("beta_fast") or 32), "beta_slow": float(self.numbers.get("beta_slow") or 1)}
+            used |= {"truncate": self.numbers.get("truncate", True), "attention_factor": self.attention_factor}
+            used |= {key: self.numbers.get(key) or 0.0 for key in ("mscale", "mscale_all_dim")}  # by which MLA scales the scores, too
+        return {"rope_type": self.kind, "rope_theta": self.theta, "partial_rotary_factor": self.fraction, **used}
 
     @property
     def attention_factor(self) -> float:
@@ -84,27 +95,50 @@ def mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def rope(hf: Mapping[str, Any], *, fraction: float = 1.0) -> Rope:
-    """Return the Rope of a config.json: of transformers 5's `rope_parameters`, or the older `rope_scaling`, `rope_theta` and
+def rope(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
+    """Return the Rope of a completed config.json: of transformers 5's `rope_parameters`, or the older `rope_scaling`, `rope_theta` and
     `partial_rotary_factor`.
 
-    fraction: the family's default of partial_rotary_factor. Raises ConfigError for an unknown kind or a missing number.
+    Args:
+        hf: config.json, from `registry.completed`.
+        partial: the family can rotate a part of each head; transformers ignores partial_rotary_factor in the others.
+
+    Raises:
+        ConfigError: an unknown kind, a missing number, or two descriptions that differ.
     """
-    numbers = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    old, new = hf.get("rope_scaling"), hf.get("rope_parameters")
+    turned = _described(hf, old or new or {}, partial)
+    other = _described(hf, new, partial).meaning if old and new else turned.meaning
+    for key, one in turned.meaning.items():
+        if one == other.get(key):
+            continue
+        raise ConfigError(
+            f"model.path: config.json has rope_scaling and rope_parameters, which differ: {key} is {one!r} and {other.get(key)!r}; "
+            "transformers uses rope_scaling alone: remove one of them"
+        )
+    return turned
+
+
+def _described(hf: Mapping[str, Any], numbers: Any, partial: bool) -> Rope:
+    """Return the Rope that one of the two descriptions gives."""
     if not isinstance(numbers, Mapping) or any(isinstance(value, Mapping) for value in numbers.values()):
         raise ConfigError("model.path: config.json has a RoPE for each kind of layer, which is not supported")
     kind = numbers.get("rope_type", numbers.get("type", "default"))
     if kind not in _NEEDS:
         raise ConfigError(f"model.path: config.json asks for RoPE of type {kind!r}; supported: {', '.join(map(repr, _NEEDS))}")
-    theta = numbers.get("rope_theta", hf.get("rope_theta"))
+    theta = numbers.get("rope_theta", hf["rope_theta"])
     if theta is None:
-        raise ConfigError("model.path: config.json has no rope_theta")
-    known = dict(numbers)
-    if kind in ("llama3", "yarn"):  # transformers 5 looks in these places, in this order
-        given = hf.get("original_max_position_embeddings") or known.get("original_max_position_embeddings")
-        known["original_max_position_embeddings"] = given or hf.get("max_position_embeddings")
+        raise ConfigError(f"model.path: config.json's rope_theta is null, which says nothing: without the key it is {hf['rope_theta']:g}")
+    known = {_ORIGINAL: hf["max_position_embeddings"], **numbers}
+    above = {_ORIGINAL: hf[_ORIGINAL]} if _ORIGINAL in hf else {}  # transformers prefers it
     for key in _NEEDS[kind]:
-        if not isinstance(known.get(key), int | float) or known[key] <= 0:
-            raise ConfigError(f"model.path: config.json's RoPE of type {kind!r} has {key}={known.get(key)!r}, expected a positive number")
-    share = numbers.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    return Rope(kind, float(theta), float(fraction if share is None else share), known)
+        for value in (known.get(key), above.get(key, 1)):
+            if not isinstance(value, int | float) or value <= 0:
+                raise ConfigError(f"model.path: config.json's RoPE of type {kind!r} has {key}={value!r}, expected a positive number")
+    known |= above
+    share = numbers.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0) or 1.0)
+    if share is None:
+        raise ConfigError("model.path: config.json's RoPE has a partial_rotary_factor that is null, which says nothing")
+    if not partial and share != 1:
+        raise ConfigError(f"model.path: config.json's partial_rotary_factor={share:g}: {hf['architectures'][0]} rotates whole heads")
+    return Rope(kind, float(theta), float(share), known)

@@ -10,8 +10,8 @@ convert, and to derive the shapes that a checkpoint must have.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -336,6 +336,10 @@ class Family:
     fields: Callable[[dict[str, Any]], dict[str, Any]]  # fields of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
     optional: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # names of Hugging Face tensors that may exist but are not used
     predictors: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # name prefixes of multi-token prediction tensors
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of every key of config.json that the functions above read
+    nullable: tuple[str, ...] = ()  # keys whose null has a meaning of its own, though it is not their default
+    spellings: Mapping[str, str] = field(default_factory=dict)  # other names of these keys -> theirs
+    names: tuple[str, ...] = ()  # further values of config.json's model_type
     layer_spec: Callable[[Any, Any], None] = _as_it_is  # modifies a layer's ModuleSpec, using modules of the `parallel.Backend`
 
     def head_of(self, hf: dict[str, Any]) -> HeadKind:

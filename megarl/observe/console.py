@@ -111,7 +111,7 @@ class Console:
         """Print an evaluation's numbers for one set; they stay on the screen."""
         self._rate = " ".join(f"{name} {one.value:.3f}" for name, one in result.estimates.items())
         numbers = "  ".join(f"{name} {one.value:.3f} [{one.low:.3f}, {one.high:.3f}]" for name, one in result.estimates.items())
-        self._print(f"{result.kind} of {result.set}, {weights}: {numbers}")
+        self._print(f"{result.kind} of {result.set}, {weights}: {numbers or 'no response has a score'}")
 
     def result(self, name: str, values: Mapping[str, float]) -> None:
         """Print the numbers of a measurement; they stay on the screen."""

@@ -12,6 +12,7 @@ Seen = Callable[[Values, Values], str | None]
 STEPS = 3  # a sign present for this many steps in a row is not chance
 TRUNCATED = 0.99  # share of the responses that counts as all of them
 UNSCORED = 0.5  # share of responses that are cut off and score 0 for it, above which they are the majority
+MISSING = 0.25  # share of responses without a score, above which the reward or the environment has a fault
 EXPLODED, NATS = 3.0, 1.0  # entropy: more than this multiple of the first value, and above it by more than this
 TOKEN_KL = 0.5  # nats per token from the reference
 STEP_KL = 0.2  # nats per token from the policy before the step's updates
@@ -39,6 +40,13 @@ def _unscored(now: Values, first: Values) -> str | None:
     if share is None:
         return None
     return f"{share:.0%} of the responses are cut by the length limit and score 0 unread" if share > UNSCORED else ""
+
+
+def _missing(now: Values, first: Values) -> str | None:
+    share = now.get("reward/missing")
+    if share is None:
+        return None
+    return f"{share:.0%} of the responses have no score, and take no part" if share > MISSING else ""
 
 
 def _rewards_equal(now: Values, first: Values) -> str | None:
@@ -124,6 +132,9 @@ SIGNS = {
         _unscored,
         "reward.require_finished=true causes this: raise rollout.max_response_tokens, ask for shorter answers, or set "
         f"reward.require_finished=false, which has the reward read them; {READ} --truncated",
+    ),
+    "rewards_missing": Sign(
+        _missing, f"events/reward/<kind> counts the reasons: mend the reward or the environment, or give them more time; {READ}"
     ),
     "rewards_equal": Sign(
         _rewards_equal,

@@ -30,8 +30,8 @@ class SetResult:
     set: str
     prompts: int
     rate: bool  # whether every score is 0 or 1, so that means are pass rates rather than mean scores
-    stderr: float  # standard error of the sampled mean, between prompts
-    estimates: Mapping[str, Estimate]  # "avg@4", "pass@2", "pass@4", "greedy"
+    stderr: float | None  # standard error of the sampled mean, between prompts; None: no response has a score
+    estimates: Mapping[str, Estimate]  # "avg@4", "pass@2", "pass@4", "greedy"; none that no response has a score for
 
     @property
     def kind(self) -> str:
@@ -76,26 +76,32 @@ def normal(value_P: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-def estimated(set_: str, score_Pn: Sequence[Sequence[float]], greedy_P: Sequence[float] | None = None) -> SetResult:
+def estimated(set_: str, score_Pn: Sequence[Sequence[float | None]], greedy_P: Sequence[float | None] | None = None) -> SetResult:
     """Compute all numbers of a set.
 
     Intervals account for having drawn these prompts and no others: Wilson's if every score is 0 or 1, else the normal one of the mean.
+    Each prompt's numbers are those of its responses with a score; a prompt without any, or with fewer than k for pass@k, is left out.
 
     Args:
         set_: the set's name.
-        score_Pn: the scores of n sampled responses to each of P prompts.
+        score_Pn: the scores of n sampled responses to each of P prompts; None: a response without a score.
         greedy_P: the scores of the greedy responses, if there are any.
     """
-    n, mean_P = len(score_Pn[0]), [fmean(score_n) for score_n in score_Pn]
-    rate = all(score in (0, 1) for score_n in [*score_Pn, greedy_P or []] for score in score_n)
+    n, greedy = len(score_Pn[0]), _there(greedy_P or [])
+    scored_Pn = [scored_n for scored_n in map(_there, score_Pn) if scored_n]
+    mean_P = [fmean(scored_n) for scored_n in scored_Pn]
+    rate = all(score in (0, 1) for scored_n in [*scored_Pn, greedy] for score in scored_n)
     per_prompt = {f"avg@{n}": mean_P}
     if rate:
-        correct_P = [round(sum(score_n)) for score_n in score_Pn]
-        per_prompt |= {f"pass@{k}": [pass_at_k(n, correct, k) for correct in correct_P] for k in sizes(n)}
-    if greedy_P is not None:
-        per_prompt["greedy"] = list(greedy_P)
-    found = {name: wilson(fmean(value_P), len(value_P)) if rate else normal(value_P) for name, value_P in per_prompt.items()}
-    return SetResult(set_, len(score_Pn), rate, _stderr(mean_P), found)
+        for k in sizes(n):
+            per_prompt[f"pass@{k}"] = [pass_at_k(len(s_n), round(sum(s_n)), k) for s_n in scored_Pn if len(s_n) >= k]
+    per_prompt["greedy"] = greedy
+    found = {name: wilson(fmean(value_P), len(value_P)) if rate else normal(value_P) for name, value_P in per_prompt.items() if value_P}
+    return SetResult(set_, len(score_Pn), rate, _stderr(mean_P) if mean_P else None, found)
+
+
+def _there(score_n: Sequence[float | None]) -> list[float]:
+    return [score for score in score_n if score is not None]
 
 
 def sizes(n: int) -> list[int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megarl.observe import samples
@@ -102,10 +104,11 @@ def _samples(files: Sequence[samples.File]) -> Iterator[str]:
     left_out = f", {len(files) - len(shown)} files omitted (megarl samples shows them)" if len(shown) < len(files) else ""
     yield f'<h2>Samples</h2>\n<p class="note">newest first{left_out}</p>'
     for file in shown:
-        records = sorted(file.records(), key=lambda record: -record.reward)
-        mean = sum(record.reward for record in records) / max(1, len(records))
+        records = sorted(file.records(), key=lambda record: math.inf if record.reward is None else -record.reward)
+        rewards = [record.reward for record in records if record.reward is not None]
+        mean = f"mean reward {fmean(rewards):.3f}" if rewards else "no reward"
         kind = f"evaluation of {file.set}" if file.set else "training"
-        yield f"<details><summary>step {file.step}, {text(kind)}: {len(records)} responses, mean reward {mean:.3f}</summary>"
+        yield f"<details><summary>step {file.step}, {text(kind)}: {len(records)} responses, {mean}</summary>"
         for index in samples.spread(len(records), MOST_SAMPLES):  # from the best to the worst
             yield from _sample(records[index])
         yield "</details>"
@@ -115,7 +118,7 @@ def _sample(record: samples.SampleRecord) -> Iterator[str]:
     parts = "".join(f", {name} {value:g}" for name, value in record.parts.items())
     ended = record.ending if record.finish_reason == "stop" else f'<span class="bad">{record.ending}</span>'
     failed = "" if record.error is None else f'<p class="bad">{text(record.error)}</p>'
-    about = text(f"reward {record.reward:g}{parts}, {record.length} tokens{', greedy' if record.greedy else ''}, ")
+    about = text(f"{record.scored_as}{parts}, {record.length} tokens{', greedy' if record.greedy else ''}, ")
     yield f"<details><summary>{about}{ended}</summary>{failed}"
     for name, said in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):
         cut = said if len(said) <= LONGEST else f"{said[: LONGEST // 2]}\n...\n{said[-LONGEST // 2 :]}"

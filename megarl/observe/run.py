@@ -50,7 +50,7 @@ KEPT = (
     f"{CHECKPOINTS}-critic",
 )
 RESULTS = ("summary.json", "report.png", "report.html", "model", "critic")  # those of KEPT that a run writes at its end
-UNFINISHED = ".*.partial-*"  # models that a killed run was still writing (models/hf.py)
+UNFINISHED = ".*.partial-*"  # models that a killed run was still writing (models/hf_writer.py)
 SHOWN = ("report.html", "summary.json", samples.FOLDER, "model", "critic", "eval.json")  # listed for the user at the end
 WORTH_SAVING = 50  # steps from which on a run without checkpoints gets a notice
 METRICS = "metrics.jsonl"
@@ -178,7 +178,7 @@ class Run:
         self._console.note(message)
 
     def failures(self, scores: Iterable[Score]) -> None:
-        """Show the first message of each kind of failure of the reward function, once per run.
+        """Show the first reason of each kind why a response has no score, once per run.
 
         RewardUnavailable if it has failed on every response of USELESS calls in a row.
         """
@@ -194,7 +194,7 @@ class Run:
             kind = None if score.error is None else score.error.partition(":")[0]
             if kind is not None and kind not in self._failed:
                 self._failed.setdefault(kind, one_line(score.error or ""))
-                self._console.warn(f"the reward function failed, and the response scores 0: {score.error}")
+                self._console.warn(f"a response has no score, and takes no part: {score.error}")
 
     def evaluated(self, when: str, results: Sequence[SetResult], metrics: Mapping[str, Metric], step: int = 0) -> dict[str, float]:
         """Record an evaluation of one set of weights; the last one of each `when` counts.
@@ -246,8 +246,9 @@ class Run:
             return
         samples.write(self.directory, step, records, evaluation)
         if evaluation is not None:
-            ordered = sorted(records, key=lambda record: record.reward)
-            for record in ordered[:: max(1, len(ordered) - 1)][:2]:
+            scored = [(record.reward, record) for record in records if record.reward is not None]
+            ordered = sorted(scored, key=lambda pair: pair[0])
+            for _, record in ordered[:: max(1, len(ordered) - 1)][:2]:
                 self._console.note(samples.line(record))
 
     def event(self, name: str, message: str) -> None:

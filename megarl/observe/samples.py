@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
+from megarl.data.answers import text_of
 from megarl.errors import ConfigError
 from megarl.strict_json import lines_of, parse_json
 from megarl.text import one_line
@@ -38,9 +39,9 @@ class SampleRecord:
     prompt: Annotated[str | list[dict[str, Any]], AfterValidator(_messages)]  # in the source's form
     answer: str
     response: str
-    reward: float
+    reward: float | None  # None: no score
     parts: dict[str, float]
-    error: str | None  # the reward function's error, if it failed
+    error: str | None  # why there is no score
     finish_reason: str  # "stop" or "length"
     length: int  # tokens of the response
     sample: int  # index among the responses to the prompt
@@ -54,6 +55,11 @@ class SampleRecord:
         ended = "ended by itself" if self.finish_reason == "stop" else "cut by the length limit"
         ended += f" after {self.turns} turns" if self.turns > 1 else ""
         return ended if self.scored else f"{ended} and not scored (reward.require_finished)"
+
+    @property
+    def scored_as(self) -> str:
+        """The reward in words."""
+        return "no reward" if self.reward is None else f"reward {self.reward:g}"
 
     @property
     def question(self) -> str:
@@ -101,7 +107,7 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
     played = response.episode
     return SampleRecord(
         prompt=prompt.given or prompt.text if played is None else played.opening,
-        answer=prompt.answer,
+        answer=text_of(prompt.answer),
         response=response.text if played is None else played.transcript,
         reward=score.value,
         parts=score.parts,
@@ -118,7 +124,7 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
 def line(record: SampleRecord) -> str:
     """A short form of a response, on one line that is safe to print."""
     said = f"{one_line(record.question, 120)} -> {one_line(record.response, 240)}"
-    return f"reward {record.reward:g}, {record.length} tokens, {record.ending}{', greedy' if record.greedy else ''}: {said}"
+    return f"{record.scored_as}, {record.length} tokens, {record.ending}{', greedy' if record.greedy else ''}: {said}"
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -61,7 +61,8 @@ def chosen(run: Path, given: argparse.Namespace) -> list[FileSample]:
     found = _matching(run, given)
     if given.best or given.worst:
         pick = heapq.nlargest if given.best else heapq.nsmallest
-        return pick(given.most, found, key=lambda pair: pair[1].reward)
+        scored = ((record.reward, (file, record)) for file, record in found if record.reward is not None)
+        return [pair for _, pair in pick(given.most, scored, key=lambda entry: entry[0])]
     return list(islice(found, min(given.most, sys.maxsize)))
 
 
@@ -92,7 +93,7 @@ def shown(file: File, record: SampleRecord, whole: bool) -> Iterator[str]:
     parts = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in record.parts.items())
     kind = f"evaluation of {escaped(file.set)}" if file.set else "training"
     yield (
-        f"--- step {file.step}, {kind}: reward {record.reward:g}{f' ({parts})' if parts else ''}, {record.length} tokens, {record.ending}"
+        f"--- step {file.step}, {kind}: {record.scored_as}{f' ({parts})' if parts else ''}, {record.length} tokens, {record.ending}"
         f"{', greedy' if record.greedy else ''}{f', not judged: {one_line(record.error, 200)}' if record.error else ''}"
     )
     for name, text in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):

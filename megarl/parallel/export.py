@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.errors import ConfigError, SaveError
 from megarl.models.families import family_of
-from megarl.models.hf import CheckpointWriter, ShardWriter
+from megarl.models.hf_writer import CheckpointWriter, ShardWriter
 from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import head_of, local_parameters, tensor_parallel

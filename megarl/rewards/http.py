@@ -3,11 +3,12 @@
     POST <url>    Content-Type: application/json    Authorization: Bearer <token>, where token_env names one
     {"samples": [{"prompt": "2+2=", "response": "4", "answer": "4", "meta": {...}, "finished": true}, ...]}
 
-    200    {"scores": [1.0, {"score": 0.5, "format": 1.0}, ...]}
+    200    {"scores": [1.0, {"score": 0.5, "format": 1.0}, null, ...]}
 
 One score per sample, in order: a finite number, or an object with a finite number under `score` and parts of the score under other keys
-(entries that are not finite numbers are left out). `meta` is the prompt source's metadata of the prompt. An empty list of samples is a
-health check, answered with an empty list of scores. A request may be repeated with the same samples, so scoring must have no side effects.
+(entries that are not finite numbers are left out). null, alone or under `score`, is no score: the response takes no part. `meta` is the
+prompt source's metadata of the prompt. An empty list of samples is a health check, answered with an empty list of scores. A request may be
+repeated with the same samples, so scoring must have no side effects.
 
 Failed connections, late answers and the statuses 408, 429 and 5xx are retried, after pauses that double; any other status, and any answer
 not as above, is a permanent fault. Either way the outcome is RewardUnavailable, and never a score of 0. It says what the server did in all
@@ -32,7 +33,7 @@ from megarl.config import ConfigError, HttpReward
 from megarl.config.section import web_address
 from megarl.http_client import connected, shut, target, token_of, unanswered
 from megarl.rewards.score import LOOK_S, Look, RewardUnavailable, Score, ScoreRequest, no_look
-from megarl.rewards.verifiers import BadReturn, read_return
+from megarl.rewards.verifiers import Abstained, BadReturn, read_return
 from megarl.text import one_line
 
 LONGEST_PAUSE_S = 30.0
@@ -282,6 +283,9 @@ def _read(text: bytes, samples: int) -> list[Score]:
     for n, score in enumerate(scores):
         try:
             value, parts = read_return(score, f"score {n} of {samples}:")
+        except Abstained:
+            found.append(Score(None, error="abstained"))
+            continue
         except BadReturn as error:
             raise _PermanentFault(str(error)) from None
         found.append(Score(value, {one_line(name, LONGEST_PART): part for name, part in parts.items()}))

@@ -21,11 +21,11 @@ class _Held:
 
 
 class EarnedScorer(_Held):
-    """Returns the rewards of environments; an episode whose environment failed scores 0."""
+    """Returns the rewards of environments."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Return one score per request, in order."""
-        return [Score(request.earned if request.failed is None else 0.0, {}, request.failed) for request in requests]
+        return [Score(request.earned) for request in requests]
 
 
 class JudgedScorer(_Held):

@@ -1,7 +1,7 @@
 """Score responses in sandboxed processes, so that no reward function can hang, crash or slow down the run, and no response can harm it.
 
-If a function raises, returns no number, kills its process, writes to its channel or exceeds its time, that one sample scores 0, with the
-reason in `Score.error`; every other sample keeps its score.
+If a function raises, returns no number, kills its process, writes to its channel or exceeds its time, that one sample has no score, and the
+reason is in `Score.error`; every other sample keeps its score.
 """
 
 from __future__ import annotations
@@ -44,15 +44,19 @@ class ProcessScorer:
     Use it as a context manager, or call `close`. The processes die with this one, however it ends.
     """
 
-    def __init__(self, settings: RewardSettings, log: Path | None = None, look: Look = no_look) -> None:
+    def __init__(self, settings: RewardSettings, log: Path | None = None, look: Look = no_look, golds: bool = False) -> None:
         """
         Args:
             settings: the section `reward`.
             log: the file to which the processes' output is appended; None: stderr.
             look: see `Look`.
+            golds: instead of responses, check whether the verifier can score by their reference answers.
         """
-        self.settings, self.log, self._look, self._closed = settings, log, look, False
-        self._processes = [_ScoringProcess(settings, log) for _ in range(settings.workers)]
+        self.settings, self.log, self._look, self._closed, self._golds = settings, log, look, False, golds
+        self._processes = [self._started() for _ in range(settings.workers)]
+
+    def _started(self) -> _ScoringProcess:
+        return _ScoringProcess(self.settings, self.log, self._golds)
 
     @property
     def guarantee(self) -> str:
@@ -74,7 +78,7 @@ class ProcessScorer:
         for place, process in enumerate(self._processes):
             if self._closed or process.lost_idle:
                 process.kill()
-                self._processes[place] = _ScoringProcess(self.settings, self.log)
+                self._processes[place] = self._started()
         self._closed = False
         chunk = max(1, min(CHUNK, len(waiting) // (4 * len(self._processes))))
         try:
@@ -102,9 +106,9 @@ class ProcessScorer:
                 printed = "" if self.log is None else f"; what it printed is in {self.log}"
                 raise RuntimeError(f"reward: a scoring process did not start: {error}{printed}")
             if process.pending:
-                scores[process.pending.popleft()] = Score(0.0, {}, error)
+                scores[process.pending.popleft()] = Score(None, error=error)
                 waiting.extendleft(reversed(process.pending))
-            self._processes[place] = _ScoringProcess(self.settings, self.log)
+            self._processes[place] = self._started()
 
     def close(self) -> None:
         """End the scoring processes. Can be called twice; another `score` would start new ones."""
@@ -122,7 +126,7 @@ class ProcessScorer:
 class _ScoringProcess:
     """One scoring process and its pending samples."""
 
-    def __init__(self, settings: RewardSettings, log: Path | None = None) -> None:
+    def __init__(self, settings: RewardSettings, log: Path | None = None, golds: bool = False) -> None:
         self.timeout_s = settings.timeout_s
         self.ready = False
         self.pending: deque[int] = deque()  # in the order in which they will be answered
@@ -131,7 +135,7 @@ class _ScoringProcess:
         code = [one.path.partition(":")[0] for one in alone(source).values() if isinstance(one, FunctionReward)]
         self.sandboxed = SandboxedProcess("megarl.rewards.worker", settings.sandbox, code, log)
         self.channel = self.sandboxed.channel
-        self._send((source.model_dump(), settings.timeout_s))
+        self._send((source.model_dump(), settings.timeout_s, golds))
 
     @property
     def pid(self) -> int:
@@ -181,11 +185,13 @@ class _ScoringProcess:
                 self.ready = True
             case ["refused", str(text)] if not self.ready:
                 raise ConfigError(f"reward.source.{text}")
-            case [int(number), int() | float() as value, dict(parts), str() | None as error] if self.pending and number == self.pending[0]:
+            case [int(number), int() | float() as value, dict(parts), None] if self.pending and number == self.pending[0]:
                 numbers = [value, *parts.values()]
                 if not all(isinstance(each, int | float) and abs(each) <= sys.float_info.max for each in numbers):  # math.isfinite raises
                     raise BadMessage("a score that is not a finite number")
-                scores[self.pending.popleft()] = Score(float(value), _parts(parts), None if error is None else printable(error))
+                scores[self.pending.popleft()] = Score(float(value), _parts(parts))
+            case [int(number), None, dict(), str(error)] if self.pending and number == self.pending[0]:
+                scores[self.pending.popleft()] = Score(None, error=printable(error))
             case _:
                 raise BadMessage("not what was expected")
 

@@ -64,7 +64,9 @@ class RewardScale:
     clip: float | None  # the largest absolute value after normalisation; None: no clipping
 
     def __call__(self, score: Score) -> Score:
-        """Return the normalised score, with the original value as its part "unnormalised"."""
+        """Return the normalised score, with the original value as its part "unnormalised"; a missing score stays missing."""
+        if score.value is None:
+            return score
         value = (score.value - self.mean) / self.std
         if self.clip is not None:
             value = min(max(value, -self.clip), self.clip)

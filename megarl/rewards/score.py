@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
+from megarl.data.answers import Answer
 from megarl.errors import Stopped
 
 MOST_KINDS, LONGEST_KIND = 16, 60
@@ -26,26 +27,28 @@ class ScoreRequest:
 
     prompt: str
     response: str
-    answer: str
+    answer: Answer
     meta: dict[str, Any]
     finished: bool  # ended by itself, not by the length limit
     earned: float = 0.0  # the environment's rewards, summed over all turns
-    failed: str | None = None  # how the environment failed
     judged: Score | None = None  # by the reward model on the ranks, if there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward of one response."""
+    """The reward of one response, or the reason why it has none: then it takes no part in what is computed from rewards."""
 
-    value: float
+    value: float | None  # None: there is no score, for the reason in `error`
     parts: dict[str, float] = field(default_factory=dict)  # what a verifier reports besides the value
-    error: str | None = None  # "timeout", "worker died: ...", "bad return: ..." or "<exception's type>: ..."; the value is then 0
+    error: str | None = None  # "timeout", "abstained", "worker died: ...", "bad return: ..." or "<exception's type>: ..."
     unshaped: float | None = None  # the task's own value, if `value` also includes a punishment (megarl.rewards.shaping)
     scored: bool = True  # False: cut by the length limit, and scored 0 without being read (reward.require_finished)
 
+    def __post_init__(self) -> None:
+        assert (self.value is None) == (self.error is not None), "a score, or the reason why there is none"
+
     @property
-    def task(self) -> float:
+    def task(self) -> float | None:
         """Return the value of the response regardless of its length."""
         return self.value if self.unshaped is None else self.unshaped
 
@@ -65,7 +68,7 @@ class Scorer(Protocol):
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Return one score per request, in order; return or raise in bounded time.
 
-        A response that cannot be judged scores 0 with `Score.error`. Raises RewardUnavailable if none can be scored.
+        A response that cannot be judged has no score, but a `Score.error`. Raises RewardUnavailable if none can be scored.
         """
         ...
 
@@ -75,7 +78,7 @@ class Scorer(Protocol):
 
 
 def errors_by_kind(scores: Iterable[Score]) -> dict[str, int]:
-    """Count the failed scores by kind of failure: timeout, worker died, bad return, or the exception's type.
+    """Count the missing scores by their reason: timeout, abstained, worker died, bad return, or the exception's type.
 
     Kinds beyond the `MOST_KINDS` most frequent count as `other`, since a type's name may come from what a model wrote.
     """

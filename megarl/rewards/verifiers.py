@@ -11,13 +11,17 @@ import json
 import math
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from functools import cache
 from numbers import Real
 from typing import Any
 
+from megarl.data.answers import Answer, text_of
 from megarl.imports import uncollected
+from megarl.rewards.golds import texts_of
+from megarl.rewards.mathematics import MathVerify
 
-Verifier = Callable[[str, str, str, dict[str, Any]], tuple[float, dict[str, float]]]
+Verifier = Callable[[str, str, Answer, dict[str, Any]], tuple[float, dict[str, float]]]
 
 OURS = ("prompt", "response", "answer", "meta")
 # Data sets of reasoning-gym 0.1.25 whose scorer evaluates the response as Python (eval, sympy's parse_expr): what a model writes would run.
@@ -36,15 +40,32 @@ class BadReturn(ValueError):
     """A reward function returned something that is not a score."""
 
 
+class Abstained(ValueError):
+    """A reward function returned None, or a dictionary with None under `score`: it has no opinion of this response."""
+
+
 def load(source: dict[str, Any]) -> Verifier:
     """Return the verifier of a `reward.source` section. Raises ValueError, starting with the key within that section."""
     if source["type"] == "reasoning_gym":
         return _reasoning_gym(source["threshold"], source["extract"])
     if source["type"] == "math_verify":
-        return _math_verify()
+        return MathVerify()
     if source["type"] == "sum":
         return _sum(source["parts"])
     return _function(source["path"])
+
+
+def load_gold_check(source: dict[str, Any]) -> Verifier:
+    """Return a verifier that raises BadGold for an answer that a `reward.source` section could not score by, whatever the response is."""
+    parts = [part["source"] for part in source["parts"]] if source["type"] == "sum" else [source]
+    checks = [MathVerify().check_gold for part in parts if part["type"] == "math_verify"]  # functions take any answer
+
+    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        for check in checks:
+            check(answer)
+        return 1.0, {}
+
+    return verify
 
 
 def _sum(parts: list[dict[str, Any]]) -> Verifier:
@@ -57,7 +78,7 @@ def _sum(parts: list[dict[str, Any]]) -> Verifier:
         except ValueError as error:
             raise ValueError(f"parts.{number}.source.{error}") from None
 
-    def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
         total, said = 0.0, dict[str, float]()
         for name, weight, verifier in made:
             value, inner = verifier(prompt, response, answer, meta)
@@ -81,39 +102,19 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
             raise ValueError(f"the scorer of {name} evaluates the response as Python, which is refused")
         return reasoning_gym.create_dataset(name, **json.loads(params))
 
-    def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
         given = response.strip()
         if pattern is not None:
             found = [match.group(pattern.groups and 1) for match in pattern.finditer(response)]
             if not found or found[-1] is None:  # None: the last match was made without the group
                 return 0.0, {"raw": 0.0}
             given = found[-1].strip()
-        entry = {"question": prompt, "answer": answer, "metadata": meta}
         scorer = dataset(meta["source_dataset"], json.dumps(meta["source_params"], sort_keys=True))
-        raw = _finite(float(scorer.score_answer(given, entry)), "reasoning-gym's scorer returned")
+        entries = [{"question": prompt, "answer": text, "metadata": meta} for text in texts_of(answer)]
+        raw = max(_finite(float(scorer.score_answer(given, entry)), "reasoning-gym's scorer returned") for entry in entries)
         return float(raw >= threshold), {"raw": raw}
 
     return verify
-
-
-def _math_verify() -> Verifier:
-    import logging
-
-    from math_verify import parse, verify
-
-    # math-verify's time limits use signal.alarm, of which a process has only one, and ours uses it; without them it warns at each call.
-    for module in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(module).setLevel(logging.ERROR)
-
-    def check(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        known = answer.rpartition("####")[2].strip()  # the last line of GSM8K's worked answers
-        # A bare `x^2+1` would be read as the number 1.
-        gold = parse(known if "$" in known or "\\boxed" in known else f"\\boxed{{{known}}}", parsing_timeout=None)
-        if not gold:
-            raise ValueError(f"the ground truth {answer!r} is not a mathematical expression")
-        return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)), {}
-
-    return check
 
 
 def _function(path: str) -> Verifier:
@@ -134,9 +135,11 @@ def _function(path: str) -> Verifier:
         raise ValueError(f"path: {path} is a coroutine function; an ordinary one is needed")
     style, passed = _keywords(function, path)
 
-    def verify(prompt: str, response: str, answer: str, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
         if style is OURS:
-            values: tuple[Any, ...] = (prompt, response, answer, meta)
+            # A number as the text of its digits, since `response == answer` would otherwise be false without a word.
+            known = text_of(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+            values: tuple[Any, ...] = (prompt, response, known, meta)
         else:
             values = (meta.get("data_source"), response, answer, meta.get("extra_info"))
         return read_return(function(**{name: value for name, value in zip(style, values, strict=True) if name in passed}))
@@ -162,8 +165,9 @@ def _keywords(function: Callable[..., Any], path: str) -> tuple[tuple[str, ...],
 def read_return(returned: Any, what: str = "the reward function returned") -> tuple[float, dict[str, float]]:
     """Read a reward function's return value as (value, parts): a number, or a dict with a number under `score` and parts in other keys.
 
-    Entries of the dict that are not finite numbers (such as verl's `pred`) are left out. Raises BadReturn, with a message that begins with
-    `what`.
+    A number may come as a boolean, and as a scalar of numpy, torch and the like: whatever has `item()` and holds one element. Entries of
+    the dict that are not finite numbers (such as verl's `pred`) are left out. Raises Abstained for None, and BadReturn, with a message
+    that begins with `what`, for anything else.
     """
     if not isinstance(returned, dict):
         return _finite(returned, what), {}
@@ -175,6 +179,8 @@ def read_return(returned: Any, what: str = "the reward function returned") -> tu
 
 
 def _finite(value: Any, what: str) -> float:
+    if value is None:
+        raise Abstained(f"{what} None")
     number = _number(value)
     if not math.isfinite(number):
         raise BadReturn(f"{what} {value!r:.80} ({type(value).__name__}), not a finite number")
@@ -185,7 +191,12 @@ def _finite(value: Any, what: str) -> float:
 
 def _number(value: Any) -> float:
     """Return `value` as a float; NaN if it is not a number."""
+    if not isinstance(value, Real) and callable(item := getattr(value, "item", None)):
+        try:
+            value = item()
+        except Exception:  # several elements, or none
+            return math.nan
     try:
-        return float(value) if isinstance(value, Real) else math.nan
+        return float(value) if isinstance(value, Real | Decimal) else math.nan
     except OverflowError:  # an integer too large for a float
         return math.inf

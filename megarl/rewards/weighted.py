@@ -47,19 +47,19 @@ class SumScorer:
 
 def _named(part: RewardPart, score: Score) -> Score:
     """Weight a part's score, and name its value and parts after the part."""
-    if score.error is not None or not score.scored:
+    if score.value is None or not score.scored:
         return score
     parts = {part.name: score.value} | {f"{part.name}/{key}": number for key, number in score.parts.items()}
     return Score(part.weight * score.value, parts)
 
 
 def _added(scores: Sequence[Score]) -> Score:
-    """Add up one response's scores. If one of them failed, the response scores 0; parts with `scored` False add 0."""
-    error = next((score.error for score in scores if score.error is not None), None)
-    total = sum(score.value for score in scores)
-    if error is None and abs(total) > LARGEST:
-        error = f"bad return: the weighted sum is {total:g}, and beyond {LARGEST:g} nothing is taken"
-    if error is not None:
-        return Score(0.0, {}, error)
+    """Add up one response's scores. If one of them is missing, so is the sum; parts with `scored` False add 0."""
+    values = [score.value for score in scores if score.value is not None]
+    if len(values) < len(scores):
+        return next(score for score in scores if score.value is None)
+    total = sum(values)
+    if abs(total) > LARGEST:
+        return Score(None, error=f"bad return: the weighted sum is {total:g}, and beyond {LARGEST:g} nothing is taken")
     parts = {name: value for score in scores for name, value in score.parts.items()}
     return Score(total, parts, scored=any(score.scored for score in scores))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megarl.batch import Sample
+from megarl.data.messages import arguments_of
 from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Episode, Host, in_tokens
 from megarl.environments.protocol import EnvironmentFailed, Turn
@@ -137,6 +138,7 @@ class _Player:
     ) -> None:
         self._ask, self._tokens, self._text_of = ask, tokens, text_of
         self._start, self._number, self._sampling, self._limits = start, number, sampling, limits
+        self._arguments = arguments_of((start.task or {}).get("meta", {}), "the row")  # of the chat template
         self._turns: list[Sample] = []
         self._rewards: list[tuple[int, float]] = []
         self._text, self._info = "", dict[str, float]()
@@ -152,7 +154,7 @@ class _Player:
 
     async def _begin(self, episode: Episode) -> list[int]:
         opening = await episode.reset(self._start.seed, None if self._start.task is None else dict(self._start.task))
-        context = self._start.tokens if opening.messages is None else in_tokens(self._tokens.opening, opening.messages)
+        context = self._start.tokens if opening.messages is None else in_tokens(self._tokens.opening, opening.messages, self._arguments)
         if not context:
             raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
         if len(context) > self._limits.prompt_tokens:
@@ -176,7 +178,7 @@ class _Player:
             if len(self._turns) == self._limits.turns:
                 return False
             assert answer.messages is not None
-            read = in_tokens(self._tokens.after, answer.messages, spoken)
+            read = in_tokens(self._tokens.after, answer.messages, spoken, self._arguments)
             context = [*context, *spoken, *read]
             if len(context) >= longest:  # no room for another turn of the policy
                 return False

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from megarl.checkpoints.steps import trusted
+from megarl.checkpoints.steps import HF, trusted
 from megarl.cluster.allocation import Allocation
 from megarl.cluster.demand import demand
 from megarl.cluster.machine import gpus_here
@@ -35,6 +35,7 @@ from megarl.data.gym import all_drawn
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.errors import refuse_all
 from megarl.models import hf as directory
+from megarl.models.arithmetic import differences
 from megarl.models.families import check_checkpoint, check_layout, check_room, family_of
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
@@ -107,6 +108,10 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
     for key in ("model_type", "vocab_size"):
         if held["policy"][key] != hf[key]:
             raise ConfigError(f"model.weights: {settings.weights}: {key} is {held['policy'][key]!r}, and model.path's is {hf[key]!r}")
+    own = settings.weights / "policy" / HF
+    if (own / directory.CONFIG).is_file():
+        for key, (saved, given) in differences(directory.read_config(own), hf).items():
+            raise ConfigError(f"model.weights: {settings.weights}: {key} is {saved!r}, and model.path's is {given!r}")
 
 
 def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> None:
@@ -329,15 +334,8 @@ def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
 def _beside_weights(path: Path, hf: dict[str, Any]) -> dict[str, Any]:
     """What an engine reads from a directory besides weights, by name: tensor shapes, model dimensions, tokens that end a response."""
     family = family_of(hf)
-    rope, fields = family.rope(hf), family.fields(hf)
-    turned = {
-        "rope_type": rope.kind,
-        "rope_theta": rope.theta,
-        "partial_rotary_factor": rope.fraction,
-        "factor": rope.numbers.get("factor"),
-    }
     shapes = {f"the shape of {name}": list(shape) for name, shape in family.expected(hf).items()}
-    return {"eos_token_id": sorted(directory.end_tokens(path)), **fields, **turned, **shapes}
+    return {"eos_token_id": sorted(directory.end_tokens(path)), **family.fields(hf), **family.rope(hf).meaning, **shapes}
 
 
 def check_transport(transport: str, engines: str, *, gpus: bool) -> None:

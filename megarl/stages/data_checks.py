@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megarl.config import (
@@ -27,6 +28,7 @@ from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.environments.checks import check_environment, check_episodes, tool_schemas
+from megarl.rewards.gold_checks import answer_faults
 from megarl.rewards.verifiers import EVALUATING
 
 HELD_OUT = "heldout"  # the set of data.eval
@@ -63,7 +65,7 @@ class PromptReader:
 
     Args:
         model: the Hugging Face directory whose tokenizer is used.
-        data: how a prompt becomes tokens (`chat`, `template`, `system`), and what happens to prompts that are too long.
+        data: how a prompt becomes tokens, and what happens to rows that are too long or otherwise bad.
         rollout: the section `rollout`, which limits a prompt's length.
         reward: how responses are scored.
         environment: the environment whose episodes the prompts start, if any.
@@ -89,14 +91,14 @@ class PromptReader:
             key: the source's dotted key, say "data.train".
 
         Raises:
-            ConfigError: a prompt is malformed or too long (the first one is named), or scoring responses to it would run them as code.
+            ConfigError: a prompt is malformed or too long (the first one is named), its verifier cannot score by its answer, or scoring
+                responses to it would run them as code.
         """
         self._refuse_evaluating(source, key)
         data, most = self.data, self.rollout.max_prompt_tokens
         tokenizer, tools = load_tokenizer(self.model), tool_schemas(self.environment)
-        drop = data.overlong == "drop"
-        prompts = load_prompts(source, tokenizer, data.chat, data.template, most, key, system=data.system, tools=tools, drop=drop)
-        check_episodes(self.environment, prompts, key, TurnTokens(tokenizer, data.system), most)
+        prompts = load_prompts(source, tokenizer, data, most, key, tools=tools, faults=partial(answer_faults, self._scoring(key)))
+        check_episodes(self.environment, prompts, key, TurnTokens(tokenizer, data), most)
         return prompts
 
     def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
@@ -113,6 +115,11 @@ class PromptReader:
             own = temperature if one.temperature is None else one.temperature
             sets.append(HeldOut(one.name, self.read(one.source, f"eval.{index}.source"), one.n, own, one.greedy, index + 1))
         return sets
+
+    def _scoring(self, key: str) -> RewardSettings:
+        """Return the section `reward` with the source that scores responses to the prompts of this key."""
+        other = None if key.startswith("data.train") else self.reward.eval
+        return self.reward if other is None else self.reward.model_copy(update={"source": other})
 
     def _refuse_evaluating(self, source: PromptSource, key: str) -> None:
         parts = {f"{key}.parts.{n}.source": part.source for n, part in enumerate(source.parts)} if isinstance(source, MixtureSource) else {}

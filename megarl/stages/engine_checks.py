@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config import ConfigError, EvalConfig, PairsConfig, model_of
+from megarl.data.answers import response_of
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.environments.checks import check_environment
@@ -47,7 +48,7 @@ def check_pairs(config: PairsConfig) -> PairPrompts:
     if config.pairs.answers:
         tokenizer, most = load_tokenizer(config.model.path), config.rollout.max_response_tokens
         for key, prompts in (("data.train", data.train), ("data.eval", data.eval)):
-            for number, tokens in enumerate(encode(tokenizer, [prompt.answer for prompt in prompts], special=False)):
+            for number, tokens in enumerate(encode(tokenizer, [response_of(prompt.answer) for prompt in prompts], special=False)):
                 if len(tokens) > most:
                     raise ConfigError(
                         f"pairs.answers: the answer of {key}, prompt {number}, has {len(tokens)} tokens, more than "

@@ -21,7 +21,7 @@ from megarl.stages.context import session
 from megarl.stages.data_checks import HeldOut
 from megarl.stages.engine_checks import check_eval
 from megarl.stages.reward import Reward, open_scorers
-from megarl.stages.rollout_metrics import reward_failures
+from megarl.stages.rollout_metrics import missing, reward_failures
 from megarl.workers.engines import Engines, call_seed, start_engines
 
 EVAL_STEP = 0  # an evaluation's draws do not depend on when it is made, so that evaluations are comparable
@@ -72,7 +72,7 @@ def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) ->
         )
         judged.append(Judged(responses, reward.scores(one.prompts, responses)))
         run.failures(judged[-1].scores)
-    score_Pn = [list[float]() for _ in one.prompts]
+    score_Pn = [list[float | None]() for _ in one.prompts]
     for response, score in zip(judged[0].responses, judged[0].scores, strict=True):
         score_Pn[response.prompt].append(score.value)
     greedy_P = [score.value for score in judged[1].scores] if one.greedy else None
@@ -82,18 +82,19 @@ def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) ->
         for number, said in enumerate(judged)
         for response, score in zip(said.responses, said.scores, strict=True)
     ]
-    failures = merge([reward_failures(said.scores) for said in judged])
-    return result, failures | _beside(judged[0]) | {"eval/stderr": Last(result.stderr)}, records
+    metrics = merge([reward_failures(said.scores) for said in judged]) | _beside(judged[0])
+    return result, metrics | ({} if result.stderr is None else {"eval/stderr": Last(result.stderr)}), records
 
 
 def _beside(sampled: Judged) -> dict[str, Metric]:
-    """Metrics besides the estimates: response lengths, and the means of the reward's parts."""
+    """Metrics besides the estimates: response lengths, missing scores, and the means of the reward's parts."""
     parts = defaultdict[str, list[float]](list)
     for score in sampled.scores:
         for name, value in score.parts.items():
             parts[name].append(value)
     number = float(len(sampled.responses))
     return {
+        "eval/missing": missing(sampled.scores),
         "eval/response_length/mean": Mean(float(sum(response.loss_tokens for response in sampled.responses)), number),
         "eval/response_length/clip_ratio": Mean(float(sum(not response.finished for response in sampled.responses)), number),
         **{f"eval/{name}/mean": Mean(sum(values), float(len(values))) for name, values in parts.items()},

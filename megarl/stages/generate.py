@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from pydantic import ValidationError
 
 from megarl.cluster.machine import gpus_here
-from megarl.config import ConfigError, RolloutSettings
+from megarl.config import ConfigError, PromptFormat, RolloutSettings
 from megarl.data.columns import at
 from megarl.data.files import read_rows
-from megarl.data.prompts import Prompt, Renderer, Row, checked
-from megarl.data.tokenizer import Message, load_tokenizer
+from megarl.data.messages import Message, arguments_of, checked, mapping, tools_of
+from megarl.data.prompts import Prompt, Renderer
+from megarl.data.rows import Row
+from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import naming_files
 from megarl.models.families import check_checkpoint, check_room
 from megarl.models.hf import end_tokens
@@ -50,6 +52,7 @@ OPTIONS = {  # configuration keys in the checks' messages, and the options that 
     "max_response_tokens": "--max-tokens",
     "rollout.tp": "--tp",
     "data.chat": "MODEL",
+    "data.template_args": "--template-args",
     "data.template": "--template",
     "FILE.path": "--file",
     "FILE.prompt_key": "--prompt-key",
@@ -64,6 +67,7 @@ class GenerateJob:
 
     model: Path
     tokenizer: PreTrainedTokenizerBase
+    format: PromptFormat
     prompts: list[Prompt]  # empty for a chat
     settings: RolloutSettings
     sampling: Sampling
@@ -81,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(_in_options(str(error))) from None
     with Speaker(job) as speaker:
         if given.chat:
-            chat(speaker, given.system)
+            chat(speaker)
         else:
             answer(speaker, given.out)
     return 0
@@ -101,6 +105,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--prompt-key", default="prompt", metavar="NAME", help="the column of the prompts (default: prompt)")
     top.add_argument("--chat", action="store_true", help="a conversation, one line per turn; /new starts over, Ctrl-D ends")
     top.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
+    top.add_argument("--template-args", metavar="JSON", help='arguments of the chat template, such as {"enable_thinking": false}')
     top.add_argument("--template", metavar="TEXT", help='instead of the chat template, such as "Question: {prompt} Answer:"')
     top.add_argument("--n", type=int, default=1, metavar="N", help="responses per prompt (default 1)")
     top.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the most likely token (default 1)")
@@ -140,6 +145,7 @@ def check(given: argparse.Namespace) -> GenerateJob:
         ("PROMPT", [given.prompt]),
         ("--system", [given.system]),
         ("--template", [given.template]),
+        ("--template-args", [given.template_args]),
         ("--stop", given.stop),
     ):
         if any("\ud800" <= letter <= "\udfff" for text in texts or () for letter in text or ""):  # stand for bytes that are not UTF-8
@@ -153,9 +159,10 @@ def check(given: argparse.Namespace) -> GenerateJob:
         raise ConfigError("--system: is part of a chat, and the prompt goes through no chat template")
     if given.chat and not tokenizer.chat_template:
         raise ConfigError("--chat: the tokenizer has no chat template")
-    room = int(hf["max_position_embeddings"])
-    rows = iter(()) if given.chat else _rows(given)
-    prompts = tokens_of(tokenizer, rows, given.system, given.template, room - 1)
+    room, form = int(hf["max_position_embeddings"]), _format(given, tokenizer)
+    renderer = Renderer(tokenizer, form, room - 1, "the model's room")
+    prompts = renderer.all(iter(()) if given.chat else _rows(given))
+    renderer.intake.tell(len(prompts), "PROMPT" if given.file is None else f"--file {given.file}", "")
     longest = max((len(prompt.ids) for prompt in prompts), default=room // 2)
     response = min(RESPONSE, room - longest) if given.max_tokens is None else given.max_tokens
     if given.chat:
@@ -167,7 +174,15 @@ def check(given: argparse.Namespace) -> GenerateJob:
         settings = engine_type(settings).with_cache(hf, dtype, settings, CACHE_MB)
     check_engine(hf, dtype, settings, gpu=gpu)
     sampling = Sampling(given.n, given.temperature, response, given.seed).within(settings)
-    return GenerateJob(model, tokenizer, prompts, settings, sampling, dtype, gpu)
+    return GenerateJob(model, tokenizer, form, prompts, settings, sampling, dtype, gpu)
+
+
+def _format(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+    through_chat = given.template is None and bool(tokenizer.chat_template)
+    arguments = mapping(given.template_args, "--template-args")
+    if arguments and not through_chat:
+        raise ConfigError("--template-args: the prompt goes through no chat template")
+    return PromptFormat(chat=through_chat, template=given.template or "{prompt}", system=given.system, template_args=arguments)
 
 
 def _settings(given: argparse.Namespace, longest: int, response: int, together: int) -> RolloutSettings:
@@ -191,28 +206,12 @@ def _rows(given: argparse.Namespace) -> Iterator[Row]:
     if given.prompt is not None:
         yield Row("PROMPT", checked(given.prompt, "PROMPT"), "", {})
         return
-    place = ""
+    place, filled = "", given.file.suffix != ".jsonl"
     for place, row in read_rows(given.file, "FILE"):
-        yield Row(place, checked(at(row, given.prompt_key, place, "FILE.prompt_key"), place), "", {})
+        prompt = checked(at(row, given.prompt_key, place, "FILE.prompt_key"), place, filled)
+        yield Row(place, prompt, "", {}, tools_of(row, place, filled), arguments_of(row, place))
     if not place:
         raise ConfigError(f"--file: {given.file} holds no prompts")
-
-
-def tokens_of(tokenizer: PreTrainedTokenizerBase, rows: Iterator[Row], system: str | None, template: str | None, most: int) -> list[Prompt]:
-    """Render and tokenise the rows as prompts for the model.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        rows: the prompts.
-        system: a system message before each, if prompts go through the chat template.
-        template: a text with "{prompt}" in it; None: the model's chat template, if it has one.
-        most: most tokens of a prompt.
-
-    Raises:
-        ConfigError: a prompt is longer or cannot be rendered, or the template is unusable.
-    """
-    through_chat = template is None and bool(tokenizer.chat_template)
-    return Renderer(tokenizer, through_chat, template or "{prompt}", most, "the model's room", system).all(rows)
 
 
 class Speaker:
@@ -316,9 +315,10 @@ def _spoken(who: str, text: str) -> Iterator[str]:
         yield f"{who if number == 0 else '':>8} | {line}"
 
 
-def chat(speaker: Speaker, system: str | None) -> None:
+def chat(speaker: Speaker) -> None:
     """Chat with the model until the input ends."""
     job, said = speaker.job, list[Message]()
+    renderer = Renderer(job.tokenizer, job.format, job.settings.max_prompt_tokens, "the model's room")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # input that is not UTF-8
     for turn in count():
@@ -333,7 +333,7 @@ def chat(speaker: Speaker, system: str | None) -> None:
             continue
         said.append({"role": "user", "content": line})
         try:
-            [prompt] = tokens_of(job.tokenizer, iter([Row("chat", list(said), "", {})]), system, None, job.settings.max_prompt_tokens)
+            [prompt] = renderer.prompts([Row("chat", list(said), "", {})], [0])
         except ConfigError as error:
             said.pop()
             say(f"megarl: {escaped(str(error))} (/new starts over)")

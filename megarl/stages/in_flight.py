@@ -50,13 +50,18 @@ def load(file: PathLike[str], prompts: Sequence[Prompt], stages: Stages) -> Step
                 one["place"],
                 prompts[one["place"]],
                 [_response(saved, arrays, stages) for saved in one["responses"]],
-                [Score(**score) for score in one["scores"]],
+                [_score(saved) for saved in one["scores"]],
                 one["greedy"],
                 tuple(one["asked"]),
             )
             for one in meta["groups"]
         ]
     return StepGroups(groups, meta["counts"])
+
+
+def _score(saved: dict[str, Any]) -> Score:
+    """Read a score. One that is missing may have been saved by an earlier version, in which it was a 0 with an error."""
+    return Score(**saved) if saved["error"] is None else Score(None, error=saved["error"])
 
 
 def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:

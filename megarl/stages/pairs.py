@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, PairsConfig
+from megarl.data.answers import response_of
+from megarl.data.messages import ARGUMENTS, TOOLS
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Mean, Metric, Sum, merge
 from megarl.observe.output import new_log
@@ -22,6 +24,7 @@ from megarl.rollout.generate import Sampling
 from megarl.stages.context import session
 from megarl.stages.engine_checks import check_pairs
 from megarl.stages.reward import Reward, open_scorers
+from megarl.stages.rollout_metrics import missing
 from megarl.workers.engines import Engines, call_seed, start_engines
 
 Said = tuple[str, float]
@@ -55,7 +58,7 @@ def write_pairs(
         number: index of the file within the run; with the run's seed it determines the random draws.
 
     Returns:
-        The number of pairs, the share of prompts with any, their mean margin, and the mean score.
+        The number of pairs, the share of prompts with any, their mean margin, the mean score, and the share of responses without a score.
 
     Raises:
         ConfigError: there is no pair, and no file is left.
@@ -74,6 +77,7 @@ def write_pairs(
             with run.phase("reward"):
                 scores = reward.scores(asked, [*responses, *known])
                 run.failures(scores)
+            found.append({"missing": missing(scores[: len(responses)])})
             groups = grouped(len(asked), responses, scores[: len(responses)])
             right = grouped(len(asked), known, scores[len(responses) :])
             for prompt, said, answer in zip(asked, groups, right, strict=True):
@@ -100,14 +104,15 @@ def grouped(prompts: int, responses: Sequence[Response], scores: Sequence[Score]
     """
     groups: list[dict[str, float]] = [{} for _ in range(prompts)]
     for response, score in zip(responses, scores, strict=True):
-        if response.finished and response.text.strip() and score.error is None:
+        if response.finished and response.text.strip() and score.value is not None:
             groups[response.prompt].setdefault(response.text, score.value)
     return [list(group.items()) for group in groups]
 
 
 def answers(prompts: Sequence[Prompt]) -> list[Response]:
     """Return the answers in the data as if they were the policy's responses."""
-    return [Response(index, prompt.answer, 0, 0, 0, True, None, 0) for index, prompt in enumerate(prompts) if prompt.answer.strip()]
+    texts = [response_of(prompt.answer) for prompt in prompts]
+    return [Response(index, text, 0, 0, 0, True, None, 0) for index, text in enumerate(texts) if text.strip()]
 
 
 def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
@@ -120,14 +125,16 @@ def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Rand
         draw: the random number generator.
 
     Yields:
-        Rows of a preference file: `prompt`, `chosen`, `rejected` and `margin`, which is above 0.
+        Rows of a preference file: `prompt`, `chosen`, `rejected`, `margin`, which is above 0, and the prompt's own `tools` and
+        `chat_template_kwargs`.
     """
     once: dict[str, Said] = {}
     for one in said:
         once.setdefault(one[0].strip(), one)
     every = [(one, other) if one[1] > other[1] else (other, one) for one, other in combinations(once.values(), 2) if one[1] != other[1]]
     for better, worse in draw.sample(every, min(count, len(every))):
-        yield {"prompt": prompt.given, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1]}
+        own = {name: prompt.meta[name] for name in (TOOLS, ARGUMENTS) if prompt.meta.get(name) is not None}
+        yield {"prompt": prompt.given, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1], **own}
 
 
 def counted(rows: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, Metric]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,16 @@ from megarl.config import (
     SftMixture,
     SftSource,
 )
-from megarl.data.conversations import Conversation, answered, load_conversations
+from megarl.data.conversations import Conversation
 from megarl.data.mixture import Mixture
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Renderer
-from megarl.data.sources import load_prompts
+from megarl.data.supervised import load_answers, load_conversations
+from megarl.data.template import ChatTemplate
 from megarl.data.tokenizer import load_tokenizer
 from megarl.http_client import token_of
 from megarl.models.families import check_room
+from megarl.models.hf import GENERATION, end_tokens
 from megarl.models.weight_map import HeadKind
 from megarl.plan.fits import check_fits
 from megarl.stages.checks import check_model, check_trained_head
@@ -55,7 +58,6 @@ class Pairs:
 def check_sft(config: SftConfig) -> Conversations:
     """Make all checks of `megarl sft`; return its conversations."""
     tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
-    drop = data.overlong == "drop"
 
     def conversations(source: SftSource, key: str) -> list[Conversation]:
         if isinstance(source, SftMixture):
@@ -64,9 +66,8 @@ def check_sft(config: SftConfig) -> Conversations:
         if isinstance(source, ConversationSource):
             if not data.chat:
                 raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
-            return load_conversations(source, tokenizer, limit, key, data.system, drop)
-        prompts = load_prompts(source, tokenizer, data.chat, data.template, limit, key, "sft.max_tokens", data.system, drop=drop)
-        return answered(prompts, tokenizer, limit, key, drop)
+            return load_conversations(source, tokenizer, data, limit, key)
+        return load_answers(source, tokenizer, data, limit, key)
 
     held_out = [] if data.eval is None else conversations(data.eval, "data.eval")
     if data.eval is not None:
@@ -74,6 +75,7 @@ def check_sft(config: SftConfig) -> Conversations:
     elif not config.sft.steps:
         raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
     train = conversations(data.train, "data.train") if config.sft.steps else []
+    tell_end(config, tokenizer)
     if train:
         check_resume(config, config.section, len(train))
     return Conversations(train, held_out)
@@ -99,9 +101,25 @@ def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
     held_out = pairs(data.eval, "data.eval")
     check_held_out(len(held_out), config.layout.dp)
     train = pairs(data.train, "data.train") if config.learn.steps else []
+    if head == "lm":
+        tell_end(config, tokenizer)
     if train:
         check_resume(config, config.section, len(train))
     return Pairs(train, held_out)
+
+
+def tell_end(config: SftConfig | DpoConfig | RmConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say so on stderr if the model learns to end its turns with a token at which no engine would stop."""
+    if not config.data.chat:
+        return
+    end, path = ChatTemplate(tokenizer, config.data).end, config.model.path
+    number = tokenizer.convert_tokens_to_ids(end)
+    if number not in end_tokens(path) | {tokenizer.eos_token_id}:
+        print(
+            f"megarl: data.chat: the chat template ends the assistant's turns with {end!r}, at which no engine stops: add {number} to "
+            f"eos_token_id in {path / GENERATION}",
+            file=sys.stderr,
+        )
 
 
 def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
@@ -146,7 +164,7 @@ def check_serve(config: ServeConfig) -> Renderer:
     check_trained_head(config.model.path, "model.path")
     token_of(config.serve.token_env, TOKEN_KEY)
     tokenizer, data, limit = load_tokenizer(config.model.path), config.data, config.serve.max_tokens
-    renderer = Renderer(tokenizer, data.chat, data.template, limit, "serve.max_tokens", data.system)
+    renderer = Renderer(tokenizer, data, limit, "serve.max_tokens")
     if limit > config.serve.micro_batch_tokens:
         raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
     check_room(hf, limit, "serve.max_tokens")

@@ -166,4 +166,4 @@ def newest(config: TrainingSettings, verb: str, items: int) -> Find:
         items: number of its training items.
     """
     own = config.model_copy(update={"save": config.save.model_copy(update={"resume": True})})
-    return partial(resume_point, own, verb, items)
+    return partial(resume_point, own, verb, items, own=True)

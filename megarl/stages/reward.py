@@ -45,9 +45,13 @@ class Reward:
         return replace(self, scale=scale)
 
     def _raw(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Score]:
-        judged = None if self.judge is None else self.judge.scores(responses)
+        """Score the responses. An episode whose environment failed has no score, whatever the reward is: nobody is to read it."""
+        failed = [None if response.episode is None else response.episode.error for response in responses]
+        played = [response for response, error in zip(responses, failed, strict=True) if error is None]
+        judged = None if self.judge is None else self.judge.scores(played)
         with _SCORING:
-            return self.scorer.score(requests(prompts, responses, judged))
+            scores = iter(self.scorer.score(requests(prompts, played, judged)))
+        return [next(scores) if error is None else Score(None, error=error) for error in failed]
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,8 @@ def requests(prompts: Sequence[Prompt], responses: Sequence[Response], judged: S
     """
 
     def request(prompt: Prompt, response: Response, said: Score | None) -> ScoreRequest:
-        played = response.episode
-        earned = (0.0, None) if played is None else (played.reward, played.error)
-        return ScoreRequest(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, *earned, said)
+        earned = 0.0 if response.episode is None else response.episode.reward
+        return ScoreRequest(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, earned, said)
 
     said: Sequence[Score | None] = [None] * len(responses) if judged is None else judged
     return [request(prompts[response.prompt], response, one) for response, one in zip(responses, said, strict=True)]

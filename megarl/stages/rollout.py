@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from megarl.config import TrainConfig
 from megarl.config.rewards import OverlongSettings
 from megarl.data.prompts import Prompt
 from megarl.observe.metrics import Metric, Sum
@@ -21,7 +22,7 @@ from megarl.stages.context import RunContext
 from megarl.stages.reward import Reward
 from megarl.workers.dispatch import Dispatcher
 from megarl.workers.engines import call_seed
-from megarl.workers.plan import RolloutBatch
+from megarl.workers.plan import RolloutBatch, participants
 
 Draw = Callable[[int], Sequence[tuple[int, Prompt]]]
 """Draws this many next prompts, each with its index in data.train."""
@@ -35,13 +36,16 @@ class Group:
     prompt: Prompt
     responses: list[Response]
     scores: list[Score]
-    greedy: float | None  # the reward of the greedy response
+    greedy: float | None  # the reward of the greedy response; None: there is no such response, or it has no score
     asked: tuple[int, int] = (0, 0)  # the step it was requested for, and its number within that step
 
-    @property
-    def informative(self) -> bool:
-        """Whether the responses differ in the task's score; DAPO ignores their length here (arXiv:2503.14476, eq. 11)."""
-        return len({score.task for score in self.scores}) > 1
+    def informative(self, config: TrainConfig) -> bool:
+        """Whether the responses that would take part in a step differ in the task's score.
+
+        DAPO ignores their length here (arXiv:2503.14476, eq. 11).
+        """
+        taking_part = participants(config, StepGroups([self]).batch())
+        return len({score.task for score, there in zip(self.scores, taking_part, strict=True) if there}) > 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class StepGroups:
         return RolloutBatch(
             responses=[replace(response, prompt=index) for index, group in enumerate(self.groups) for response in group.responses],
             scores=[score for group in self.groups for score in group.scores],
-            greedy=[group.greedy for group in self.groups if group.greedy is not None] or None,
+            greedy=[group.greedy for group in self.groups],
             metrics=metrics,
         )
 
@@ -71,8 +75,8 @@ class StepGroups:
 class RolloutBuffer:
     """Collects `wanted` groups of responses for a step.
 
-    With `rounds` None, every group counts. With dynamic sampling (DAPO), up to `rounds` * `wanted` prompts may be requested: groups whose
-    rewards are all equal are set aside, and another prompt is requested at once for each. The result does not depend on which group
+    With `rounds` None, every group counts. With dynamic sampling (DAPO), up to `rounds` * `wanted` prompts may be requested: groups that
+    are not informative are set aside, and another prompt is requested at once for each. The result does not depend on which group
     finishes first: no more prompts are requested, in order, than it takes to get `wanted` informative groups. If groups are still missing
     when no more may be requested, the first groups that were set aside fill the gap, with advantage 0.
     """
@@ -93,9 +97,15 @@ class RolloutBuffer:
         """Whether all requested groups have arrived, and no more are needed or allowed."""
         return self.missing == 0 and len(self._kept) + len(self._aside) == self.asked
 
-    def add(self, number: int, group: Group) -> None:
-        """Add the group that was the `number`-th to be requested."""
-        (self._kept if self.rounds is None or group.informative else self._aside)[number] = group
+    def add(self, number: int, group: Group, *, informative: bool) -> None:
+        """Add a group.
+
+        Args:
+            number: how many were requested before it.
+            group: the group.
+            informative: whether it is one of the `wanted` groups of dynamic sampling.
+        """
+        (self._kept if self.rounds is None or informative else self._aside)[number] = group
 
     def result(self) -> StepGroups:
         """The step's groups."""
@@ -188,7 +198,8 @@ class RolloutCollector:
         baselines = scored(self._reward, prompts, greedy, longest)
         for index, number in enumerate(ready):
             baseline = baselines[index][0].value if greedy else None
-            self.buffer.add(number, Group(places[index], prompts[index], answers[index], scores[index], baseline, (self._step, number)))
+            group = Group(places[index], prompts[index], answers[index], scores[index], baseline, (self._step, number))
+            self.buffer.add(number, group, informative=group.informative(self._ctx.config))
 
 
 def scored(reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence[Response]], longest: int) -> list[list[Score]]:
@@ -241,11 +252,11 @@ def reference_scale(ctx: RunContext, prompts: Sequence[Prompt]) -> RewardScale |
     with ctx.run.phase("reward"):
         scores = ctx.train_reward.scores(chosen, responses)
         ctx.run.failures(scores)
-    return RewardScale.of([score_.value for score_ in scores if score_.error is None], settings.clip)
+    return RewardScale.of([score_.value for score_ in scores if score_.value is not None], settings.clip)
 
 
 def shaped(overlong: OverlongSettings | None, longest: int, response: Response, score_: Score) -> Score:
-    """Return the score with `reward.overlong` applied; the penalty is a separate part.
+    """Return the score with `reward.overlong` applied; the penalty is a separate part. A missing score stays missing.
 
     Args:
         overlong: the section `reward.overlong`.
@@ -253,7 +264,7 @@ def shaped(overlong: OverlongSettings | None, longest: int, response: Response, 
         response: the scored response.
         score_: the score before the penalty.
     """
-    if overlong is None:
+    if overlong is None or score_.value is None:
         return score_
     punishment = overlong.scale * overlong_punishment(response.loss_tokens, longest, overlong.buffer_tokens)
     parts = {**score_.parts, "task": score_.value, "overlong": punishment}

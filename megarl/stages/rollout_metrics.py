@@ -9,16 +9,17 @@ from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Sum
 from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score, errors_by_kind
+from megarl.workers.plan import StepPlan
 
 
 def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> dict[str, Metric]:
-    """Reward and its parts, response lengths, truncation, share of prompts without a signal, failures of the reward function."""
+    """Reward and its parts, response lengths, truncation, share of prompts without a signal, missing scores and their reasons."""
     number = float(len(responses))
+    value_N = [score.value for score in scores if score.value is not None]
     lengths = [float(response.loss_tokens) for response in responses]  # only tokens that the policy wrote
     metrics: dict[str, Metric] = {
-        "reward/mean": Mean(sum(score.value for score in scores), number),
-        "reward/max": Max(max(score.value for score in scores)),
-        "reward/min": Min(min(score.value for score in scores)),
+        "reward/mean": Mean(sum(value_N), float(len(value_N))),
+        "reward/missing": missing(scores),
         "reward/unscored": Mean(float(sum(not score.scored for score in scores)), number),
         "response_length/mean": Mean(sum(lengths), number),
         "response_length/max": Max(max(lengths)),
@@ -26,10 +27,13 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
         "response_length/clip_ratio": Mean(sum(not response.finished for response in responses), number),
         "perf/tokens": Sum(float(sum(response.prompt_length + response.length for response in responses))),
     }
+    if value_N:
+        metrics |= {"reward/max": Max(max(value_N)), "reward/min": Min(min(value_N))}
     parts: dict[str, list[float]] = defaultdict(list)
     groups: dict[int, list[float]] = defaultdict(list)
     for response, score in zip(responses, scores, strict=True):
-        groups[response.prompt].append(score.value)
+        if score.value is not None:
+            groups[response.prompt].append(score.value)
         for name, value in score.parts.items():
             parts[name].append(value)
     for name, values in parts.items():
@@ -80,12 +84,13 @@ def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
     if not episodes:
         return {}
     number, turns = float(len(episodes)), [float(episode.turns) for _, episode in episodes]
-    failed = sum(episode.error is not None for _, episode in episodes)
+    earned = [episode.reward for _, episode in episodes if episode.error is None]
+    failed = len(episodes) - len(earned)
     metrics: dict[str, Metric] = {
         "environment/turns/mean": Mean(sum(turns), number),
         "environment/turns/max": Max(max(turns)),
         "environment/tokens/mean": Mean(float(sum(response.length - response.loss_tokens for response, _ in episodes)), number),
-        "environment/reward/mean": Mean(sum(episode.reward for _, episode in episodes), number),
+        "environment/reward/mean": Mean(sum(earned), float(len(earned))),
         "environment/failed": Sum(float(failed)),
         "environment/cut": Sum(float(sum(not response.finished for response, _ in episodes) - failed)),
     }
@@ -101,6 +106,17 @@ def scale_metrics(scale: RewardScale | None) -> dict[str, Metric]:
     return {} if scale is None else {"reward/reference_mean": Last(scale.mean), "reward/reference_std": Last(scale.std)}
 
 
+def missing(scores: Sequence[Score]) -> Mean:
+    """The share of responses without a score, which take no part."""
+    return Mean(float(sum(score.value is None for score in scores)), float(len(scores)))
+
+
+def missing_groups(plan: StepPlan) -> dict[str, Metric]:
+    """The share of a step's prompts of which no response takes part, or too few for the algorithm."""
+    there, prompts = len(set(plan.group_N[plan.part_N])), len(set(plan.group_N))
+    return {"reward/missing_groups": Mean(float(prompts - there), float(prompts))}
+
+
 def reward_failures(scores: Sequence[Score]) -> dict[str, Metric]:
-    """The number of responses on which the reward function failed, by kind of failure: events/reward/<kind>."""
+    """The number of responses without a score, by the reason: events/reward/<kind>."""
     return {f"events/reward/{kind.replace(' ', '_')}": Sum(float(count)) for kind, count in errors_by_kind(scores).items()}

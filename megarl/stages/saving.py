@@ -14,10 +14,12 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from megarl import termination
 from megarl.checkpoints.files import Content, LargeContent
-from megarl.checkpoints.resume import compare, completed, held_by
-from megarl.checkpoints.steps import CHECKPOINTS, Entry, SavedStep, damaged, listing, verified, verify
+from megarl.checkpoints.resume import Contents, compare, completed, held_by
+from megarl.checkpoints.steps import CHECKPOINTS, HF, Entry, SavedStep, damaged, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
 from megarl.errors import Alarmed, DamagedFile, SaveError
+from megarl.models.arithmetic import differences
+from megarl.models.hf import CONFIG, read_config
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
 from megarl.shared_memory import MemoryFile
@@ -55,7 +57,7 @@ class _Trainer(BaseModel):
     run: _Run
     where: dict[str, Annotated[str, Field(pattern=r"^[\w\-]+$")]]
     config: Annotated[dict[str, Any], BeforeValidator(yaml_text.read)]
-    held: dict[str, str]  # fingerprints of what the configuration's paths lead to
+    held: dict[str, Contents | str]  # fingerprints of what the configuration's paths lead to; one text for each in earlier versions
 
 
 class State(Protocol):
@@ -103,7 +105,7 @@ class ResumePoint:
     files: Mapping[str, PathLike[str]] = field(default_factory=dict)  # the files of `State.files`
 
 
-def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint | None:
+def resume_point(config: TrainingSettings, verb: str, items: int, *, own: bool = False) -> ResumePoint | None:
     """Find the newest checkpoint of the run, if `save.resume` is set. A damaged one is reported and skipped.
 
     Only names and sizes are checked against the manifest, and the content of TRAINER: the other files are checked when they are loaded.
@@ -112,6 +114,7 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
         config: the run's configuration.
         verb: the run's verb, say "train".
         items: number of items in `data.train`.
+        own: this very run has saved them, or was compared with them as it started: they are not compared with its configuration.
 
     Returns:
         The checkpoint, with the run's progress; None if no save has ever finished.
@@ -140,7 +143,8 @@ def resume_point(config: TrainingSettings, verb: str, items: int) -> ResumePoint
         steps = {role: step if folder == CHECKPOINTS else _beside(step, folder, skip) for role, folder in saved.where.items()}
         if None in steps.values():
             continue
-        _refuse_another(saved, step.path, config, verb, items)
+        if not own:
+            _refuse_another(saved, step.path, config, verb, items)
         whole = {role: found for role, found in steps.items() if found is not None}
         files = {name: step.path / name for name in step.manifest.files if name.startswith(AHEAD)}
         return ResumePoint(whole, saved.progress.model_dump(), saved.run.model_dump(), files=files)
@@ -158,8 +162,8 @@ def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
         items: number of items in `data.train`.
 
     Raises:
-        ConfigError: the checkpoint was saved by another verb, its configuration differs in a fixed setting, or its `data.train` had a
-            different number of items.
+        ConfigError: the checkpoint was saved by another verb, its configuration differs in a fixed setting, its `data.train` had a
+            different number of items, or what lies at one of its paths has changed.
     """
     root = config.directory / CHECKPOINTS
     if not config.save.resume or not root.is_dir():
@@ -187,6 +191,9 @@ def _trainer(data: bytes, path: Path) -> _Trainer:
 
 def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb: str, items: int) -> None:
     differing = compare(completed(saved.config, type(config)), config.model_dump(mode="json"), saved.held)
+    model = _other_model(saved, path, config.model.path)
+    if model:
+        differing = [model, *(line for line in differing if not line.startswith("model.path: "))]
     before = saved.progress.sampler.count
     if saved.verb != verb:
         differing.append(f"name: {config.directory} holds checkpoints of `megarl {saved.verb}`, and this is `megarl {verb}`")
@@ -194,6 +201,16 @@ def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb:
         differing.append(f"data.train: {before} items in the checkpoint and {items} now: a resumed run cannot change it")
     if differing:
         raise ConfigError("\n".join([*differing, f"save.resume=true, but {path} was saved with other settings; false starts over"]))
+
+
+def _other_model(saved: _Trainer, step: Path, path: Path) -> str | None:
+    """Return a line that says where the arithmetic of the model at `path` is not that of the model that the step directory holds."""
+    own = next((step / name / HF for name in saved.where if name != "critic"), step)
+    if not (own / CONFIG).is_file():
+        return None
+    pairs = differences(read_config(own), read_config(path))
+    changed = [f"{key} is {now!r}, and {then!r} in the checkpoint" for key, (then, now) in pairs.items()]
+    return f"model.path: {path / CONFIG}: {'; '.join(changed)}: a resumed run cannot change it" if changed else None
 
 
 class Checkpoints:

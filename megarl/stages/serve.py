@@ -21,8 +21,11 @@ from megarl.cluster.actor_group import ActorGroup, WorkerLate, raise_cause
 from megarl.cluster.demand import demand, files, processes
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
-from megarl.data.prompts import Renderer, Row, checked
-from megarl.data.tokenizer import check_size, encode
+from megarl.data.answers import text_of
+from megarl.data.messages import arguments_of, checked, tools_of
+from megarl.data.prompts import Renderer
+from megarl.data.rows import Row
+from megarl.data.tokenizer import check_size, decode, encode
 from megarl.http_client import token_of
 from megarl.rewards.server import RewardServer
 from megarl.stages.rank_checks import TOKEN_KEY, check_serve
@@ -31,6 +34,7 @@ from megarl.workers.reward import RewardWorker
 from megarl.workers.worker_group import WorkerGroup, reserve_workers, start_ranks
 
 DOING = "serve"
+TAIL = 8  # tokens at the end of a prompt that may open the response's thinking
 
 
 class RankWatch:
@@ -92,16 +96,21 @@ class Service:
             if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
                 raise ConfigError(f"{place}: needs a text 'prompt' and a text 'response'")
             given = checked(sample.get("prompt"), place)
+            meta = sample["meta"] if isinstance(sample.get("meta"), dict) else {}
+            tools, arguments = tools_of(meta, place), arguments_of(meta, place)
             # Before the chat template, whose memory is unbounded in this thread. All keys count, since a template may read any of them.
-            check_size(tokenizer, json.dumps(given, ensure_ascii=False), limit, f"{place}: the prompt, as JSON", key)
-            rows.append(Row(place, given, sample["response"], {"finished": bool(sample.get("finished", True))}))
+            rendered = json.dumps([given, tools, arguments], ensure_ascii=False)
+            check_size(tokenizer, rendered, limit, f"{place}: the prompt, as JSON", key)
+            rows.append(Row(place, given, sample["response"], {"finished": bool(sample.get("finished", True))}, tools, arguments))
         prompts = self._renderer.all(iter(rows))
-        for row in rows:
-            check_size(tokenizer, row.answer, limit, f"{row.place}: the response", key)
-        responses = encode(tokenizer, [row.answer for row in rows], special=False) if rows else []
+        read_before = [decode(tokenizer, prompt.tokens[-TAIL:], finished=False) for prompt in prompts]
+        texts = [self._renderer.response(before, text_of(row.answer)) for before, row in zip(read_before, rows, strict=True)]
+        for row, text in zip(rows, texts, strict=True):
+            check_size(tokenizer, text, limit, f"{row.place}: the response", key)
+        responses = encode(tokenizer, texts, special=False) if rows else []
         read = []
         for prompt, response in zip(prompts, responses, strict=True):
-            end = [tokenizer.eos_token_id] if prompt.meta["finished"] else []
+            end = [tokenizer.convert_tokens_to_ids(self._renderer.end)] if prompt.meta["finished"] else []
             tokens = np.array([*prompt.ids, *response, *end], dtype=np.int32)
             if len(tokens) > limit:
                 raise ConfigError(f"sample {prompt.id}: {len(tokens)} tokens are more than {key}={limit}")

@@ -76,7 +76,7 @@ class TrainState:
         self.learned += 1
         if not self._algorithm.needs_reference:
             return {}
-        kl = Mean(float(kl_N.sum()), float(plan.keep_N.sum()))
+        kl = Mean(float(kl_N[plan.keep_N].sum()), float(plan.keep_N.sum()))
         metrics: dict[str, Metric] = {"actor/kl_coef": Last(self.kl_coef), "actor/reference_kl": kl}
         if self._algorithm.kl_target is not None:
             metrics["actor/kl_target"] = Last(self._algorithm.kl_target)

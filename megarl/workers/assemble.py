@@ -21,7 +21,6 @@ from megarl.batch import Batch, Sample, pack
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, SampleShare, Std
 from megarl.workers.plan import Split, StepPlan, loss_weights
-from megarl.workers.plan import members as chosen_in
 
 Columns = list[tuple[list[int], Any]]
 """What one group of ranks computed for another: per micro-batch its responses, and a reference to a list of column dicts, one for each."""
@@ -78,6 +77,8 @@ def assemble(plan: StepPlan, members: Sequence[int], layers: Sequence[int] = ())
     experts_TLK = routed_experts(plan, members, batch.length_N, layers)
     if experts_TLK is not None:
         batch = batch.with_extra(routed_experts=experts_TLK)
+    if (plan.part_N & ~plan.keep_N).any():  # they are compared with others by their KL, too, if it is in the reward
+        batch = batch.with_extra(compared=batch.mask_T)
     keep_N = torch.tensor(plan.keep_N[list(members)], dtype=torch.bool)
     batch = replace(batch, mask_T=batch.mask_T & batch.spread(keep_N), count_N=batch.count_N * keep_N)
     batch = spread(batch, members, reward=plan.reward_N)
@@ -147,7 +148,13 @@ def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], giv
 
 
 def corrections(
-    algorithm: PolicyAlgorithm, correction: Correction, whole: Batch, members: Sequence[int], split: Split, sum_over: SumOver
+    algorithm: PolicyAlgorithm,
+    correction: Correction,
+    whole: Batch,
+    members: Sequence[int],
+    split: Split,
+    part_N: Tensor,
+    sum_over: SumOver,
 ) -> dict[str, Tensor]:
     """Compute the columns that the correction adds on a data-parallel rank. Collective with `normalise` or `denominator: kept`.
 
@@ -157,6 +164,7 @@ def corrections(
         whole: the responses, with every entry.
         members: the same responses, as indices into the N axis.
         split: the step's split.
+        part_N: bool [N], the responses that take part in the step.
         sum_over: sums over all data-parallel ranks.
 
     Returns:
@@ -165,9 +173,9 @@ def corrections(
     correction_T = correction.weights(whole, sum_over)
     if correction.denominator == "all":
         return {"correction": correction_T}
-    count_N = torch.zeros(1 + max(n for mini_batch in split for n in chosen_in(mini_batch)), dtype=torch.int64)
+    count_N = torch.zeros(len(part_N), dtype=torch.int64)
     count_N[list(members)] = whole.sequence_sum((correction_T > 0).long())
-    weight_N = loss_weights(algorithm, sum_over(count_N), split)[list(members)].to(correction_T.dtype)
+    weight_N = loss_weights(algorithm, sum_over(count_N), split, part_N)[list(members)].to(correction_T.dtype)
     return {"correction": correction_T, "weight": torch.where(correction_T > 0, whole.spread(weight_N), 0.0)}
 
 

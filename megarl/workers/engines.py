@@ -375,7 +375,7 @@ def playing(config: RunSettings) -> Playing | None:
         return None
     rollout, environment = config.rollout, config.environment
     limits = Limits(rollout.max_prompt_tokens, rollout.max_response_tokens, environment.max_turns, environment.max_turn_tokens)
-    return Playing(environment, limits, config.data.system)
+    return Playing(environment, limits, config.data)
 
 
 def start_engines(config: EvalConfig | PairsConfig | TrainConfig, restarts: Restarts | None = None) -> Engines:

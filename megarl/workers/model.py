@@ -15,6 +15,7 @@ from megarl.checkpoints.steps import trusted
 from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models import hf as directory
 from megarl.models.families import family_of
+from megarl.models.hf_writer import described
 from megarl.observe.metrics import Max, Metric
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
@@ -84,7 +85,7 @@ class Model:
         self.topk = int(self._config.moe_router_topk) if self._config.num_moe_experts else 0  # experts per token; 0: a dense model
         self.layers = int(self._config.num_layers)  # of the whole model
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
-        self._described = directory.described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
+        self._described = described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
 
     def forward_tokens(self, batches: Sequence[Batch], name: str, read: OutputReader, routing: RoutingPass | None = None) -> list[Batch]:
         """Run the model forward and compute one number per token from its output. Collective.

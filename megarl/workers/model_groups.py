@@ -102,7 +102,7 @@ class ModelGroups:
         return plans[0], merge(metrics)
 
     def advantages(
-        self, plan: StepPlan, greedy: Sequence[float] | None, kl_coef: float, *, monte_carlo: bool = False
+        self, plan: StepPlan, greedy: Sequence[float | None] | None, kl_coef: float, *, monte_carlo: bool = False
     ) -> tuple[np.ndarray, dict[str, Metric]]:
         """Compute the advantage of every token.
 

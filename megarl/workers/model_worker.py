@@ -122,7 +122,7 @@ class ModelWorker(MegatronWorker):
         layers = self._engine_layers
         mini_batches = [[assemble(plan, members, layers) for members in micro_batches] for micro_batches in split]
         self._members = [members for micro_batches in split for members in micro_batches]
-        self._split = plan.split
+        self._split, self._part_N = plan.split, torch.from_numpy(plan.part_N)
         flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], dict[str, Metric]()
         if "reference" in self._models:
             with self._follow("reference", replay=self._spec.routing.reference) as routing:
@@ -167,10 +167,14 @@ class ModelWorker(MegatronWorker):
         self._keep(flat, self._mini_batches)
 
     def sequence_kl(self) -> dict[int, float]:
-        """Each response's KL to the reference in the last plan (`old_kl`), over the loss tokens that this rank computed and reports."""
+        """Each response's KL to the reference in the last plan (`old_kl`), over the loss tokens that this rank computed and reports.
+
+        Responses that take part in the step and are not trained on have theirs too.
+        """
         found: dict[int, float] = {}
         if self._spec.algorithm.needs_reference and self._reports:
-            for members, batch in zip(self._members, map(known, self._flat()), strict=True):
+            compared = [replace(batch, mask_T=batch.extra_T.get("compared", batch.mask_T)) for batch in self._flat()]
+            for members, batch in zip(self._members, map(known, compared), strict=True):
                 found |= dict(zip(members, batch.sequence_sum(self._spec.algorithm.old_kl(batch)).tolist(), strict=True))
         return found
 
@@ -199,7 +203,7 @@ class ModelWorker(MegatronWorker):
         metrics = [mismatch_of_sequences(whole)] if self._speaks and self._spec.old_logp == "forward" else []
         if algorithm.correction is not None:
             members = [n for chosen in self._members for n in chosen]
-            extra |= corrections(algorithm, algorithm.correction, whole, members, self._split, self._sum_over_replicas)
+            extra |= corrections(algorithm, algorithm.correction, whole, members, self._split, self._part_N, self._sum_over_replicas)
             metrics += [weight_metrics(extra["correction"], whole)] if self._speaks else []
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}

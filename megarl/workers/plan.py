@@ -5,6 +5,8 @@ Axes: N responses of the step.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +34,7 @@ class RolloutBatch:
 
     responses: list[Response]
     scores: list[Score]
-    greedy: list[float] | None  # ReMax: the reward of the greedy answer to each prompt
+    greedy: list[float | None] | None  # ReMax: the reward of the greedy answer to each prompt; None: it has no score
     metrics: dict[str, Metric]
 
 
@@ -44,13 +46,18 @@ class StepPlan:
     experts_N: Sequence[Sequence[Sequence[Any]] | None]  # references to the experts of each response's tokens, as in `Response`
     stages: Sequence[Sequence[int]]  # the MoE layers of each pipeline stage of the policy
     split: Split
-    reward_N: np.ndarray  # float32
+    reward_N: np.ndarray  # float32; NaN: the response takes no part in the step
     group_N: np.ndarray  # int64: which prompt a response answers
     keep_N: np.ndarray  # bool: which responses are trained on; the others have no loss and do not count
     weight_N: np.ndarray  # float32: weight of a loss token of the response in its mini-batch's loss
     positive_weight_N: np.ndarray | None = None  # float32: the same in a second, imitation term
     value_weight_N: np.ndarray | None = None  # float32: weight of a loss token in the critic's loss
     turn_weight: float = 0.0  # weight of an environment's turn rewards in the reward; 0: there are none, or they are not known by turn
+
+    @property
+    def part_N(self) -> np.ndarray:
+        """Which responses take part in the step, bool: those that are compared with others, whether or not they are trained on."""
+        return ~np.isnan(self.reward_N)
 
     @property
     def trained(self) -> list[int]:
@@ -88,6 +95,24 @@ def members(mini_batch: list[list[list[int]]]) -> list[int]:
     return sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
 
 
+def participants(config: TrainConfig, batch: RolloutBatch) -> list[bool]:
+    """Which responses take part in a step: in baselines, scales and denominators, and in the loss unless something else masks them.
+
+    A response without a score takes no part, nor does a truncated one if it is dropped and `train.truncated_in_baseline` is false, nor any
+    response to a prompt for which fewer than the algorithm's `min_group` are left, or the greedy response has no score.
+    """
+    train, algorithm = config.train, config.algorithm
+    dropped = train.drop_truncated and not train.truncated_in_baseline
+    pairs = list(zip(batch.responses, batch.scores, strict=True))
+    there = [score.value is not None and (response.finished or not dropped) for response, score in pairs]
+    sizes = Counter(response.prompt for response, own in zip(batch.responses, there, strict=True) if own)
+    whole = {prompt for prompt, size in sizes.items() if size >= algorithm.min_group}
+    if algorithm.needs_greedy:
+        assert batch.greedy is not None, "the greedy response to each prompt was sampled"
+        whole = {prompt for prompt in whole if batch.greedy[prompt] is not None}
+    return [own and response.prompt in whole for response, own in zip(batch.responses, there, strict=True)]
+
+
 def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, stages: Sequence[Sequence[int]] = ()) -> StepPlan:
     """Plan a step: which responses to train on, their split, and the loss weights of each global mini-batch.
 
@@ -104,16 +129,18 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
         ValueError: a response does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
     """
     responses, algorithm = batch.responses, config.algorithm
-    reward_N = torch.tensor([score.value for score in batch.scores], dtype=torch.float64)
+    part_N = torch.tensor(participants(config, batch))
+    reward_N = torch.tensor([math.nan if score.value is None else score.value for score in batch.scores], dtype=torch.float64)
+    reward_N = reward_N.masked_fill(~part_N, math.nan)  # whoever reads it all the same is noticed
     group_N = torch.tensor([response.prompt for response in responses])
-    # An episode whose environment failed at once has no loss token. Responses that are dropped do not take part in the algorithm's choice.
+    # Responses that are dropped do not take part in the algorithm's choice.
     dropped = config.train.drop_truncated
-    keep_N = torch.tensor([response.loss_tokens > 0 and (response.finished or not dropped) for response in responses])
+    keep_N = part_N & torch.tensor([response.loss_tokens > 0 and (response.finished or not dropped) for response in responses])
     keep_N[keep_N.clone()] = algorithm.keep(reward_N[keep_N], group_N[keep_N])
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
     length_N = [response.prompt_length + response.length - 1 for response in responses]
     split = split_step(length_N, config.train.mini_batches, dp, capacity)
-    weight_N = loss_weights(algorithm, count_N, split)
+    weight_N = loss_weights(algorithm, count_N, split, part_N)
     positive_N = torch.zeros_like(weight_N) if algorithm.positive_weights(count_N, reward_N) is not None else None
     value_N = torch.zeros_like(weight_N) if algorithm.needs_critic else None
     for chosen in map(members, split):
@@ -147,16 +174,18 @@ def turn_weight(reward: RewardSettings) -> float:
     return float(isinstance(reward.source, EnvironmentReward))
 
 
-def loss_weights(algorithm: PolicyAlgorithm, count_N: Tensor, split: Split) -> Tensor:
+def loss_weights(algorithm: PolicyAlgorithm, count_N: Tensor, split: Split, part_N: Tensor) -> Tensor:
     """The weight of a loss token of each response in its mini-batch's policy loss, float64 [N]; 0 in a mini-batch without loss tokens.
 
     Args:
         algorithm: the run's algorithm.
         count_N: int64 [N], the loss tokens of each response of the step.
         split: the step's split.
+        part_N: bool [N], the responses that take part in the step; the others count in no denominator.
     """
     weight_N = torch.zeros(len(count_N), dtype=torch.float64)
-    for chosen in map(members, split):
+    for mini_batch in split:
+        chosen = [n for n in members(mini_batch) if part_N[n]]
         if count_N[chosen].any():
             weight_N[chosen] = algorithm.weights(count_N[chosen])
     return weight_N
@@ -195,14 +224,16 @@ def deal_scoring(payload_N: Sequence[Any], length_N: Sequence[int], dp: int, cap
 
 
 def response_advantages(
-    algorithm: PolicyAlgorithm, plan: StepPlan, greedy: Sequence[float] | None, kl_N: np.ndarray, kl_coef: float
+    algorithm: PolicyAlgorithm, plan: StepPlan, greedy: Sequence[float | None] | None, kl_N: np.ndarray, kl_coef: float
 ) -> np.ndarray:
     """Compute one number per response (`PolicyAlgorithm.advantages`) from all rewards of the step, less the KL if `kl_per_sequence`.
+
+    The algorithm sees only the responses that take part in the step; the others, which have no loss token, get 0.
 
     Args:
         algorithm: the run's algorithm.
         plan: the step's plan.
-        greedy: the reward of the greedy response to each prompt, if the algorithm needs it.
+        greedy: the reward of the greedy response to each prompt; read only if the algorithm needs it.
         kl_N: float64 [N], each response's sum of `old_kl`; read only if the algorithm has `kl_per_sequence`.
         kl_coef: the KL coefficient in this step.
 
@@ -212,8 +243,14 @@ def response_advantages(
     reward_N, group_N = torch.tensor(plan.reward_N, dtype=torch.float64), torch.tensor(plan.group_N)
     if algorithm.kl_per_sequence:
         reward_N = reward_N - kl_coef * torch.from_numpy(kl_N)
-    greedy_N = None if greedy is None else torch.tensor(greedy, dtype=torch.float64)[group_N]
-    return algorithm.advantages(reward_N, group_N, greedy_N).float().numpy()
+    part_N, advantage_N, greedy_N = torch.from_numpy(plan.part_N), torch.zeros(len(group_N)), None
+    if not part_N.any():
+        return advantage_N.numpy()
+    if algorithm.needs_greedy:
+        assert greedy is not None, "the greedy response to each prompt was sampled"
+        greedy_N = torch.tensor([math.nan if reward is None else reward for reward in greedy], dtype=torch.float64)[group_N][part_N]
+    advantage_N[part_N] = algorithm.advantages(reward_N[part_N], group_N[part_N], greedy_N).float()
+    return advantage_N.numpy()
 
 
 def split_step(length_N: Sequence[int], mini_batches: int, dp: int, capacity: int) -> Split:

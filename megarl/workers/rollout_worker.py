@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.batch import Sample
-from megarl.config import EnvironmentSettings
+from megarl.config import EnvironmentSettings, PromptFormat
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.environments.hosts import Host, guarantee, open_host
@@ -55,7 +55,7 @@ class Playing:
 
     environment: EnvironmentSettings
     limits: Limits
-    system: str | None  # a system message, put before each opening that does not begin with one
+    data: PromptFormat  # how openings and turns are rendered
 
 
 EnginePrompts = Sequence[Start]
@@ -289,7 +289,7 @@ class RolloutWorker:
         def said(turn: Sample) -> str:
             return text_of(turn, sampling, self._tokenizer, self._ends)
 
-        turns = TurnTokens(self._tokenizer, playing.system)
+        turns = TurnTokens(self._tokenizer, playing.data)
         played = await play(self._responder, self._host[1], turns, said, share, sampling, playing.limits, self._timeout_s)
         return [
             _Said(int(start.id), index, one.sample, one.text, self._episode(one))

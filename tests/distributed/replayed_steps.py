@@ -138,7 +138,7 @@ def plan_of(responses: Sequence[Response], stages: Sequence[Sequence[int]], algo
     """The plan of a step that learns from all of them, in groups of four."""
     count_N = torch.tensor([response.loss_tokens for response in responses])
     split = split_step([response.prompt_length + response.length - 1 for response in responses], parts, dp, CAPACITY)
-    weight_N = loss_weights(algorithm, count_N, split).float().numpy()
+    weight_N = loss_weights(algorithm, count_N, split, torch.ones(len(responses), dtype=torch.bool)).float().numpy()
     return StepPlan(
         payload_N=[response.payload for response in responses],
         experts_N=[response.experts for response in responses],

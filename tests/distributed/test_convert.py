@@ -12,7 +12,8 @@ import torch
 from megarl.cli import main
 from megarl.config import CheckpointSettings, Layout, ModelSettings
 from megarl.models.families import family_of
-from megarl.models.hf import Checkpoint, described, read_config
+from megarl.models.hf import Checkpoint, read_config
+from megarl.models.hf_writer import described
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.checkpoint.load import load

@@ -5,7 +5,9 @@ Axes: T tokens fed, V vocabulary.
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,30 @@ def test_scaled_rope_is_that_of_transformers(pool: Pool, make: Make, name: str) 
     path = make(family, layers=2, rope_parameters=parameters)
     if family != "deepseek_v3":
         assert_frequencies(path)
+    assert_transformers(pool, path, Layout())
+
+
+OLD = {"rope_theta": 50000.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}
+# Name -> variant, keys that config.json lacks, and keys that it has otherwise.
+SPARSE: dict[str, tuple[str, set[str], dict[str, Any]]] = {
+    "llama_2": ("llama", {"rope_parameters", "head_dim", "rms_norm_eps", "tie_word_embeddings", "hidden_act"}, {}),
+    "older_spelling": ("qwen2", {"rope_parameters", "use_sliding_window", "layer_types"}, OLD),
+    "mixtral": ("mixtral", {"rope_parameters", "num_experts_per_tok", "rms_norm_eps"}, {}),
+    "phi3": ("phi3", {"rope_parameters", "rms_norm_eps"}, {"partial_rotary_factor": 0.5}),
+    "not_normalised": ("qwen3_moe", {"norm_topk_prob", "rope_parameters", "decoder_sparse_step", "mlp_only_layers"}, {}),
+    "latent": ("deepseek_v3", {"routed_scaling_factor", "norm_topk_prob", "rope_interleave", "scoring_func", "topk_method"}, {}),
+    "glm": ("glm4_moe", {"rope_parameters", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_missing_keys_mean_what_they_mean_to_transformers(pool: Pool, make: Make, tmp_path: Path, name: str) -> None:
+    variant, missing, given = SPARSE[name]
+    source, path = make(variant, layers=2), tmp_path / "sparse"
+    shutil.copytree(source, path)
+    config = json.loads((source / "config.json").read_text())
+    assert config.keys() & missing
+    (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in missing} | given))
     assert_transformers(pool, path, Layout())
 
 

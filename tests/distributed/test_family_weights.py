@@ -19,6 +19,7 @@ from megarl.parallel import schedule
 from megarl.parallel.grid import Grid
 from tests.distributed.test_export import stored
 from tests.distributed.tiny_families import VARIANTS, Make, exported, layouts, load, saved
+from tests.quantized_models import quantized
 from tests.rank_pool import Pool
 from tests.rows import rows
 from tools.check_logits import sequences
@@ -53,6 +54,20 @@ def in_bfloat16(path: Path, target: Path) -> Path:
     (target / "config.json").write_text(json.dumps({**read_config(path), "dtype": "bfloat16"}))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+@pytest.mark.parametrize(("variant", "scheme"), [("qwen3_moe", "bfloat16_scales"), ("phi3", "blocks"), ("deepseek_v3", "rows")])
+def test_a_rank_reads_its_slices_of_quantised_weights(pool: Pool, make: Make, tmp_path: Path, variant: str, scheme: str) -> None:
+    """Of each block that its slice begins or ends in, too; what is saved is not quantised."""
+    meant = quantized(make(variant), path := tmp_path / "fp8", scheme)
+    first, *_ = pool.run(exported, layouts(variant)["tp2"], path, "bfloat16")
+    assert [name for name, tensor in meant.items() if not torch.equal(first[name], tensor)] == []
+    pool.run(saved, layouts(variant)["pp2"], path, "bfloat16", "lm", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    with Checkpoint(path) as quantised, Checkpoint(tmp_path / "out") as out:
+        assert all(torch.equal(quantised.read(name), out.read(name)) for name in meant)
+    check_checkpoint(tmp_path / "out")
 
 
 SAVED = [(variant, layout) for variant in VARIANTS for layout in ("tp2", "pp2")]

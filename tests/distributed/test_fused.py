@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.config import ConfigError, Layout, ModelSettings, OptimizerSettings
 from megarl.models.hf import read_config
+from megarl.models.registry import completed
 from megarl.parallel import attention, schedule, spec, upstream
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -177,7 +178,7 @@ def attentions(grid: Grid) -> list[bool]:
     spec.get_gpt_decoder_block_spec = lambda config, use_transformer_engine, vp_stage: given(
         config, use_transformer_engine=not use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
-    config = transformer_config(TINY, ModelSettings(path=Path("model")), grid.layout, choose())
+    config = transformer_config(completed(TINY), ModelSettings(path=Path("model")), grid.layout, choose())
     blocks = [spec.transformer_engine(config, None, torch_attention) for torch_attention in (False, True)]
     kinds = [{layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs} for block in blocks]
     return [kind == {attention.PackedAttention} for kind in kinds]
@@ -190,7 +191,9 @@ def test_torchs_attention_takes_the_place_of_transformer_engines(pool: Pool) -> 
 def wished(grid: Grid) -> str:
     choose().torch_attention = True
     try:
-        transformer_config(TINY, ModelSettings(path=Path("model"), megatron={"attention_backend": "fused"}), grid.layout, choose())
+        transformer_config(
+            completed(TINY), ModelSettings(path=Path("model"), megatron={"attention_backend": "fused"}), grid.layout, choose()
+        )
     except ConfigError as error:
         return str(error)
     return "accepted"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.config import ConfigError, Layout, ModelSettings, OptimizerSettings
 from megarl.models.hf import read_config
+from megarl.models.registry import completed
 from megarl.parallel import backend, schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -54,7 +55,7 @@ def test_logits_equal_those_of_transformers(pool: Pool, tmp_path: Path, norm_top
 def refusal(grid: Grid, changes: dict[str, Any], megatron: dict[str, Any]) -> str:
     settings = ModelSettings(path=Path("model"), megatron=megatron)
     try:
-        transformer_config({**TINY, **changes}, settings, grid.layout, choose())
+        transformer_config(completed({**TINY, **changes}), settings, grid.layout, choose())
     except ConfigError as error:
         return str(error)
     return "accepted"

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.config import Layout
 from megarl.models.families import family_of
+from megarl.models.registry import completed
 from megarl.plan.parameters import model_elements
 from megarl.plan.ranks import PlannedModel, Work, plan_group
 from tests.distributed.plan_work import LENGTH, SEQUENCES, Case, measure
@@ -48,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"architectures": ["Glm4MoeForCausalLM"], **SIGMOID, "attention_bias": True, "head_dim": 32},
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **SIGMOID, **LATENTS, "num_key_value_heads": 8},
 }
-MODELS = {name: {**BASE, **own} for name, own in MODELS.items()}
+MODELS = {name: completed({**BASE, **own}) for name, own in MODELS.items()}
 HALF: Literal["bfloat16"] = "bfloat16"
 # With each layout the models that are measured on it: the suite takes the first, `--long` all.
 LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Layout, ModelSettings
+from megarl.models.registry import completed
 from megarl.plan.facts import facts
 from megarl.plan.parameters import model_elements
 from megarl.plan.ranks import PlannedModel, Work, plan_group
@@ -15,29 +16,31 @@ from megarl.plan.times import forward_flops
 from tests.gpu.process import Run
 from tests.gpu.report import Report
 
-SHARD: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 75_968,
-    "hidden_size": 2_048,
-    "intermediate_size": 6_144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 16,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "max_position_embeddings": 40_960,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},
-}
+SHARD: dict[str, Any] = completed(
+    {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 75_968,
+        "hidden_size": 2_048,
+        "intermediate_size": 6_144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},
+    }
+)
 SMALL = {
     "vocab_size": 256,
     "hidden_size": 64,

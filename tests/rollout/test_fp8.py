@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -21,6 +22,7 @@ from megarl.rollout.generate import Generated, Sampling
 from megarl.rollout.vllm import engine as engines
 from megarl.sync.fingerprint import Fingerprinter, Print, compare
 from megarl.sync.quantize import as_expected, dequantize, quantize
+from tests.quantized_models import quantized as fp8_directory
 from tests.rollout.engine_host import Host
 from tests.rollout.test_families import Latent
 from tests.rollout.test_updates import Corruptible
@@ -307,3 +309,33 @@ async def _experts() -> None:
 
 def test_experts_of_other_workers_are_left_to_them(host: Host) -> None:
     host.run(_experts)
+
+
+async def _published(plain: Path, path: Path, quantization: Literal["fp8"] | None) -> None:
+    settings = RolloutSettings(
+        max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=64, quantization=quantization, fp32_head=True
+    )
+    held = []
+    for place in (path, plain):
+        engine = Corruptible("engine 0")
+        await engine.start(Setup(place, "float32", settings, 1, gpu=False, report_experts=True, blank=False))
+        try:
+            generated = await generate(engine, PROMPTS, SAMPLED)
+            held.append(
+                (await engine.fingerprints(TIMEOUT_S), [sample.tokens.tolist() for answer in generated for sample in answer.samples])
+            )
+        finally:
+            await engine.close()
+    assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_an_engine_of_a_published_fp8_directory_holds_what_that_means(
+    host: Host, tmp_path: Path, quantization: Literal["fp8"] | None
+) -> None:
+    """As an engine of the bfloat16 directory does that it stands for, whichever of them is quantised."""
+    build(tmp_path / "made", **SIZES, seed=1)
+    meant = fp8_directory(tmp_path / "made", tmp_path / "fp8")
+    shutil.copytree(tmp_path / "made", tmp_path / "plain")
+    save_file(meant, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    host.run(_published, tmp_path / "plain", tmp_path / "fp8", quantization)

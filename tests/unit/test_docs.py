@@ -41,7 +41,8 @@ ELSEWHERE = {
     "ipo.py",
 }  # what a run leaves, and what a reader would write
 
-FREE = ("model.megatron", "optimizer.megatron", "optimizer.ddp", "data.train.params", "data.eval.params")  # mappings whose keys are others'
+# mappings whose keys are others'
+FREE = ("model.megatron", "optimizer.megatron", "optimizer.ddp", "data.train.params", "data.eval.params", "data.template_args")
 OWN = ROOT / "examples" / "own_task"
 HANDED_ON = {"tests/run.sh": [ROOT / "tests/conftest.py"], "tests/gpu.sh": [ROOT / "tests/gpu/__main__.py"]}
 

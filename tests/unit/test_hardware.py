@@ -23,7 +23,7 @@ from megarl.observe.metrics import Mean
 from megarl.parallel import backend
 from megarl.parallel.backend import DETERMINISTIC, attends_packed
 from megarl.stages.checks import check_gpus, check_train
-from megarl.stages.gap import check_gap
+from megarl.stages.gap import check_gap, gap_limit
 from megarl.workers import megatron_worker
 from megarl.workers.megatron_worker import rank_environment, threads
 from tests.e2e.job import Job
@@ -269,7 +269,7 @@ def test_deterministic_ranks_tell_nccl_what_deterministic_engines_tell_it() -> N
 def test_a_gap_in_bfloat16_is_measured_and_told_and_stops_only_what_can_be_no_rounding(tmp_path: Path, tiny_model: Path) -> None:
     def told(gap: float, *overrides: str) -> str | None:
         config = load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig)
-        return check_gap({"training/logprob_gap_mean": Mean(gap, 1.0)}, config.sync, config.rollout, config.model.dtype)
+        return check_gap({"training/logprob_gap_mean": Mean(gap, 1.0)}, config.sync, config.rollout, config.model.dtype, 1024)
 
     assert (
         told(9e-5) is None
@@ -282,8 +282,15 @@ def test_a_gap_in_bfloat16_is_measured_and_told_and_stops_only_what_can_be_no_ro
     fp8 = "rollout.quantization=fp8"
     assert told(0.05, fp8) is None and "more than the 0.1 expected in fp8" in (told(0.2, fp8, "model.dtype=bfloat16") or "")
     assert told(0.2, fp8, "sync.logprob_gap=0.3") is None
-    with pytest.raises(RuntimeError, match="more than sync.logprob_gap=0.5$"):
+    with pytest.raises(RuntimeError, match="more than sync.logprob_gap=0.5, .* in fp8 with a vocabulary of 1,024: "):
         told(0.6, fp8)
     for gap, overrides, limit in ((2e-4, [], "0.0001"), (0.6, ["model.dtype=bfloat16"], "0.5"), (float("nan"), [], "0.0001")):
-        with pytest.raises(RuntimeError, match=f"more than sync.logprob_gap={limit}$"):
+        with pytest.raises(RuntimeError, match=f"more than sync.logprob_gap={limit}, .* set sync.logprob_gap to what you accept"):
             told(gap, *overrides)
+
+
+def test_the_limit_of_the_gap_follows_the_vocabulary_and_loosens_for_no_small_one() -> None:
+    assert [gap_limit("float32", tokens) for tokens in (259, 1024, 13_421)] == [1e-4] * 3
+    limit = gap_limit("float32", 151_936)
+    assert limit == pytest.approx(151_936 * 2.0**-24 / 8) and 1.62e-4 < limit < 2e-3  # a correct run was stopped at 1.62e-4
+    assert gap_limit("bfloat16", 262_144) == gap_limit("fp8", 262_144) == 0.5

@@ -32,7 +32,16 @@ from megarl.rollout.engine import (
     WeightSyncError,
 )
 from megarl.rollout.vllm import checks
-from megarl.rollout.vllm.launch import EXTENSION, engine_arguments, launch, open_directory, overruled, remove_files, unlink_shared_memory
+from megarl.rollout.vllm.launch import (
+    EXTENSION,
+    engine_arguments,
+    launch,
+    open_directory,
+    overruled,
+    reads_anew,
+    remove_files,
+    unlink_shared_memory,
+)
 from megarl.rollout.vllm.member import ENDED_S, VllmMember
 from megarl.rollout.vllm.requests import check_request, sample_of, sampling_parameters
 from megarl.sync.fingerprint import Piece, Print, join
@@ -112,7 +121,7 @@ class VllmEngine(Engine):
             self._llm = launch(self.label, arguments, hf, gpu=setup.gpu, meeting=meeting)
             self._watch()
             workers = (await self._call("megarl_pid", timeout_s=settings.timeout_s))[: settings.tp]
-            if settings.quantization and not setup.blank:
+            if reads_anew(hf, settings) and not setup.blank:
                 await self._weights("megarl_read", str(setup.model), self._expected, timeout_s=settings.timeout_s)
         except BaseException as error:
             await self.close()

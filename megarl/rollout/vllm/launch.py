@@ -19,6 +19,7 @@ from typing import Any
 from megarl.config import RolloutSettings
 from megarl.imports import uncollected
 from megarl.models.families import family_of
+from megarl.models.quantized import QUANTIZATION
 from megarl.models.weight_map import FP8_BLOCK
 from megarl.network import interface_towards, reserved_ports
 from megarl.patching import expect
@@ -145,8 +146,8 @@ def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:
         "hf_overrides": _overrides(hf, settings),
         "trust_remote_code": False,
         "disable_log_stats": True,
-        # Arbitrary values; vLLM would copy a directory's weights into fp8 ones without a scale.
-        **({"load_format": "dummy"} if setup.blank or settings.quantization else {}),
+        # Arbitrary values; vLLM would copy a directory's weights into fp8 ones without a scale, or expect them in the fp8 of the directory.
+        **({"load_format": "dummy"} if setup.blank or reads_anew(hf, settings) else {}),
         **({"moe_backend": "triton"} if setup.gpu and settings.quantization else {}),  # it takes fp8 experts in the layout of a checkpoint
         **settings.engine.args,
     }
@@ -166,11 +167,20 @@ def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def reads_anew(hf: Mapping[str, Any], settings: RolloutSettings) -> bool:
+    """Return whether megarl reads a directory's weights for the engine: either of them is quantised, but not as the other."""
+    return bool(settings.quantization or hf.get(QUANTIZATION))
+
+
 def _overrides(hf: Mapping[str, Any], settings: RolloutSettings) -> dict[str, Any]:
-    """Return what vLLM is to read in config.json instead of what it says."""
-    overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.fp32_head else {}
+    """Return what vLLM is to read in config.json instead of what it says, or does not say where vLLM's default is not transformers'."""
+    overrides: dict[str, Any] = {key: hf[key] for key in ("scoring_func", "topk_method") if key in hf}
+    if settings.fp32_head:
+        overrides["head_dtype"] = "float32"
+    if hf.get(QUANTIZATION):
+        overrides[QUANTIZATION] = None
     if settings.quantization == "fp8":
-        overrides["quantization_config"] = {  # as in published checkpoints
+        overrides[QUANTIZATION] = {  # as in published checkpoints
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
@@ -305,7 +315,7 @@ def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *
             import vllm.v1.worker.cpu_worker
 
             _register_model(hf)
-            if "quantization_config" in arguments["hf_overrides"]:
+            if arguments["hf_overrides"].get(QUANTIZATION):
                 from megarl.rollout.vllm import cpu_fp8
 
                 cpu_fp8.install()  # before vLLM looks at its settings; its processes are forked from this one

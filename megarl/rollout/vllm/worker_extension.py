@@ -22,7 +22,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from megarl.patching import expect
-from megarl.rollout.vllm import cpu_experts, cpu_sleep
+from megarl.rollout.vllm import cpu_experts, cpu_logprobs, cpu_sleep
 from megarl.rollout.vllm.requests import BY_POSITION
 from megarl.rollout.vllm.weight_loader import WeightLoader
 from megarl.rollout.vllm.weight_reader import engine_weights
@@ -57,6 +57,7 @@ def enter_engine_process() -> None:
     if current_platform.is_cpu():
         cpu_sleep.install()
         cpu_experts.install()
+        cpu_logprobs.install()
         _rest()
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             # vLLM's AMX kernels (bf16) do not ask Linux for the tile registers first, and die of SIGILL. Workers inherit the permission.

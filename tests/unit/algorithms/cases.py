@@ -219,7 +219,8 @@ def corrected(algorithm: PolicyAlgorithm, batch: Batch, sum_over: SumOver) -> di
     from megarl.workers.assemble import corrections  # and with it Ray, which `tests.gpu` does without
 
     members = list(range(len(batch.length_N)))
-    return corrections(algorithm, algorithm.correction, batch, members, [[[members]]], sum_over)
+    everybody = torch.ones(len(members), dtype=torch.bool)
+    return corrections(algorithm, algorithm.correction, batch, members, [[[members]]], everybody, sum_over)
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:

@@ -67,7 +67,7 @@ def test_dropped_tokens_leave_the_denominator_where_asked(aggregation: str, weig
     def added(**more: Any) -> dict[str, list[float]]:
         algorithm = make({"type": "grpo", "aggregation": aggregation, "correction": {"type": "rejection", "reject": [rule], **more}})
         assert algorithm.correction is not None
-        made = corrections(algorithm, algorithm.correction, batch, [0, 1, 2, 3], split, same)
+        made = corrections(algorithm, algorithm.correction, batch, [0, 1, 2, 3], split, torch.ones(4, dtype=torch.bool), same)
         return {name: value.tolist() for name, value in made.items()}
 
     kept = [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]

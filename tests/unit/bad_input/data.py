@@ -42,6 +42,11 @@ def parquet(columns: Callable[[], dict[str, Any]]) -> Make:
     return make
 
 
+def scored(kind: str, *lines: Any) -> Make:
+    """Prompts with another reward."""
+    return lambda room: [*prompts(*lines)(room), f"reward.source={{type: {kind}}}"]
+
+
 def on_disk(columns: Callable[[], dict[str, Any]]) -> Make:
     """A directory of `datasets` with these columns."""
 
@@ -91,11 +96,19 @@ TABLE = [
         Case(f"an answer of {value}", "train", prompts(answer("1"), answer(value)), rf"^data\.train\.path: .*rows\.jsonl:2: {line}")
         for value, line in (
             ("null", "no value for data"),
-            ("NaN", "reward_model.ground_truth must be a text or a finite number, not nan$"),
+            ("NaN", "reward_model.ground_truth must be a text, a finite number, or a list or an object of these, not nan$"),
             ("Infinity", "reward_model.ground_truth must be .*, not inf$"),
-            ('{"a": 1}', r"reward_model.ground_truth must be .*, not {'a': 1}$"),
-            ("[1, 2]", r"reward_model.ground_truth must be .*, not \[1, 2\]$"),
-            ("true", "reward_model.ground_truth must be .*, not True$"),
+            ("[1, NaN]", "reward_model.ground_truth must be .*, not nan$"),
+            ("[]", "reward_model.ground_truth must be .*, not an empty list$"),
+        )
+    ),
+    *(
+        Case(f"an answer for {kind} of {value}", "train", scored(kind, answer("1"), answer(value)), rf"rows\.jsonl:2: the answer {line}$")
+        for kind, value, line in (
+            ("math_verify", '{"a": 1}', "{'a': 1} is neither a text nor a number, nor a list of them"),
+            ("math_verify", "[1, [2]]", r"\[2\] is neither a text nor a number, nor a list of them"),
+            ("reasoning_gym", "true", "True is neither a text nor a number, nor a list of them"),
+            ("math_verify", '"2e-5"', "'2e-5' may mean 0.00002, or 2e - 5: write one of them"),
         )
     ),
     Case(

@@ -265,8 +265,26 @@ TABLE = [
     Case(
         "no longest sequence",
         "train",
-        config_json({}, "max_position_embeddings"),
-        r"^model\.path: config\.json lacks max_position_embeddings$",
+        config_json({"max_position_embeddings": None}),
+        r"^model\.path: config\.json's max_position_embeddings is null, which says nothing: without the key it is 32768$",
+    ),
+    Case(
+        "two different RoPEs",
+        "sft",
+        config_json({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}),
+        r"^model\.path: config\.json has rope_scaling and rope_parameters, which differ: rope_type is 'yarn' and 'default'; ",
+    ),
+    Case(
+        "weights of 4 bits",
+        "train",
+        config_json({"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+        r"^model\.path: config\.json's quantization_config is not supported: \{'quant_method': 'gptq'.*; fp8, fbgemm_fp8 and",
+    ),
+    Case(
+        "quantised in no way that is known",
+        "dpo",
+        config_json({"quantization_config": 8}),
+        r"^model\.path: config\.json's quantization_config is not supported: 8; fp8",
     ),
     Case(
         "longest sequence as a text",

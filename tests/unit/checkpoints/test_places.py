@@ -73,3 +73,45 @@ def test_a_run_goes_on_with_models_and_data_that_have_moved_and_with_no_others(m
     assert line.startswith("data.train.parts.0.source.path: ") and line.endswith("a resumed run cannot change it")
     shutil.rmtree(there)
     assert len(compare(before, tree(there), held)) == 2, "and what is not there is not what was"
+
+
+def test_other_contents_at_the_same_path_are_refused_and_named(model: Path, tmp_path: Path) -> None:
+    (rows := tmp_path / "rows.jsonl").write_text("1\n2\n3\n")
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path, model=model))
+    given = [f"data.train={{type: file, path: {rows}}}", f"data.eval={{type: file, path: {rows}}}"]
+    config = load(tmp_path / "job.yaml", given, TrainConfig)
+    now, held = config.model_dump(mode="json"), held_by(config.model_dump())
+    assert compare(now, now, held) == [] and json.loads(json.dumps(held)) == held
+
+    def says() -> str:
+        [line] = compare(now, now, held)
+        assert line.endswith(": a resumed run cannot change it")
+        return line
+
+    rows.write_text("3\n2\n1\n")  # in another order
+    assert says().startswith(f"data.train.path: {rows} has other contents than when the checkpoint was saved")
+    rows.unlink()
+    assert says().startswith(f"data.train.path: {rows} was read by the run, and cannot be read any more")
+    rows.write_text("1\n2\n3\n")  # as before
+    assert compare(now, now, held) == []
+    for name, content in (("config.json", '{"model_type": "qwen3_moe", "rope_theta": 5}'), ("chat_template.jinja", "{{ messages }}")):
+        before = (model / name).read_text() if (model / name).exists() else None
+        (model / name).write_text(content)
+        assert says().startswith(f"model.path: {model} is not what it was when the checkpoint was saved ({name})")
+        (model / name).unlink() if before is None else (model / name).write_text(before)
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").unlink()
+    assert "(config.json and 1 more files there)" in says()
+    assert compare(now, now, {"model.path": "what an earlier version has saved"}) == []
+
+
+def test_a_large_file_in_another_order_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which only pieces are read, far apart."""
+    monkeypatch.setattr(places, "WHOLE", 1000)
+    monkeypatch.setattr(places, "PIECE", 16)
+    lines = [f"{number:07d}\n" for number in range(100_000)]
+    (one := tmp_path / "one.jsonl").write_text("".join(lines))
+    (two := tmp_path / "two.jsonl").write_text("".join(lines[1:] + lines[:1]))
+    assert fingerprint(one) != fingerprint(two)
+    two.write_text("".join(lines))
+    assert fingerprint(one) == fingerprint(two)

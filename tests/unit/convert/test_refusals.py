@@ -78,7 +78,11 @@ def test_an_output_layer_that_is_not_the_embedding_it_is_tied_to_is_refused(
 ) -> None:
     source = shutil.copytree(models["qwen2_tied"], tmp_path / "source")
     change(source, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
-    assert "lm_head.weight is not model.embed_tokens.weight" in refused(capsys, "hf-to-megatron", source, tmp_path / "steps")
+    said = refused(capsys, "hf-to-megatron", source, tmp_path / "steps")
+    assert "config.json ties lm_head.weight to model.embed_tokens.weight, but their values differ by up to 1, and transformers" in said
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))  # as the message says
+    convert("hf-to-megatron", source, tmp_path / "steps")
 
 
 def test_a_damaged_step_is_named_and_nothing_is_made_of_it(
@@ -136,6 +140,18 @@ def test_a_step_of_another_model_than_its_configuration_is_refused(
     (source / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 16}))
     assert "decoder.layers.mlp.experts.experts.linear_fc1.weight has shape [2, 8, 64, 128], expected [2, 8, 32, 128]" in says(source)
     assert "has no model 'critic' (--model): it has policy" in says(source, "--model", "critic")
+    rope = config["rope_parameters"]
+    for changed, key, then, now in (
+        ({"rope_parameters": {**rope, "rope_theta": 5e5}}, "rope_theta", 10000.0, 500000.0),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps", 1e-6, 1e-5),
+        ({"num_experts_per_tok": 3}, "num_experts_per_tok", 2, 3),
+        ({"norm_topk_prob": False}, "norm_topk_prob", True, False),
+    ):  # of the same shapes
+        (source / "config.json").write_text(json.dumps({**config, **changed}))
+        assert f"{key} is {then!r}, and {now!r} in {source / 'config.json'} (--like)" in says(source)
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    (source / "config.json").write_text(json.dumps({**old, "rope_theta": rope["rope_theta"], "max_position_embeddings": 64}))
+    convert("megatron-to-hf", tmp_path / "steps", tmp_path / "out", "--like", source)
 
 
 def test_nothing_is_overwritten_and_bad_options_are_named(

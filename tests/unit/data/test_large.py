@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megarl.config import ConfigError, FileSource, MixtureSource
+from megarl.config import ConfigError, FileSource, MixtureSource, SourceFormat
 from megarl.config.data import PromptPart
 from megarl.data import large
 from megarl.data.sources import load_prompts
@@ -41,18 +41,18 @@ def test_a_large_file_gives_the_prompts_of_a_small_one(
         source = FileSource(path=tmp_path / "a.parquet", skip=3, rows=50)
     else:
         source = save_to_disk(tmp_path / "saved", rows).model_copy(update={"skip": 3, "rows": 50})
-    small = load_prompts(source, tokenizer, True, "", 64, "data.train")
+    small = load_prompts(source, tokenizer, SourceFormat(), 64, "data.train")
     monkeypatch.setattr(large, "LARGE", 50)
-    read = load_prompts(source, tokenizer, True, "", 64, "data.train")
+    read = load_prompts(source, tokenizer, SourceFormat(), 64, "data.train")
     assert isinstance(read, large.LargeFile) and len(read) == 50
     assert list(read) == [read[n] for n in range(50)] == small
     assert read[-1] == small[-1] and read[10:20:3] == small[10:20:3]
     with pytest.raises(IndexError):
         read[50]
     few = source.model_copy(update={"rows": 20})
-    assert load_prompts(few, tokenizer, True, "", 64, "data.train") == small[:20], "of which no table is made"
+    assert load_prompts(few, tokenizer, SourceFormat(), 64, "data.train") == small[:20], "of which no table is made"
     parts = [PromptPart(source=source, weight=1.5), PromptPart(source=write(tmp_path / "b.jsonl", ROW))]
-    mixture = load_prompts(MixtureSource(parts=parts, seed=4), tokenizer, True, "", 64, "data.train")
+    mixture = load_prompts(MixtureSource(parts=parts, seed=4), tokenizer, SourceFormat(), 64, "data.train")
     assert [prompt.id for prompt in mixture] == list(range(76)) and mixture[-1].text == "17 + 17?"
     assert Counter(prompt.text for prompt in mixture[:75]).total() == 75
 
@@ -83,11 +83,11 @@ def test_a_row_of_a_large_file_is_refused_before_the_start_in_the_same_words(
         parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.Table.from_pylist([good, ROWS[name]]).schema), tmp_path / "a.parquet")
         source = FileSource(path=tmp_path / "a.parquet")
         with pytest.raises(ConfigError) as small:
-            load_prompts(source, tokenizer, True, "", 64, "data.train")
+            load_prompts(source, tokenizer, SourceFormat(), 64, "data.train")
         with monkeypatch.context() as patch, pytest.raises(ConfigError) as read:
             patch.setattr(large, "LARGE", 50)
             patch.setattr(large, "SAMPLED", 4)
-            load_prompts(source, tokenizer, True, "", 64, "data.train")
+            load_prompts(source, tokenizer, SourceFormat(), 64, "data.train")
         assert str(read.value) == str(small.value) and f"a.parquet:{place + 1}" in str(small.value)
 
 
@@ -100,4 +100,4 @@ def test_a_text_that_is_none_is_refused_before_the_start(
     monkeypatch.setattr(large, "LARGE", 50)
     monkeypatch.setattr(large, "SAMPLED", 4)
     with pytest.raises(ConfigError, match=r"^data\.train\.path: .*a\.parquet is not readable: "):
-        load_prompts(FileSource(path=tmp_path / "a.parquet"), tokenizer, True, "", 64, "data.train")
+        load_prompts(FileSource(path=tmp_path / "a.parquet"), tokenizer, SourceFormat(), 64, "data.train")

@@ -11,16 +11,28 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config import ConfigError, ConversationSource, FileSource, MixtureSource, PreferenceData, PreferenceSource, SftConfig, load
+from megarl.config import (
+    ConfigError,
+    ConversationSource,
+    FileSource,
+    MixtureSource,
+    PreferenceData,
+    PreferenceSource,
+    SftConfig,
+    SftData,
+    SourceFormat,
+    load,
+)
 from megarl.config.data import PromptPart
 from megarl.data import large
-from megarl.data.conversations import answered, load_conversations
 from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
+from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from megarl.stages.rank_checks import check_sft
 from tests.unit.data.test_preferences import plain
 
+DROP = SourceFormat(overlong="drop")
 LONG, ENDLESS = "1 + " * 70 + "1?", "1 + " * 20_000  # the second is not even tokenised
 
 
@@ -57,16 +69,17 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(
         monkeypatch.setattr(large, "LARGE", 50)
         monkeypatch.setattr(large, "SAMPLED", 4)
     with pytest.raises(ConfigError, match=rf"^data\.train\.path: .*0\.{suffix}:\d+: .*prompt.*rollout\.max_prompt_tokens=64"):
-        load_prompts(source, tokenizer, True, "", 64, "data.train")
-    left = load_prompts(source, tokenizer, True, "", 64, "data.train", drop=True)
+        load_prompts(source, tokenizer, SourceFormat(), 64, "data.train")
+    left = load_prompts(source, tokenizer, DROP, 64, "data.train")
     said = "megarl: data.train: 4 of 64 are longer than rollout.max_prompt_tokens=64, and left out (data.overlong=drop)\n"
     assert isinstance(left, large.LargeFile) == (kind == "large") and capsys.readouterr().err == said
-    assert list(left) == list(load_prompts(other, tokenizer, True, "", 64, "data.train")) and [one.id for one in left] == list(range(60))
+    assert list(left) == list(load_prompts(other, tokenizer, SourceFormat(), 64, "data.train"))
+    assert [one.id for one in left] == list(range(60))
     assert left[-1].text == "62 + 1?" and left[41].text == "44 + 1?"
     parts = [PromptPart(source=source, weight=1.5), PromptPart(source=other)]
-    assert len(load_prompts(MixtureSource(parts=parts), tokenizer, True, "", 64, "data.train", drop=True)) == 60 + 30 + 60
+    assert len(load_prompts(MixtureSource(parts=parts), tokenizer, DROP, 64, "data.train")) == 60 + 30 + 60
     with pytest.raises(ConfigError, match=r"^data\.train: nothing is left: all 64 are longer than rollout\.max_prompt_tokens=3$"):
-        load_prompts(source, tokenizer, True, "", 3, "data.train", drop=True)
+        load_prompts(source, tokenizer, DROP, 3, "data.train")
 
 
 def test_pairs_and_conversations_that_are_too_long_are_left_out(
@@ -91,14 +104,15 @@ def test_pairs_and_conversations_that_are_too_long_are_left_out(
 
     talks = [{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": text}]} for text in ("4", LONG, ENDLESS)]
     spoken = ConversationSource(path=written(tmp_path / "talks.jsonl", talks))
-    assert len(load_conversations(spoken, tokenizer, 64, "data.train", drop=True)) == 1
+    data, dropping = SftData(train=spoken), SftData(train=spoken, overlong="drop")
+    assert len(load_conversations(spoken, tokenizer, dropping, 64, "data.train")) == 1
     with pytest.raises(ConfigError, match=r"talks\.jsonl:3: the conversation: .* more than sft\.max_tokens=64"):
-        load_conversations(spoken, tokenizer, 64, "data.train")
+        load_conversations(spoken, tokenizer, data, 64, "data.train")
     long_answers = [
         {**row, "reward_model": {"ground_truth": text}} for row, text in zip(rows("a", "b", "c"), (LONG, "4", ENDLESS), strict=True)
     ]
-    prompts = load_prompts(FileSource(path=written(tmp_path / "answers.jsonl", long_answers)), tokenizer, True, "", 64, "data.train")
-    assert len(answered(prompts, tokenizer, 64, "data.train", drop=True)) == 1
+    answers = FileSource(path=written(tmp_path / "answers.jsonl", long_answers))
+    assert len(load_answers(answers, tokenizer, dropping, 64, "data.train")) == 1
     assert capsys.readouterr().err.count("data.train: 2 of 3 are longer than sft.max_tokens=64, and left out") == 2
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from pyarrow import parquet
 
 from examples.make_data import WORDS, corrupted, preferences
 from megarl import cli
-from megarl.config import ConfigError, PreferenceData, PreferenceMixture, PreferenceSource, ReasoningGymSource
+from megarl.config import ConfigError, PreferenceData, PreferenceMixture, PreferenceSource, ReasoningGymSource, SourceFormat
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
@@ -65,7 +66,7 @@ def plain(pairs: list[Preference]) -> list[tuple[list[int], list[int], int, floa
 def test_a_pair_is_two_finished_responses_to_the_prompt_that_a_rollout_would_see(load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = list(preferences(5, 50, 0, WORDS))
     source = ReasoningGymSource(dataset="spell_backward", params=WORDS, seed=5, items=50)
-    prompts = load_prompts(source, tokenizer, True, "{prompt}", 64, "data.train")
+    prompts = load_prompts(source, tokenizer, SourceFormat(), 64, "data.train")
     pairs = load(*rows)
     assert len(pairs) == 50 and list(preferences(5, 50, 0, WORDS)) == rows
     for prompt, pair in zip(prompts, pairs, strict=True):
@@ -238,7 +239,8 @@ def test_a_stage_is_refused_before_it_starts(
     (tmp_path / "stage.yaml").write_text(STAGE.format(runs=tmp_path / "runs", model=tiny_model, verb=verb, kind=kind, data=data))
     places = {"rm": classifier, "other": other, "one": one}
     assert cli.main([verb, str(tmp_path / "stage.yaml"), *override.format(**places).split()]) == 2
-    [shown] = capsys.readouterr().err.splitlines()
+    *notes, shown = capsys.readouterr().err.splitlines()
+    assert all("columns that nothing uses: messages" in note for note in notes)
     assert shown.startswith(f"megarl: error: {line.format(**places)}")
     assert not (tmp_path / "runs").exists()
     assert cli.main([verb, str(tmp_path / "stage.yaml"), "--check"]) == 0
@@ -256,3 +258,6 @@ def test_pairs_of_what_was_said_hold_each_text_once_and_the_better_one_first() -
         ("og", "gdo", 0.5),
     ]
     assert len(list(pairs_of(prompt, said, 2, random.Random(0)))) == 2
+    own = {"tools": [{"name": "add"}], "chat_template_kwargs": {"a": 1}}
+    [row] = pairs_of(replace(prompt, meta={**own, "level": 3}), said, 1, random.Random(0))
+    assert {name: row[name] for name in own} == own and "level" not in row

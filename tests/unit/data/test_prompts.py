@@ -18,13 +18,23 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from examples import make_data
-from megarl.config import ConfigError, ConversationSource, EpisodeSource, FileSource, MixtureSource, ReasoningGymSource
+from megarl.config import (
+    ConfigError,
+    ConversationSource,
+    EpisodeSource,
+    FileSource,
+    MixtureSource,
+    ReasoningGymSource,
+    SftData,
+    SourceFormat,
+)
 from megarl.config.data import PromptPart
-from megarl.data.conversations import Conversation, answered, load_conversations
+from megarl.data.conversations import Conversation
 from megarl.data.gym import all_drawn, first_items
 from megarl.data.prompts import Prompt
 from megarl.data.sampler import Sampler
 from megarl.data.sources import load_prompts
+from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import decode, load_tokenizer
 from tests.unit.data.written import ROW, save_to_disk, write
 
@@ -52,7 +62,7 @@ Load = Callable[..., list[Prompt]]
 @pytest.fixture
 def load(tokenizer: PreTrainedTokenizerBase) -> Load:
     def load(source: Any, *, chat: bool = True, template: str = "{prompt}", limit: int = 64) -> list[Prompt]:
-        return list(load_prompts(source, tokenizer, chat, template, limit, "data.train"))
+        return list(load_prompts(source, tokenizer, SourceFormat(chat=chat, template=template), limit, "data.train"))
 
     return load
 
@@ -136,15 +146,13 @@ def test_datasets_on_disk_give_the_same_prompts(load: Load, tmp_path: Path) -> N
 def test_a_system_message_comes_before_each_chat_that_has_none(load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     own = {**ROW, "prompt": [{"role": "system", "content": "Own."}, {"role": "user", "content": "17 + 17?"}]}
     source = write(tmp_path / "a.jsonl", ROW, own)
-    first, second = load_prompts(source, tokenizer, True, "", 64, "data.train", system="Add.")
+    first, second = load_prompts(source, tokenizer, SourceFormat(system="Add."), 64, "data.train")
     said = write(tmp_path / "b.jsonl", {**ROW, "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "17 + 17?"}]})
     assert first.tokens == load(said)[0].tokens != load(source)[0].tokens and first.text == "17 + 17?"
     assert second == load(source)[1]
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     learned, plain = (
-        load_conversations(
-            ConversationSource(path=write(tmp_path / "c.jsonl", {"messages": row}).path), tokenizer, 64, "data.train", system
-        )
+        conversations(tmp_path / "c.jsonl", tokenizer, {"messages": row}, system=system)
         for row, system in ((chat, "Add."), ([{"role": "system", "content": "Add."}, *chat], None))
     )
     assert learned[0].tokens.tolist() == plain[0].tokens.tolist() and learned[0].prompt_length == plain[0].prompt_length
@@ -192,7 +200,7 @@ def test_columns_can_be_named(load: Load, tmp_path: Path) -> None:
     row = {"q": {"text": "1+1?"}, "a.b": 2}
     source = write(tmp_path / "a.jsonl", row).model_copy(update={"prompt_key": "q.text", "answer_key": "a.b"})
     (prompt,) = load(source)
-    assert (prompt.text, prompt.answer, prompt.meta) == ("1+1?", "2", {})
+    assert (prompt.text, prompt.answer, prompt.meta) == ("1+1?", 2, {})
 
 
 def test_template_replaces_the_chat_template(load: Load, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -263,7 +271,7 @@ def test_template_that_refuses_a_chat_names_the_line(load: Load, tokenizer: PreT
 
 def test_a_billion_episodes_are_made_when_they_are_asked_for(tokenizer: PreTrainedTokenizerBase) -> None:
     source = EpisodeSource(seed=7, items=1_000_000_000)
-    episodes = load_prompts(source, tokenizer, True, "{prompt}", 64, "data.train")
+    episodes = load_prompts(source, tokenizer, SourceFormat(), 64, "data.train")
     assert len(episodes) == source.items and [one.id for one in episodes[2:4]] == [2, 3]
     assert (episodes[-1].id, episodes[-1].seed, episodes[-1].text) == (999_999_999, 1_000_000_006, "episode 1000000006")
 
@@ -310,12 +318,12 @@ def test_state_of_other_data_is_refused() -> None:
 
 
 def test_a_prompt_with_its_answer_is_what_a_rollout_would_have_made(load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
-    prompts = load(gym())
-    for prompt, said in zip(prompts, answered(prompts, tokenizer, 32, "data.train"), strict=True):
+    source = gym()
+    for prompt, said in zip(load(source), load_answers(source, tokenizer, SftData(train=source), 32, "data.train"), strict=True):
         assert said.tokens[: said.prompt_length].tolist() == prompt.tokens and said.tokens[-1] == tokenizer.eos_token_id
         assert decode(tokenizer, said.tokens[said.prompt_length :].tolist(), finished=True) == prompt.answer and said.loss_mask is None
-    with pytest.raises(ConfigError, match=r"^data\.train: prompt \d+ and its response are \d+ tokens, more than sft\.max_tokens=10$"):
-        answered(prompts, tokenizer, 10, "data.train")
+    with pytest.raises(ConfigError, match=r"^data\.train: item \d+: prompt and response are \d+ tokens, more than sft\.max_tokens=14$"):
+        load_answers(source, tokenizer, SftData(train=source), 14, "data.train")
 
 
 def user(text: str) -> dict[str, str]:
@@ -329,8 +337,9 @@ def assistant(text: str) -> dict[str, str]:
 TURNS = [{"role": "system", "content": "Be brief"}, user("2 + 3?"), assistant("5"), user("And 1 more?"), assistant("6"), user("Thanks")]
 
 
-def conversations(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: Any, limit: int = 64, **keys: Any) -> list[Conversation]:
-    return load_conversations(ConversationSource(path=write(path, *rows).path, **keys), tokenizer, limit, "data.train")
+def conversations(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: Any, system: str | None = None, **keys: Any) -> list[Conversation]:
+    source = ConversationSource(path=write(path, *rows).path, **keys)
+    return load_conversations(source, tokenizer, SftData(train=source, system=system), 64, "data.train")
 
 
 def test_the_assistants_messages_alone_are_learned(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -344,14 +353,16 @@ def test_the_assistants_messages_alone_are_learned(tmp_path: Path, tokenizer: Pr
 
 
 def test_a_conversation_of_one_turn_is_a_prompt_and_its_answer(tmp_path: Path, load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
-    prompts = load(gym(items=5))
-    rows = [{"chat": {"turns": [user(prompt.text), assistant(prompt.answer)]}} for prompt in prompts]
+    gym_source = gym(items=5)
+    rows = [{"chat": {"turns": [user(prompt.text), assistant(str(prompt.answer))]}} for prompt in load(gym_source)]
     said = conversations(tmp_path / "a.jsonl", tokenizer, *rows, messages_key="chat.turns")
-    for mine, other in zip(said, answered(prompts, tokenizer, 64, "data.train"), strict=True):
+    others = load_answers(gym_source, tokenizer, SftData(train=gym_source), 64, "data.train")
+    for mine, other in zip(said, others, strict=True):
         assert mine.tokens.tolist() == other.tokens.tolist() and mine.prompt_length == other.prompt_length and mine.loss_mask is None
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     source = ConversationSource(path=tmp_path / "a.parquet", messages_key="chat.turns")
-    assert [one.tokens.tolist() for one in load_conversations(source, tokenizer, 64, "data.train")] == [one.tokens.tolist() for one in said]
+    read = load_conversations(source, tokenizer, SftData(train=source), 64, "data.train")
+    assert [one.tokens.tolist() for one in read] == [one.tokens.tolist() for one in said]
 
 
 @pytest.mark.parametrize(
@@ -372,10 +383,10 @@ def test_a_faulty_conversation_is_refused_with_file_and_line(
         conversations(tmp_path / "a.jsonl", tokenizer, {"messages": TURNS}, row)
 
 
-def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_that_leaves_earlier_messages_out_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     forgetful = copy.deepcopy(tokenizer)
     forgetful.chat_template = "{%- for m in messages[-1:] -%}<|{{ m.role }}|>{{ m.content }}{%- endfor -%}<|assistant|>"
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1: message 4: the chat template changes the messages before it"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: message 0: the chat template leaves out what the role 'system' says"):
         conversations(tmp_path / "a.jsonl", forgetful, {"messages": TURNS})
     forgetful.chat_template = None
     with pytest.raises(ConfigError, match=r"^data\.train: the tokenizer has no chat template"):

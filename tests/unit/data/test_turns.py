@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from megarl.config import ConfigError
-from megarl.data.tokenizer import encode, load_tokenizer, render_chats
+from megarl.config import ConfigError, PromptFormat
+from megarl.data.template import render_chats
+from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.data.turns import TurnTokens, check_turns
 
 if TYPE_CHECKING:
@@ -65,3 +66,27 @@ def test_a_template_that_cannot_be_continued_is_refused(tokenizer: PreTrainedTok
         tokenizer.chat_template = template
         with pytest.raises(ConfigError, match=rf"^environment: the model's chat template .*({why})"):
             check_turns(tokenizer, ["tool"], "environment")
+
+
+def test_what_an_environment_says_is_rendered_whole_or_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = QWEN.replace("{%- else %}", "{%- elif m.role in ['user', 'system'] %}")
+    turns = TurnTokens(tokenizer)
+    heard = {"role": "environment", "content": "a"}
+    with pytest.raises(ValueError, match=r"leaves out what the role 'environment' says"):
+        turns.opening([heard])
+    with pytest.raises(ValueError, match=r"leaves out what the role 'environment' says"):
+        turns.after([{"role": "tool", "content": "7"}, heard], [])
+
+
+def test_arguments_of_the_template_reach_every_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    header = "{{ '<|assistant|>' + (mood or '') }}"
+    tokenizer.chat_template = (
+        f"{{%- for m in messages %}}{{%- if m.role == 'assistant' %}}{header}{{{{ m.content + '<|end|>' }}}}{{%- else %}}"
+        f"{{{{ '<|' + m.role + '|>' + m.content }}}}{{%- endif %}}{{%- endfor %}}{{%- if add_generation_prompt %}}{header}{{%- endif %}}"
+    )
+    data = PromptFormat(template_args={"mood": "1"})
+    check_turns(tokenizer, ["user"], "environment", data)
+    turns, message = TurnTokens(tokenizer, data), [{"role": "user", "content": "a"}]
+    for own, mood in (({}, "1"), ({"mood": "2", "tokenize": True}, "2"), ({}, "1")):
+        assert tokenizer.decode(turns.opening(message, own)) == f"<|user|>a<|assistant|>{mood}"
+        assert tokenizer.decode(turns.after(message, [tokenizer.eos_token_id], own)) == f"<|user|>a<|assistant|>{mood}"

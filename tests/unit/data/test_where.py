@@ -10,12 +10,21 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megarl.config import ConfigError, ConversationSource, FileSource, MixtureSource, PreferenceData, PreferenceSource
+from megarl.config import (
+    ConfigError,
+    ConversationSource,
+    FileSource,
+    MixtureSource,
+    PreferenceData,
+    PreferenceSource,
+    SftData,
+    SourceFormat,
+)
 from megarl.config.data import PromptPart
 from megarl.data import large
-from megarl.data.conversations import load_conversations
 from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
+from megarl.data.supervised import load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.written import ROW, save_to_disk, write
 
@@ -66,7 +75,7 @@ def read(tokenizer: PreTrainedTokenizerBase) -> Read:
 
     def read(source: Any, where: dict[str, Any], **changes: Any) -> list[str]:
         chosen = source.model_copy(update={"where": where, **changes})
-        prompts = list(load_prompts(chosen, tokenizer, True, "", 64, "data.train"))
+        prompts = list(load_prompts(chosen, tokenizer, SourceFormat(), 64, "data.train"))
         assert [prompt.id for prompt in prompts] == list(range(len(prompts)))
         return [prompt.text for prompt in prompts]
 
@@ -125,7 +134,7 @@ def test_a_curriculum_is_a_mixture_of_what_is_chosen(tokenizer: PreTrainedTokeni
     file = write(tmp_path / "a.jsonl", *ROWS)
     levels: tuple[tuple[Any, float], ...] = ((0, 2), ({"min": 2}, 0.5))
     parts = [PromptPart(source=file.model_copy(update={"where": {"extra_info.level": level}}), weight=weight) for level, weight in levels]
-    prompts = load_prompts(MixtureSource(parts=parts), tokenizer, True, "", 64, "data.train")
+    prompts = load_prompts(MixtureSource(parts=parts), tokenizer, SourceFormat(), 64, "data.train")
     shown = [int(prompt.text.split()[0]) % 4 for prompt in prompts]
     assert shown[:30] == [0] * 30 and len(shown) == 45 and set(shown[30:]) == {2, 3}
 
@@ -134,7 +143,7 @@ def test_conversations_and_pairs_are_chosen_too(tokenizer: PreTrainedTokenizerBa
     where = {"level": {"max": 1}}
     said = [{"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "b"}], "level": n} for n in range(4)]
     talks = ConversationSource(path=write(tmp_path / "talks.jsonl", *said).path, where=where)
-    assert len(load_conversations(talks, tokenizer, 64, "data.train")) == 2
+    assert len(load_conversations(talks, tokenizer, SftData(train=talks), 64, "data.train")) == 2
     rows = [{"prompt": f"{n}", "chosen": "b", "rejected": "c", "level": n} for n in range(4)]
     pairs = PreferenceSource(path=write(tmp_path / "pairs.jsonl", *rows).path, where=where)
     data = PreferenceData(train=pairs, eval=pairs)
@@ -142,7 +151,7 @@ def test_conversations_and_pairs_are_chosen_too(tokenizer: PreTrainedTokenizerBa
 
     def taken(**update: Any) -> list[list[Any]]:
         return [
-            load_conversations(talks.model_copy(update=update), tokenizer, 64, "data.train"),
+            load_conversations(talks.model_copy(update=update), tokenizer, SftData(train=talks), 64, "data.train"),
             load_preferences(pairs.model_copy(update=update), tokenizer, data, 64, "data.train", "rm.max_tokens"),
         ]
 

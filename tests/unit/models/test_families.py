@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megarl.config import ConfigError, Layout
 from megarl.models.families import FAMILIES, check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
 from megarl.models.megatron_fields import check_fields, fixed_fields, megatron_fields
+from megarl.models.registry import completed
 from megarl.models.te_names import from_te, to_te
 from megarl.parallel.weights import canonical
 from tools.make_tiny_model import FAMILIES as TINY
@@ -65,6 +67,25 @@ DEEPSEEK_V3: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+# What Kimi-K2's has otherwise.
+KIMI_K2: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK_V3.items() if key != "num_nextn_predict_layers"},
+    "model_type": "kimi_k2",
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "beta_fast": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
 LAST = {"num_layers_in_last_pipeline_stage": 1}
 
 
@@ -80,7 +101,7 @@ def copied(path: Path, target: Path, tensors: dict[str, Tensor | None] | None = 
     """The checkpoint with other fields in config.json (None removes one) and other tensors."""
     target.mkdir()
     changed = {**json.loads((path / "config.json").read_text()), **config}
-    (target / "config.json").write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+    (target / "config.json").write_text(json.dumps({key: value for key, value in changed.items() if config.get(key, 0) is not None}))
     kept = {**load_file(path / "model.safetensors"), **(tensors or {})}
     save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, target / "model.safetensors")
     return target
@@ -167,11 +188,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
         "has low_freq_factor=None, expected a positive",
     ),
-    ("llama", {"rope_parameters": {"rope_type": "default"}}, "config.json has no rope_theta"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "config.json's rope_theta is null, which says nothing"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "LlamaForCausalLM rotates whole heads"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling and rope_parameters, which differ: rope_type is 'linear' and 'llama3'; transformers uses rope_scaling alone",
+    ),
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "a RoPE for each kind of layer"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported for Llama"),
-    ("llama", {"rms_norm_eps": None}, "config.json lacks rms_norm_eps"),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types are not all 'full_attention'"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types are not all 'full_attention', one for each layer"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported for Qwen2"),
     ("mistral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for Mistral"),
     ("phi3", {"sliding_window": 2047}, "sliding_window=2047 is not supported for Phi-3"),
@@ -182,8 +208,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "RoPE of type 'yarn' is not supported for Phi-3",
     ),
     ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for Mixtral"),
-    ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob=None is neither true nor false"),
-    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} is not supported"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported for Llama"),
+    ("llama", {"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config={'0': {'head_dim': 16}} is not supported for Llama"),
+    ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise=0.01 is not supported for Mixtral"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is not supported: {'quant_method': 'gptq'"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "has a quantization_config, but no tensor is stored with scales"),
+    ("deepseek_v3", {"head_dim": 24}, "head_dim=24 is not qk_rope_head_dim=16"),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported for DeepSeek-V3, which has 1e-06"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
@@ -238,6 +268,17 @@ def test_stages_of_different_size_are_checked(layout: Layout, megatron: dict[str
     with pytest.raises(ConfigError) as refused:
         check_layout(DEEPSEEK_V3, layout, megatron)
     assert message in str(refused.value)
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_a_trillion_parameters() -> None:
+    hf = completed(KIMI_K2)
+    family = family_of(hf)
+    assert family is family_of(DEEPSEEK_V3) and not family.predictors(hf)
+    assert 1.02e12 < sum(math.prod(shape) for shape in family.expected(hf).values()) < 1.03e12
+    fields = fixed_fields(hf, "bfloat16", Layout())
+    assert (fields["moe_router_topk_scaling_factor"], fields["rotary_base"], fields["beta_fast"]) == (2.827, 50000.0, 1.0)
+    assert fields["moe_router_num_groups"] is None and fields["moe_layer_freq"] == [0] + [1] * 60
+    check_layout(hf, Layout(ranks=16, pp=16), LAST)
 
 
 def test_shared_experts_must_divide() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megarl.config import ConfigError
-from megarl.models import hf
-from megarl.models.hf import Checkpoint, CheckpointWriter, inventory
+from megarl.models import hf_writer
+from megarl.models.hf import Checkpoint, inventory
+from megarl.models.hf_writer import CheckpointWriter
 from tests.distributed.tiny_training import make_checkpoint
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -93,7 +94,7 @@ def test_written_directory_gives_transformers_the_same_logits(path: Path, tmp_pa
 
     (path / "tokenizer.json").write_text("{}")
     (path / "modeling_evil.py").write_text("raise SystemExit")
-    monkeypatch.setattr(hf, "SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr(hf_writer, "SHARD_BYTES", 1 << 20)
     tensors = copy(path, tmp_path / "out")
     files = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json", "model-00001-of-00003.safetensors"} <= files

@@ -214,7 +214,7 @@ def test_critic_is_no_policy(tmp_path: Path) -> None:
         ({"mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for Qwen3-MoE"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported: {'quant_method': 'awq'"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not a positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),

@@ -79,6 +79,7 @@ ALIVE = {
     "reward/min": 0.0,
     "reward/max": 1.0,
     "reward/unscored": 0.1,
+    "reward/missing": 0.1,
     "frac_reward_zero_std": 0.5,
     "response_length/mean": 20.0,
     "response_length/clip_ratio": 0.1,
@@ -91,6 +92,7 @@ ALIVE = {
 DEAD = {
     "all_truncated": {"response_length/clip_ratio": 1.0},
     "responses_unscored": {"reward/unscored": 0.6},
+    "rewards_missing": {"reward/missing": 0.3},
     "rewards_equal": {"reward/mean": 0.0, "reward/max": 0.0},
     "groups_equal": {"frac_reward_zero_std": 1.0},
     "no_gradient": {"actor/grad_norm": 0.0},

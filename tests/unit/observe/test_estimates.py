@@ -43,6 +43,16 @@ def test_the_interval_of_a_score_holds_the_truth_in_about_95_of_100_draws() -> N
     assert 0.92 < fmean(one.low <= 3.0 <= one.high for one in means) < 0.97
 
 
+def test_a_response_without_a_score_is_in_no_number() -> None:
+    found = estimated("a", [[1, None, 0, 0], [None] * 4, [1, 1, 1, 1]], [None, 1, 0])
+    assert {name: one.value for name, one in found.estimates.items()} == pytest.approx(
+        {"avg@4": (1 / 3 + 1) / 2, "pass@2": (2 / 3 + 1) / 2, "pass@4": 1.0, "greedy": 0.5}
+    )
+    assert found.prompts == 3 and found.rate and found.stderr == pytest.approx(1 / 3 / math.sqrt(2))
+    nothing = estimated("b", [[None, None]], [None])
+    assert nothing.estimates == {} and nothing.stderr is None and SetResult.read(nothing.plain()) == nothing
+
+
 def test_a_set_says_what_its_scores_allow() -> None:
     rates = estimated("a", [[1, 0, 0, 0, 0], [1, 1, 1, 1, 1]], [0, 1])
     assert (rates.kind, list(rates.estimates)) == ("pass rate", ["avg@5", "pass@2", "pass@4", "pass@5", "greedy"])

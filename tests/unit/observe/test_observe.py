@@ -365,7 +365,7 @@ def test_supervised_training_may_lower_the_entropy() -> None:
 
 
 def test_a_reward_that_fails_on_every_response_ends_the_run(config: TrainConfig) -> None:
-    broken, good = Score(0.0, error="KeyError: 'x\x1b[2J'"), Score(0.0)
+    broken, good = Score(None, error="KeyError: 'x\x1b[2J'"), Score(0.0)
     message = "the reward function has failed on every response"
     with pytest.raises(RewardUnavailable, match=rf"^{message} of this run: KeyError: 'x.\[2J'$"), Run(config) as run:
         run.failures([broken])

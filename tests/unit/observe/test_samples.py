@@ -44,6 +44,13 @@ def test_samples_are_chosen_by_step_set_reward_text_and_ending(run: Path, capsys
         assert shown(capsys, run, *arguments) == expected, arguments
 
 
+def test_a_sample_without_a_reward_is_neither_the_best_nor_the_worst(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 1, [replace(PLAIN, reward=-1.0), replace(PLAIN, reward=None, parts={}, error="timeout")])
+    for order in ("--best", "--worst"):
+        assert [row.split(", ")[1] for row in shown(capsys, tmp_path, order)] == ["training: reward -1 (raw 0.5)"]
+    assert shown(capsys, tmp_path)[1] == "--- step 1, training: no reward, 3 tokens, ended by itself, not judged: timeout"
+
+
 def test_nothing_that_a_model_wrote_reaches_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["samples", str(run), "--whole"]) == 0
     written = capsys.readouterr().out

@@ -118,6 +118,13 @@ def test_a_response_cut_by_the_limit_is_asked_for_only_where_it_may_score() -> N
         assert [[sample["finished"] for sample in body["samples"]] for body in server.bodies] == [[True], [True, False]]
 
 
+def test_a_response_that_the_server_cannot_score_costs_no_other() -> None:
+    body = b'{"scores": [1, null, {"score": null, "note": 2}, {"score": 0.5, "note": 2}]}'
+    with serving(lambda handler, _: reply(handler, body)) as server:
+        missing = Score(None, error="abstained")
+        assert score(settings(server.url), "a", "b", "c", "d") == [Score(1.0), missing, missing, Score(0.5, {"note": 2.0})]
+
+
 LIES = {
     "not JSON": (b"<html>hello</html>", "the answer is not JSON: b'<html>hello</html>'"),
     "no scores": (b'{"score": [1, 1]}', "the answer has no list `scores`"),
@@ -127,7 +134,6 @@ LIES = {
     "nan": (b'{"scores": [1, NaN]}', r"score 1 of 2: nan \(float\), not a finite number"),
     "infinite": (b'{"scores": [-Infinity, 1]}', r"score 0 of 2: -inf \(float\), not a finite number"),
     "huge": (b'{"scores": [1' + b"0" * 400 + b", 1]}", r"score 0 of 2: 10+.* \(int\), not a finite number"),
-    "null": (b'{"scores": [1, null]}', r"score 1 of 2: None \(NoneType\), not a finite number"),
     "text": (b'{"scores": ["1", 1]}', r"score 0 of 2: '1' \(str\), not a finite number"),
     "no score": (b'{"scores": [{"value": 1}, 1]}', r"score 0 of 2: a dict without 'score' \(keys: value\)"),
     "beyond": (b'{"scores": [{"score": 1e308}, 1]}', r"score 0 of 2: score 1e\+308, beyond the limit of 1e\+09"),

@@ -15,7 +15,7 @@ from megarl.rewards.score import Score
 def test_reference_rewards_have_mean_0_and_standard_deviation_1() -> None:
     reward_N = np.random.default_rng(1).normal(7.0, 3.0, 64).tolist()
     scale = RewardScale.of(reward_N, clip=None)
-    scaled_N = [scale(Score(reward)).value for reward in reward_N]
+    scaled_N = [value for reward in reward_N if (value := scale(Score(reward)).value) is not None]
     assert np.mean(scaled_N) == pytest.approx(0.0, abs=1e-12) and np.std(scaled_N) == pytest.approx(1.0)
     assert RewardScale(*scale.plain()) == scale
 
@@ -27,9 +27,9 @@ def test_a_reward_far_away_is_clipped_and_keeps_what_it_was() -> None:
     assert scores[1].parts == {"model": 10.0, "unnormalised": 10.0}
 
 
-def test_a_response_that_could_not_be_judged_is_no_better_than_a_wrong_one() -> None:
-    scale = RewardScale(mean=0.4, std=0.5, clip=None)
-    assert scale(Score(0.0, {}, "timeout")).value == scale(Score(0.0)).value == pytest.approx(-0.8)
+def test_a_missing_score_stays_missing_on_any_scale() -> None:
+    scale, late = RewardScale(mean=0.4, std=0.5, clip=None), Score(None, error="timeout")
+    assert scale(late) == late and scale(Score(0.0)).value == pytest.approx(-0.8)
 
 
 @pytest.mark.parametrize(("value", "count"), [(0.5, 3), (0.1, 256), (-0.7, 300), (0.0, 2)])  # numpy's std of 256 times 0.1 is 1e-17

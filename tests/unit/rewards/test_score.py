@@ -130,7 +130,7 @@ def test_gym_scores_whole_answers_only(gym: Scorer) -> None:
 
 def test_gym_sample_without_its_dataset_is_an_error_of_that_sample(gym: Scorer) -> None:
     scores = gym.score([spell("a", "a"), ask("a", "a"), spell("a", "a")])
-    assert [score.value for score in scores] == [1, 0, 1] and scores[1].error == "KeyError: 'source_dataset'"
+    assert [score.value for score in scores] == [1, None, 1] and scores[1].error == "KeyError: 'source_dataset'"
 
 
 def test_512_tiny_samples_take_under_a_fifth_of_a_second(gym: Scorer) -> None:
@@ -166,7 +166,7 @@ def test_math_is_compared_symbolically() -> None:
     with Scorer(RewardSettings(source=MathReward())) as scorer:
         scores = scorer.score([ask(response, answer) for response, answer, _ in cases] + [ask("x", "")])
     assert [score.value for score in scores[:-1]] == [value for *_, value in cases]
-    assert scores[-1].error is not None and scores[-1].error.startswith("ValueError: the ground truth '' is no")
+    assert scores[-1].error is not None and scores[-1].error.startswith("BadGold: the answer '' is empty")
 
 
 def test_user_functions_get_the_keywords_they_name() -> None:
@@ -210,10 +210,11 @@ def test_several_rewards_are_their_weighted_sum_and_each_is_told() -> None:
     function = {"type": "function", "path": "my_rewards:unusual"}
     right, judged = {"name": "right", "source": {"type": "math_verify"}, "weight": 2.0}, {"name": "own", "source": function, "weight": -0.5}
     with Scorer(summed(right, judged)) as scorer:
-        scores = scorer.score([ask("half", "1"), ask("part", "part"), ask("nan", "1")])
+        scores = scorer.score([ask("half", "1"), ask("part", "part"), ask("nan", "1"), ask("none", "1")])
     assert (scores[0].value, scores[0].parts) == (-0.25, {"right": 0.0, "own": 0.5})
     assert scores[1].parts["own"] == 1.0 and scores[1].value == 2 * scores[1].parts["right"] - 0.5
-    assert scores[2].value == 0 and scores[2].error is not None and scores[2].error.startswith("bad return: ")
+    assert scores[2].value is None and scores[2].error is not None and scores[2].error.startswith("bad return: ")
+    assert scores[3] == Score(None, error="abstained"), "what one of them says nothing of has no sum"
     with pytest.raises(ConfigError, match=r"^reward\.source\.parts\.1\.source\.path: cannot import module 'nowhere'"):
         check(summed(right, {**judged, "source": {**function, "path": "nowhere:f"}}))
     with pytest.raises(ConfigError, match=r"^reward\.source\.parts\.0\.source\.extract: '\(' is not a regular expression"):
@@ -235,7 +236,7 @@ FAILURES = {
     "exit": "SystemExit: 3",
     "nan": "bad return: the reward function returned nan (float), not a finite number",
     "inf": "bad return: the reward function returned inf (float), not a finite number",
-    "none": "bad return: the reward function returned None (NoneType), not a finite number",
+    "none": "abstained",
     "text": "bad return: the reward function returned '1' (str), not a finite number",
     "list": "bad return: the reward function returned [1] (list), not a finite number",
     "no score": "bad return: the reward function returned a dict without 'score' (keys: a)",
@@ -256,8 +257,8 @@ def test_each_failure_costs_its_own_sample_alone(workers: int) -> None:
         before = pids(scorer)
         scores = scorer.score([ask(response) for response in responses])
         for response, score in zip(responses, scores, strict=True):
-            assert score == (Score(0.0, {}, FAILURES[response]) if response in FAILURES else Score(SOUND[response])), response
-        assert errors_by_kind(scores) == {"KeyError": 1, "SystemExit": 1, "bad return": 7, "timeout": 3, "worker died": 2}
+            assert score == (Score(None, {}, FAILURES[response]) if response in FAILURES else Score(SOUND[response])), response
+        assert errors_by_kind(scores) == {"KeyError": 1, "SystemExit": 1, "abstained": 1, "bad return": 6, "timeout": 3, "worker died": 2}
         # The same processes go on with the next call, the three that were killed or died replaced.
         assert scorer.score([ask("right")] * 40) == [Score(1.0)] * 40
         after = pids(scorer)
@@ -268,7 +269,8 @@ def test_each_failure_costs_its_own_sample_alone(workers: int) -> None:
 def test_interpreted_code_that_is_late_costs_no_new_process() -> None:
     with Scorer(settings("unusual", timeout_s=0.2)) as scorer:
         before = pids(scorer)
-        assert scorer.score([ask("loop"), ask("right"), ask("loop")]) == [Score(0.0, {}, "timeout"), Score(1.0), Score(0.0, {}, "timeout")]
+        late = Score(None, error="timeout")
+        assert scorer.score([ask("loop"), ask("right"), ask("loop")]) == [late, Score(1.0), late]
         assert pids(scorer) == before
 
 

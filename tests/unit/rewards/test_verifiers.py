@@ -6,12 +6,17 @@ import importlib
 import inspect
 import re
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from megarl.rewards.verifiers import EVALUATING, BadReturn, load
+from megarl.rewards.verifiers import EVALUATING, Abstained, BadReturn, load, read_return
 
 WORKED = {
     "gsm8k": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether she sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
@@ -66,3 +71,55 @@ def test_a_prompt_file_that_names_such_a_data_set_runs_nothing(tmp_path: Path) -
     with pytest.raises(ValueError, match="the scorer of string_insertion evaluates the response as Python, which is refused"):
         load({"type": "reasoning_gym", "threshold": 1.0, "extract": None})("q", f"[open({str(touched)!r}, 'w')]", "a", meta)
     assert not touched.exists()
+
+
+SCALARS = [np.float32(0.5), np.array(0.5), np.array([0.5]), np.float64(0.5), torch.tensor(0.5), torch.tensor([[0.5]], dtype=torch.bfloat16)]
+
+
+@pytest.mark.parametrize("half", SCALARS, ids=lambda one: type(one).__name__)
+def test_a_scalar_of_numpy_or_torch_is_a_score_and_a_part(half: Any) -> None:
+    assert read_return(half) == (0.5, {})
+    assert read_return({"score": half, "part": half, "text": "0.5"}) == (0.5, {"part": 0.5})
+
+
+def test_what_is_a_score_what_abstains_and_what_is_neither() -> None:
+    for one in (True, 1, np.bool_(True), np.int64(1), torch.tensor(True), Fraction(1), Decimal(1)):
+        assert read_return(one) == (1.0, {})
+    for none in (None, {"score": None, "part": 1.0}):
+        with pytest.raises(Abstained):
+            read_return(none)
+    for bad in ("1", np.array([1.0, 2.0]), np.array([]), torch.ones(2), np.array("1"), np.float32("nan"), torch.tensor(1j), [1.0]):
+        with pytest.raises(BadReturn, match="not a finite number$"):
+            read_return(bad)
+
+
+KEEPING = """
+kept = []
+
+def ours(answer):
+    kept.append(answer)
+    return 1
+
+def verls(solution_str, ground_truth):
+    return ours(ground_truth)
+"""
+
+
+GOLDS = [(0.00001, "0.00001"), (34, "34"), *((gold, gold) for gold in ("34", True, ["a", "b"], {"target": 24, "numbers": [1, 2]}))]
+
+
+@pytest.mark.parametrize(("gold", "text"), GOLDS, ids=str)
+def test_a_function_gets_the_answer_of_the_row(gold: Any, text: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with verl's keywords as it is, one of ours a number as its digits."""
+    name = f"rewards_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(KEEPING)
+    monkeypatch.syspath_prepend(tmp_path)
+    for function in ("ours", "verls"):
+        load({"type": "function", "path": f"{name}:{function}"})("q", "r", gold, {})
+    kept = sys.modules[name].kept
+    assert kept == [text, gold] and type(kept[1]) is type(gold)
+
+
+def test_of_a_list_of_answers_any_is_right_for_reasoning_gym() -> None:
+    verify = load({"type": "reasoning_gym", "threshold": 1.0, "extract": None})
+    assert [verify("q", response, ["esroh", "god"], SPELL)[0] for response in ("esroh", "god", "cat")] == [1.0, 1.0, 0.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from megarl.rewards.sources import check, open_scorer
 from megarl.stages.reward import Judge, Reward, open_scorers
 from megarl.workers.plan import turn_weight
 from tests.e2e.job import RL
-from tests.unit.rewards.test_http import length_of, serving
+from tests.unit.rewards.test_http import length_of, reply, serving
 
 MATH = {"name": "right", "source": {"type": "math_verify"}, "weight": 2.0}
 WORLD = {"name": "world", "source": {"type": "environment"}, "weight": 10.0}
@@ -30,19 +31,26 @@ def summed(*parts: dict[str, Any], **more: Any) -> RewardSettings:
     return RewardSettings.model_validate({"source": {"type": "sum", "parts": list(parts)}, **more})
 
 
-def ask(response: str, answer: str, earned: float = 0.0, judged: float = 0.0, failed: str | None = None, *, finished: bool = True) -> Any:
-    score = Score(judged, {"model": judged})
-    return ScoreRequest("question", response, answer, {}, finished, earned, failed, score)
+def ask(response: str, answer: str, earned: float = 0.0, judged: float = 0.0, *, finished: bool = True) -> Any:
+    return ScoreRequest("question", response, answer, {}, finished, earned, Score(judged, {"model": judged}))
+
+
+def length_unless_22(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    """The server of `length_of`, which has no score for one response."""
+    if [sample["response"] for sample in body["samples"]] == ["22"]:
+        reply(handler, b'{"scores": [null]}')
+    else:
+        length_of(handler, body)
 
 
 def test_every_kind_of_reward_is_a_part_of_a_sum() -> None:
-    with serving(length_of) as there, open_scorer(summed(server(there.url), MATH, WORLD, MODEL)) as scorer:
-        scores = scorer.score([ask("4", "4", 3.0, 0.25), ask("13", "4", 1.0, -1.0), ask("22", "22", failed="timeout")])
+    with serving(length_unless_22) as there, open_scorer(summed(server(there.url), MATH, WORLD, MODEL)) as scorer:
+        scores = scorer.score([ask("4", "4", 3.0, 0.25), ask("13", "4", 1.0, -1.0), ask("22", "22")])
         cut = scorer.score([ask("444", "4", 3.0, 0.25, finished=False)])
         assert sorted(len(body["samples"]) for body in there.bodies) == [1, 2], "in batches, and nothing that was cut"
-    assert [score.value for score in scores] == [0.5 * 1 + 2 * 1 + 10 * 3 + 100 * 0.25, 0.5 * 2 + 2 * 0 + 10 * 1 - 100, 0.0]
+    assert [score.value for score in scores] == [0.5 * 1 + 2 * 1 + 10 * 3 + 100 * 0.25, 0.5 * 2 + 2 * 0 + 10 * 1 - 100, None]
     assert scores[0].parts == {"far": 1.0, "far/right": 1.0, "right": 1.0, "world": 3.0, "judge": 0.25, "judge/model": 0.25}
-    assert scores[2].error == "timeout" and scores[2].parts == {}, "where one of them fails on a response, that response scores 0"
+    assert scores[2] == Score(None, error="abstained"), "where one of them has no score for a response, there is no sum"
     assert cut == [Score(10 * 3 + 100 * 0.25, {"world": 3.0, "judge": 0.25, "judge/model": 0.25})], "nobody has looked at the others"
 
 
@@ -72,7 +80,7 @@ def test_what_fails_in_a_part_is_told_with_its_key(monkeypatch: pytest.MonkeyPat
 def test_a_sum_beyond_every_bound_scores_nothing() -> None:
     with open_scorer(summed({**WORLD, "weight": 1000.0}, MODEL)) as scorer:
         [score] = scorer.score([ask("", "", 1e7, 0.0)])
-    assert score.value == 0 and score.error == "bad return: the weighted sum is 1e+10, and beyond 1e+09 nothing is taken"
+    assert score.value is None and score.error == "bad return: the weighted sum is 1e+10, and beyond 1e+09 nothing is taken"
 
 
 def test_the_ranks_read_the_responses_of_a_sum_with_a_reward_model() -> None:

@@ -17,6 +17,7 @@ import pytest
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.families import FAMILIES
 from megarl.models.hf import read_config
+from megarl.models.registry import completed
 from megarl.rollout.engine import Setup
 from megarl.rollout.vllm.checks import HEAD_SIZES, check, native_architectures
 from megarl.rollout.vllm.launch import engine_arguments
@@ -148,6 +149,17 @@ def test_vllm_is_told_the_format_of_fp8_weights_and_which_modules_have_none(tiny
     assert arguments.get("moe_backend") == ("triton" if gpu else None)
     plain = engine_arguments(Setup(tiny_model, "bfloat16", RolloutSettings(), 1, gpu=gpu), hf)
     assert plain["hf_overrides"] == {} and "moe_backend" not in plain
+
+
+def test_an_engine_reads_a_directory_as_the_trainer_does(tiny_model: Path) -> None:
+    """vLLM would take the published fp8 for the engine's own, and a DeepSeek-V3 that does not say so for one with a softmax router."""
+    hf = config_of(MODELS["DeepSeek-V3"])
+    assert hf["quantization_config"]["quant_method"] == "fp8"
+    sparse = completed({key: value for key, value in hf.items() if key not in ("scoring_func", "topk_method")})
+    for given in (hf, sparse):
+        arguments = engine_arguments(Setup(tiny_model, "bfloat16", RolloutSettings(), 1, gpu=True), given)
+        assert arguments["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "quantization_config": None}
+        assert arguments["load_format"] == "dummy" and "moe_backend" not in arguments
 
 
 def test_an_engine_of_several_data_parallel_ranks_takes_fewer_prompt_tokens_in_each(tiny_model: Path) -> None:

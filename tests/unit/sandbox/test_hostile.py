@@ -27,9 +27,9 @@ from tests.unit.sandbox.hostile import HOSTILE
 SECRET = "a-secret-of-the-run"
 TIMEOUT_S = 2.5  # forty children take most of one on a busy machine
 
-# What each response scores, and how its error begins, or may begin; (0, None): the function says that it got nothing.
+# What each response scores (None: nothing), and how its error begins, or may begin; (0, None): the function says that it got nothing.
 Beginnings = str | tuple[str, ...] | None
-NOTHING: tuple[float, Beginnings] = (0.0, None)
+NOTHING: tuple[float | None, Beginnings] = (0.0, None)
 DIED = "worker died: "
 BROKE = "worker died: it wrote an invalid answer"
 NO_THREAD = "RuntimeError: can't start new thread"
@@ -45,59 +45,59 @@ NEIGHBOURS = [
     *("have_the_kernel_signal_a_process", "memory_shared_by_a_number", "keys_of_the_user", "signal_the_run", "end_the_keeper"),
 ]
 SOCKETS = [name for name in SECRETS if any(part in name for part in ("tcp", "udp", "socket", "datagram"))]
-EXPECTED: dict[str, tuple[float, Beginnings]] = {
+EXPECTED: dict[str, tuple[float | None, Beginnings]] = {
     **dict.fromkeys([*SECRETS, *NEIGHBOURS], NOTHING),
     "a_child_that_is_killed": (0.25, None),
-    "end_at_once": (0, DIED + "exit status 3"),
-    "leave": (0, "SystemExit: "),
-    "interrupt": (0, "KeyboardInterrupt: "),
-    "stop_iterating": (0, "GeneratorExit: "),
-    "crash": (0, DIED + "SIGSEGV"),
-    "abort": (0, DIED + "SIGABRT"),
-    "recurse": (0, "RecursionError: "),
-    "recurse_in_c": (0, "RecursionError: "),
-    "stop_itself": (0, "timeout"),
-    "deaf_loop": (0, "timeout"),
-    "no_alarm": (0, "timeout"),
-    "exit_from_a_thread": (0, (DIED + "exit status 5", NO_THREAD)),  # the threads of the other worker may be all that there may be
-    "ten_gigabytes": (0, "MemoryError: "),
-    "memory_piece_by_piece": (0, "MemoryError: "),
-    "a_large_number": (0, "timeout"),
+    "end_at_once": (None, DIED + "exit status 3"),
+    "leave": (None, "SystemExit: "),
+    "interrupt": (None, "KeyboardInterrupt: "),
+    "stop_iterating": (None, "GeneratorExit: "),
+    "crash": (None, DIED + "SIGSEGV"),
+    "abort": (None, DIED + "SIGABRT"),
+    "recurse": (None, "RecursionError: "),
+    "recurse_in_c": (None, "RecursionError: "),
+    "stop_itself": (None, "timeout"),
+    "deaf_loop": (None, "timeout"),
+    "no_alarm": (None, "timeout"),
+    "exit_from_a_thread": (None, (DIED + "exit status 5", NO_THREAD)),  # the threads of the other worker may be all that there may be
+    "ten_gigabytes": (None, "MemoryError: "),
+    "memory_piece_by_piece": (None, "MemoryError: "),
+    "a_large_number": (None, "timeout"),
     "a_large_file": NOTHING,
-    "many_files": (0, "OSError: "),
-    "many_threads": (0, NO_THREAD),
+    "many_files": (None, "OSError: "),
+    "many_threads": (None, NO_THREAD),
     "fork_and_return_twice": (0.25, None),
     "a_child_that_stays": (0.25, None),
     "a_daemon": (0.25, None),
     "forty_children": (0.25, None),
     "a_child_that_dies_later": (0.25, None),
-    "garbage_on_every_descriptor": (0, BROKE),
-    "a_pickle_on_every_descriptor": (0, BROKE),
-    "an_endless_message": (0, BROKE),
-    "half_a_message": (0, (DIED, "timeout")),  # late, or it swallowed the next answers
-    "deep_json": (0, BROKE),
-    "a_score_of_another_sample": (0, BROKE),
-    "a_score_that_is_nan": (0, BROKE),
-    "a_score_that_is_text": (0, BROKE),
-    "a_long_integer": (0, BROKE),
-    "an_integer_beyond_every_float": (0, BROKE),
-    "ready_again": (0, BROKE),
-    "refused_late": (0, BROKE),
-    "close_every_descriptor": (0, DIED),
-    "an_evil_number": (0, "SystemError: no"),
-    "an_exception_that_raises": (0, DIED + "exit status 1"),
-    "a_long_exception": (0, "ValueError: xxx"),
-    "an_exception_that_clears_the_screen": (0, "{0}[2J{0}{0}megarl: done: ".format("\N{REPLACEMENT CHARACTER}")),
+    "garbage_on_every_descriptor": (None, BROKE),
+    "a_pickle_on_every_descriptor": (None, BROKE),
+    "an_endless_message": (None, BROKE),
+    "half_a_message": (None, (DIED, "timeout")),  # late, or it swallowed the next answers
+    "deep_json": (None, BROKE),
+    "a_score_of_another_sample": (None, BROKE),
+    "a_score_that_is_nan": (None, BROKE),
+    "a_score_that_is_text": (None, BROKE),
+    "a_long_integer": (None, BROKE),
+    "an_integer_beyond_every_float": (None, BROKE),
+    "ready_again": (None, BROKE),
+    "refused_late": (None, BROKE),
+    "close_every_descriptor": (None, DIED),
+    "an_evil_number": (None, "SystemError: no"),
+    "an_exception_that_raises": (None, DIED + "exit status 1"),
+    "a_long_exception": (None, "ValueError: xxx"),
+    "an_exception_that_clears_the_screen": (None, "{0}[2J{0}{0}megarl: done: ".format("\N{REPLACEMENT CHARACTER}")),
     "prints_that_clear_the_screen": (1, None),
     "prints_without_end": (1, None),
-    "ten_thousand_parts": (0, "bad return: 10000 parts, more than 64"),
+    "ten_thousand_parts": (None, "bad return: 10000 parts, more than 64"),
     "a_part_with_a_long_name": (1, None),
-    "a_number_too_large": (0, "bad return: "),
-    "a_number_whose_square_overflows": (0, "bad return: the reward function returned 1e+308, beyond the limit of 1e+09"),
-    "a_decimal": (0, "bad return: "),
+    "a_number_too_large": (None, "bad return: "),
+    "a_number_whose_square_overflows": (None, "bad return: the reward function returned 1e+308, beyond the limit of 1e+09"),
+    "a_decimal": (1, None),
     "a_fraction": (0.5, None),
-    "a_complex_number": (0, "bad return: "),
-    "a_fork_bomb": (0, "BlockingIOError: "),
+    "a_complex_number": (None, "bad return: "),
+    "a_fork_bomb": (None, "BlockingIOError: "),
 }
 
 
@@ -208,7 +208,7 @@ def test_a_function_of_ones_own_is_given_what_it_needs(granted: Level, tmp_path:
     for sandbox, error in ((given, None), (SandboxSettings(env=["MEGARL_KEY"]), "FileNotFoundError|PermissionError")):
         with ProcessScorer(RewardSettings(source=FunctionReward(path="needs:f"), sandbox=sandbox)) as scorer:
             [score] = scorer.score(ask)
-        assert score.value == float(error is None) and (score.error or "None").partition(":")[0] in (error or "None").split("|")
+        assert score.value == (1.0 if error is None else None) and (score.error or "None").partition(":")[0] in (error or "None").split("|")
 
 
 def test_it_is_said_where_roots_processes_have_no_bound(tmp_path: Path) -> None:

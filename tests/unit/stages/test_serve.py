@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, PromptFormat
 from megarl.data.prompts import Renderer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.stages.serve import Service
@@ -29,7 +29,7 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
 
 
 def service(tokenizer: PreTrainedTokenizerBase) -> Service:
-    return Service(MOST, Renderer(tokenizer, True, "{prompt}", MOST, "serve.max_tokens"), Mock(spec=WorkerGroup))
+    return Service(MOST, Renderer(tokenizer, PromptFormat(), MOST, "serve.max_tokens"), Mock(spec=WorkerGroup))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_long_prompt_is_refused_before_the_chat_template_sees_it(
 ) -> None:
     served = service(tokenizer)
     rendered = Mock(side_effect=AssertionError("rendered"))
-    monkeypatch.setattr("megarl.data.prompts.render_chats", rendered)
+    monkeypatch.setattr("megarl.data.template.render", rendered)
     with pytest.raises(ConfigError, match=r"^sample 1: the prompt, as JSON: .* characters are more than serve.max_tokens=64 tokens"):
         served.read([{"prompt": "a", "response": "b"}, {"prompt": prompt, "response": "b"}])
     rendered.assert_not_called()
@@ -54,7 +54,7 @@ def test_a_long_prompt_is_refused_before_the_chat_template_sees_it(
 
 def test_a_client_s_prompt_cannot_keep_the_chat_template_busy(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread that reads, as the server calls it."""
-    monkeypatch.setattr("megarl.data.tokenizer.TEMPLATE_S", 0.2)
+    monkeypatch.setattr("megarl.data.template.TEMPLATE_S", 0.2)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     slow = copy.deepcopy(tokenizer)
     slow.chat_template = "{{ messages[0].content }}{% if messages[0].content == 'loop' %}" + loop + "{% endif %}"
@@ -71,3 +71,17 @@ def test_a_prompt_is_read_as_a_text_and_as_messages(tokenizer: PreTrainedTokeniz
     text, chat = service(tokenizer).read(samples)
     assert text.tokens.tolist() == chat.tokens.tolist()
     assert text.tokens[-1] == tokenizer.eos_token_id
+
+
+def test_a_row_s_arguments_an_open_thought_and_an_end_are_read_as_in_training(tokenizer: PreTrainedTokenizerBase) -> None:
+    dressed: Any = copy.deepcopy(tokenizer)
+    dressed.chat_template = tokenizer.chat_template.replace("<|assistant|>{%- endif -%}", "<|assistant|>{{ opening }}{%- endif -%}")
+    served = service(dressed)
+    for meta, response, text in (
+        ({}, "b<|end|>", "<|user|>a<|assistant|>b<|end|>"),
+        ({"chat_template_kwargs": {"opening": "<think>"}}, "<think>b</think>c", "<|user|>a<|assistant|><think>b</think>c<|end|>"),
+    ):
+        [sample] = served.read([{"prompt": "a", "response": response, "meta": meta}])
+        assert tokenizer.decode(sample.tokens) == text
+    with pytest.raises(ConfigError, match=r"^sample 0: tools: the chat template leaves out the schemas$"):
+        served.read([{"prompt": "a", "response": "b", "meta": {"tools": [{"name": "add"}]}}])

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayError
 
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
-from megarl.config import EnvironmentSettings, HttpEnvironment, RolloutSettings
+from megarl.config import EnvironmentSettings, HttpEnvironment, PromptFormat, RolloutSettings
 from megarl.rollout.episodes import Limits, Start
 from megarl.rollout.generate import Sampling
 from megarl.workers import dispatch
@@ -67,7 +67,7 @@ def test_who_has_finished_something_is_asked_next_and_nobody_for_more_than_twice
 def test_an_engine_is_not_asked_for_many_more_episodes_than_its_environment_bears(calls: Calls) -> None:
     """Those that wait there would use up the time of their call."""
     environment = EnvironmentSettings(source=HttpEnvironment(url="http://127.0.0.1:1"), max_concurrent=2)
-    work = dispatcher(8, max_num_seqs=6, playing=Playing(environment, Limits(8, 8, 2), None))
+    work = dispatcher(8, max_num_seqs=6, playing=Playing(environment, Limits(8, 8, 2), PromptFormat()))
     work.finished()
     assert calls.asked == [("a", 0), ("b", 1)]
 

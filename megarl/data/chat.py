@@ -1,0 +1,112 @@
+"""A chat as a template renders it, and marks in place of its texts, which show what a template leaves out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from megarl.data.messages import SPOKEN, Message
+
+STRUCTURE = {"role", "name", "id", "tool_call_id", "type", "weight"}  # keys of a message that templates may well leave out
+PROBE = "f7Zq0"  # a text that no template contains
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": f"{PROBE}tool", "description": "Q", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a chat template renders."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None  # schemas of the tools that the assistant may call
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the template, by name
+    inserted: int = 0  # messages at the beginning that are not the row's
+
+    def until(self, number: int) -> Chat:
+        """The chat before a message."""
+        return replace(self, messages=self.messages[:number])
+
+    def named(self, number: int) -> str:
+        """The name of a message in errors, which counts as the row does."""
+        return f"message {number - self.inserted}" if number >= self.inserted else "the message of data.system"
+
+
+class Omission(NamedTuple):
+    """What a template leaves out of chats of one shape."""
+
+    number: int | None  # the first message of which something is left out; -1: the tools
+    what: str  # what that is
+
+
+NOTHING = Omission(None, "")
+
+
+def calling(arguments: Any, silence: Mapping[str, Any]) -> list[Message]:
+    """Return a chat that ends with a call."""
+    call = {"type": "function", "id": "f7Zq00000", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "Q"}, {"role": "assistant", "tool_calls": [call], **silence}]
+
+
+def shape(chat: Chat) -> Any:
+    """Return what determines how a template treats a chat, besides its texts."""
+    arguments = json.dumps(dict(chat.arguments), sort_keys=True, default=str) if chat.arguments else ""
+    return arguments, chat.tools is None, tuple(map(_message_shape, chat.messages))
+
+
+def _message_shape(message: Message) -> Any:
+    calls = [type(call.get("function", call).get("arguments")).__name__ for call in message.get("tool_calls", ())]
+    return message["role"], *(key for key, value in message.items() if value), *calls
+
+
+def probed(chat: Chat) -> tuple[Chat, list[tuple[int, str, str]]]:
+    """Return the chat with a mark in place of each text, and (number of the message, key, mark) of each."""
+    messages, marks = list[Message](), list[tuple[int, str, str]]()
+
+    def mark(number: int, key: str) -> str:
+        marks.append((number, key, f"{PROBE}{len(marks)}{PROBE}"))
+        return marks[-1][2]
+
+    for number, message in enumerate(chat.messages):
+        texts = [key for key, value in message.items() if key not in STRUCTURE and isinstance(value, str) and value.strip()]
+        probe = {**message, **{key: mark(number, key) for key in texts}}
+        if "tool_calls" in message:
+            probe["tool_calls"] = calls = []
+            for call in message["tool_calls"]:
+                function = call.get("function", call)
+                changed = {**function, "name": mark(number, "tool_calls")}
+                if arguments := function.get("arguments"):
+                    value = mark(number, "tool_calls")
+                    changed["arguments"] = {"a": value} if isinstance(arguments, dict) else f'{{"a": "{value}"}}'
+                calls.append({**call, "function": changed} if "function" in call else changed)
+        messages.append(probe)
+    return replace(chat, messages=messages, tools=None if chat.tools is None else [PROBE_TOOL]), marks
+
+
+def omission(chat: Chat, marks: Sequence[tuple[int, str, str]], text: str | Exception) -> tuple[Omission, set[str]]:
+    """Return what a template leaves out of a chat of marks.
+
+    Args:
+        chat: the chat.
+        marks: its marks, as `probed` returns them.
+        text: its rendering; if the template refuses it, nothing is missing.
+
+    Returns:
+        The first thing that is missing, and the other keys of messages that are.
+    """
+    if isinstance(text, Exception):
+        return NOTHING, set()
+    if chat.tools is not None and PROBE_TOOL["function"]["name"] not in text:
+        return Omission(-1, "the schemas"), set()
+    last, unused = len(chat.messages) - 1, set[str]()
+    for number, key, mark in marks:
+        if mark not in text:
+            if key == "content":
+                return Omission(number, f"what the role {chat.messages[number]['role']!r} says"), set()
+            if key == "tool_calls" or (key in SPOKEN and number == last):
+                return Omission(number, f"its {key}"), set()
+            unused |= {key} - set(SPOKEN)
+    return NOTHING, unused

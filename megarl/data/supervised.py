@@ -1,0 +1,172 @@
+"""The data of supervised training: conversations, and prompts with their reference answers as responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megarl.config import ConfigError, ConversationSource, FileSource, ReasoningGymSource, SftData
+from megarl.data.answers import text_of
+from megarl.data.columns import at
+from megarl.data.conversations import Conversation, Script, plain_script, tokenised
+from megarl.data.files import taken_rows
+from megarl.data.intake import UNUSED, Intake
+from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
+from megarl.data.prompts import Renderer, check_turn
+from megarl.data.rendering import Lesson, batches, replies, samples
+from megarl.data.rows import Row, source_rows
+from megarl.data.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 4096  # conversations rendered and tokenised together
+LIMIT_KEY = "sft.max_tokens"
+
+
+def load_conversations(
+    source: ConversationSource, tokenizer: PreTrainedTokenizerBase, data: SftData, max_tokens: int, key: str
+) -> list[Conversation]:
+    """Return the training samples of the conversations in a file.
+
+    What is read and learned is what the chat template writes. Where it rewrites earlier messages once later ones follow, a conversation
+    becomes several samples, in which each message of the assistant's is learned once.
+
+    Args:
+        source: the file, and the column of the messages.
+        tokenizer: the model's tokenizer.
+        data: how conversations are rendered, which messages are learned, and what happens to bad rows.
+        max_tokens: maximum length of one sample.
+        key: the source's dotted key, such as "data.train".
+
+    Raises:
+        ConfigError: one line: the first row that is refused; a file without conversations; a tokenizer without a chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{key}: the tokenizer has no chat template, and conversations need one")
+    intake = Intake.of(data)
+    template, filled = ChatTemplate(tokenizer, data, intake=intake), source.path.suffix != ".jsonl"
+    used = {name.partition(".")[0] for name in (source.messages_key, *source.where)} | {source.messages_key, TOOLS, ARGUMENTS}
+
+    def lesson(item: tuple[str, dict[str, Any]]) -> Lesson:
+        place, row = item
+        intake.note(UNUSED, row.keys() - used)
+        messages = checked(at(row, source.messages_key, place, f"{key}.messages_key"), place, filled)
+        if isinstance(messages, str):
+            raise ConfigError(f"{place}: a conversation is a list of chat messages, not a text")
+        numbers = learned_messages(messages, data.train_on == "last", place)
+        whole = Row(place, messages, "", {}, tools_of(row, place, filled), arguments_of(row, place))
+        return Lesson.of(template, whole, numbers)
+
+    made = _learned(intake.each(taken_rows(source, key), lesson), template, max_tokens, intake)
+    if not made and not intake.dropped:
+        raise ConfigError(f"{key}.path: {source.path} holds no conversations{f' after the first {source.skip}' if source.skip else ''}")
+    intake.tell(len(made), key, f"{LIMIT_KEY}={max_tokens}")
+    return made
+
+
+def load_answers(
+    source: ReasoningGymSource | FileSource, tokenizer: PreTrainedTokenizerBase, data: SftData, max_tokens: int, key: str
+) -> list[Conversation]:
+    """Return each prompt of a source with its reference answer as the response, in order.
+
+    Args:
+        source: the source of the prompts and answers.
+        tokenizer: the model's tokenizer.
+        data: how prompts are rendered, and what happens to bad rows.
+        max_tokens: maximum length of a prompt and its answer, including the end token.
+        key: the source's dotted key, such as "data.train".
+
+    Raises:
+        ConfigError: one line: the first row that is refused; a source without prompts.
+    """
+    intake = Intake.of(data)
+    renderer = Renderer(tokenizer, data, max_tokens, LIMIT_KEY, intake=intake)
+    template, rows = renderer.chat_template, source_rows(source, key, intake)
+    file = source if isinstance(source, FileSource) else None
+    used = {TOOLS, ARGUMENTS, *(name.partition(".")[0] for name in file.where)} if file is not None else set[str]()
+    filled = file is not None and file.path.suffix != ".jsonl"
+
+    def response(row: Row) -> list[Message]:
+        intake.note(UNUSED, row.meta.keys() - used if file is not None else ())
+        check_turn(row)
+        return _response(row, filled)
+
+    def lesson(template: ChatTemplate, row: Row) -> Lesson:
+        whole = replace(row, prompt=[*row.messages, *response(row)])
+        return Lesson.of(template, whole, learned_messages(whole.messages, data.train_on == "last", row.place, len(row.messages)))
+
+    def script(row: Row) -> Script:
+        [*others, message] = response(row)
+        if others or message.keys() != {"role", "content"}:
+            raise ConfigError(f"{row.place}: a response of several parts needs data.chat=true")
+        return plain_script(renderer, row, message["content"])
+
+    if template is not None:
+        made = _learned(intake.each(rows, partial(lesson, template)), template, max_tokens, intake, "response")
+    else:
+        made = list[Conversation]()
+        for batch in batches(intake.each(rows, script), CHUNK, lambda script: len(script.turns[0].text)):
+            made += _tokenised(batch, tokenizer, max_tokens, intake, special=True)
+    intake.tell(len(made), key, f"{LIMIT_KEY}={max_tokens}")
+    return made
+
+
+def learned_messages(messages: list[Message], last: bool, place: str, start: int = 0) -> list[int]:
+    """Return the numbers of the assistant's messages that are learned.
+
+    Args:
+        messages: a conversation.
+        last: only the last of them.
+        place: the start of an error's message.
+        start: the first message that may be learned.
+
+    Raises:
+        ConfigError: there are none, or one says nothing.
+    """
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= start]
+    if not numbers:
+        others = sorted({message["role"] for message in messages} - {"system", "user", "tool"})
+        also = f": its roles are {', '.join(others)}" if others else ""
+        raise ConfigError(f"{place}: the conversation has no message of the assistant's{also}")
+    if numbers[0] == 0:
+        raise ConfigError(f"{place}: the conversation begins with the assistant's message, which answers nothing")
+    numbers = [number for number in (numbers[-1:] if last else numbers) if messages[number].get("weight", 1)]
+    if not numbers:
+        raise ConfigError(f"{place}: nothing is learned: the weight of {'the last' if last else 'each'} message of the assistant's is 0")
+    if (empty := next((number for number in numbers if not says_something(messages[number])), None)) is not None:
+        raise ConfigError(f"{place}: message {empty}: the assistant says nothing")
+    return numbers
+
+
+def _response(row: Row, filled: bool) -> list[Message]:
+    """Return a row's answer as messages. Raise ConfigError if it is neither a text nor messages that end with the assistant's."""
+    answer = row.answer
+    if isinstance(answer, list) and all(isinstance(message, dict) and "role" in message for message in answer):
+        messages = checked_chat(answer, f"{row.place}: the response", filled)
+        if messages[-1]["role"] != "assistant":
+            raise ConfigError(f"{row.place}: the messages of the response must end with one of the assistant's")
+        return messages
+    if isinstance(answer, list | dict) or not text_of(answer).strip():
+        raise ConfigError(f"{row.place}: the response must be a text or messages, not {answer!r:.80}")
+    return [{"role": "assistant", "content": text_of(answer)}]
+
+
+def _learned(
+    lessons: Iterable[Lesson], template: ChatTemplate, most: int, intake: Intake, name: str = "conversation"
+) -> list[Conversation]:
+    made = list[Conversation]()
+    for batch in batches(lessons, CHUNK, lambda lesson: lesson.size):
+        turns = intake.taken(zip(batch, replies(template, batch), strict=True))
+        scripts = [Script(lesson.place, sample, name) for lesson, replied in turns for sample in samples(replied)]
+        made += _tokenised(scripts, template.tokenizer, most, intake)
+    return made
+
+
+def _tokenised(
+    scripts: Iterable[Script], tokenizer: PreTrainedTokenizerBase, most: int, intake: Intake, special: bool = False
+) -> list[Conversation]:
+    items = [(None, [script]) for script in scripts]
+    return [conversation for _, [conversation] in tokenised(tokenizer, items, most, LIMIT_KEY, intake, special)]

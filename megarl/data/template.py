@@ -1,0 +1,275 @@
+"""A model's chat template: renders chats in batches, in the form that it takes them, and says what of them it leaves out."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import filterfalse, groupby
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from megarl.config import PromptFormat
+from megarl.data.bounds import in_memory, within_cpu_time
+from megarl.data.chat import PROBE, PROBE_TOOL, Chat, Omission, calling, omission, probed, shape
+from megarl.data.intake import Intake
+from megarl.data.messages import Message, instructed, spoken
+from megarl.data.tokenizer import first_line, special_tokens, unended
+from megarl.errors import ConfigError, hint
+from megarl.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_S, MESSAGE_S, TEMPLATE_MB = 2.0, 0.005, 384  # limits of rendering: CPU time per call, plus per message; memory
+ROLES = {"system", "user", "assistant", "tool", "developer"}
+SHAPES = 1 << 12  # kinds of chats whose omissions are remembered
+
+
+def render(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], generation: bool = True) -> list[str]:
+    """Render each chat.
+
+    Args:
+        tokenizer: the tokenizer with the chat template.
+        chats: the chats.
+        generation: go on to where the assistant's next message begins.
+
+    Raises:
+        TimeoutError, MemoryError: the template takes too much CPU time, or (checked only in the main thread) memory.
+        Exception: whatever the template raises.
+    """
+    texts = list[str]()
+    messages = sum(len(chat.messages) for chat in chats)
+    with in_memory(TEMPLATE_MB), within_cpu_time(TEMPLATE_S + messages * MESSAGE_S):
+        for (tools, arguments), group in groupby(chats, lambda chat: (chat.tools, chat.arguments)):
+            batch = [chat.messages for chat in group]
+            texts += tokenizer.apply_chat_template(batch, tools=tools, tokenize=False, add_generation_prompt=generation, **arguments)
+    return texts
+
+
+def render_chats(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[list[Message]],
+    tools: Sequence[dict[str, Any]] | None = None,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
+    """Render chats that share their tools, up to where the assistant's next message begins; raises as `render` does.
+
+    Args:
+        tokenizer: the tokenizer with the chat template.
+        chats: the messages of each chat.
+        tools: the schemas of the tools that the assistant may call; None: none.
+        arguments: further arguments of the template.
+    """
+    return render(tokenizer, [Chat(messages, None if tools is None else list(tools), arguments) for messages in chats])
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, with what a run adds to every chat.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        data: the run's arguments of the template and its system message, and what to do with control tokens.
+        tools: schemas of the tools that the assistant may call.
+        intake: takes notes about rows.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template; or the template leaves out the user's message, could run forever, or does not know
+            one of the arguments.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: PromptFormat,
+        tools: Sequence[dict[str, Any]] | None = None,
+        intake: Intake | None = None,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
+        self.tokenizer, self._data, self._tools = tokenizer, data, None if tools is None else list(tools)
+        self._intake = intake or Intake()
+        self._sources = list(tokenizer.chat_template.values()) if isinstance(tokenizer.chat_template, dict) else [tokenizer.chat_template]
+        self._omissions: dict[Any, Omission] = {}
+        self._read: dict[str, bool] = {}  # the answers of `_reads`
+        for name in data.template_args:
+            if not self._reads(name):
+                words = {word for source in self._sources for word in re.findall(r"\w+", source)}
+                raise ConfigError(f"data.template_args.{name}: the chat template reads no such argument{hint(name, words)}")
+        self._check()
+
+    def chat(
+        self, messages: list[Message], place: str, tools: list[dict[str, Any]] | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> Chat:
+        """Return a row's chat with what the run adds, in the form that the template takes.
+
+        Args:
+            messages: checked messages.
+            place: the start of an error's message.
+            tools: the row's own schemas of tools.
+            arguments: the row's own arguments of the template.
+
+        Raises:
+            ConfigError: the row has other tools than the run, or control tokens that are refused.
+        """
+        if tools is not None and self._tools is not None and tools != self._tools:
+            raise ConfigError(f"{place}: tools: the environment has tools of its own, and the row has others")
+        self._intake.note("unusual roles", {message["role"] for message in messages} - ROLES)
+        whole = instructed(messages, self._data.system)
+        adapted = [self._adapted(message) if message["role"] == "assistant" else message for message in whole]
+        chat = Chat(adapted, self._tools if tools is None else tools, self.given(arguments), len(whole) - len(messages))
+        self._check_control(chat, place)
+        return chat
+
+    def given(self, arguments: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Return the run's arguments of the template, and a row's own, without those that the template does not read."""
+        if not arguments:
+            return self._data.template_args
+        self._intake.note("arguments that the chat template does not read", filterfalse(self._reads, arguments))
+        return self._data.template_args | {name: value for name, value in arguments.items() if self._reads(name)}
+
+    def texts(self, chats: Sequence[Chat], generation: bool = True) -> list[str | Exception]:
+        """Render each chat as `render` does, but return what the template raises for one of them in its place.
+
+        Raises TimeoutError if the template takes too much CPU time for all of them.
+        """
+        try:
+            return list(render(self.tokenizer, chats, generation))
+        except TimeoutError:
+            raise
+        except Exception as error:  # a template may raise anything
+            if len(chats) == 1:
+                return [error]
+            return [text for chat in chats for text in self.texts([chat], generation)]
+
+    def omissions(self, chats: Sequence[Chat], generation: bool = True) -> list[Omission]:
+        """Return what the template leaves out of each chat, whatever its texts are.
+
+        Found once for all chats of one shape, from a chat in which each text is replaced by one that nothing else contains. Of the messages
+        before the last, only the content and the calls count, since templates may leave out earlier reasoning.
+        """
+        kinds = [(shape(chat), generation) for chat in chats]
+        fresh = {kind: chat for kind, chat in zip(kinds, chats, strict=True) if kind not in self._omissions}
+        if len(self._omissions) > SHAPES:
+            self._omissions = {kind: self._omissions[kind] for kind in kinds if kind in self._omissions}
+        probes = [probed(chat) for chat in fresh.values()]
+        texts = self.texts([chat for chat, _ in probes], generation) if probes else []
+        for kind, (chat, marks), text in zip(fresh, probes, texts, strict=True):
+            self._omissions[kind], unused = omission(chat, marks, text)
+            self._intake.note("keys of messages that the chat template leaves out", unused)
+        return [self._omissions[kind] for kind in kinds]
+
+    @cached_property
+    def end(self) -> str:
+        """The token that ends the assistant's message: the template's own or, if it writes none, the tokenizer's."""
+        special = special_tokens(self.tokenizer)
+        adjacent = re.search(f"(?:{special.pattern})+", self.closing)  # what follows after white space ends the whole text
+        return str(self.tokenizer.eos_token) if adjacent is None else str(special.findall(adjacent[0])[-1])
+
+    @cached_property
+    def closing(self) -> str:
+        """What the template writes after the assistant's message, with or without an end token."""
+        question, answer = f"{PROBE}question", f"{PROBE}answer"
+        chat: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        _, _, rest = (self._rendered(chat) or "").partition(question)
+        header, _, closing = rest.partition(answer)
+        if header.strip() and header == closing and header.strip() != self.tokenizer.eos_token:
+            raise ConfigError(f"data.chat: the chat template always ends with {header!r:.80}, even where the assistant does not speak next")
+        return closing
+
+    def _adapted(self, message: Message) -> Message:
+        """Return a message of the assistant's in the form that the template takes, without an end token, which the template writes."""
+        adapted = {key: value for key, value in message.items() if key != "weight"}
+        content = adapted.get("content")
+        if content is not None:
+            adapted["content"] = unended(content, self.end, str(self.tokenizer.eos_token))
+        elif "tool_calls" in adapted:
+            adapted |= self._silence
+        else:
+            adapted["content"] = ""
+        if "tool_calls" in adapted:
+            adapted["tool_calls"] = [self._adapted_call(call) for call in adapted["tool_calls"]]
+        return adapted
+
+    def _adapted_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function, (objects, texts) = call.get("function", call), self._argument_kinds
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and objects and not texts:
+            with suppress(ValueError):
+                arguments = parse_json(arguments.encode())
+        elif isinstance(arguments, dict) and texts and not objects:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        else:
+            return call
+        changed = {**function, "arguments": arguments}
+        return {**call, "function": changed} if "function" in call else changed
+
+    @cached_property
+    def _argument_kinds(self) -> tuple[bool, bool]:
+        """Whether the template takes the arguments of a call as an object, and as JSON."""
+        as_object, as_json = {f"{PROBE}a": f"{PROBE}b"}, f'{{"{PROBE}a":  "{PROBE}b"}}'
+        objects, texts = (self._called(arguments, {"content": "A"}) for arguments in (as_object, as_json))
+        return f"{PROBE}a" in objects and f"{PROBE}b" in objects, as_json in texts
+
+    @cached_property
+    def _silence(self) -> dict[str, Any]:
+        """How the template takes a message that only calls: without content, with null or with an empty text."""
+        arguments: Any = {"a": f"{PROBE}b"} if self._argument_kinds[0] else f'{{"a": "{PROBE}b"}}'
+        nones = self._called(arguments, {"content": "A"}).count("None")
+        for silence in ({}, {"content": None}, {"content": ""}):
+            text = self._called(arguments, silence)
+            if f"{PROBE}b" in text and text.count("None") == nones:
+                return silence
+        return {"content": ""}  # so that it is named what the template leaves out
+
+    def _called(self, arguments: Any, silence: Mapping[str, Any]) -> str:
+        """Return the rendering of a chat that ends with a call, or nothing."""
+        chat = calling(arguments, silence)
+        return self._rendered(chat, [PROBE_TOOL]) or self._rendered(chat) or ""
+
+    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str | None:
+        """Return the rendered messages without a generation prompt; None if the template refuses them."""
+        text = self._one(Chat(messages, tools, self._data.template_args), generation=False)
+        return text if isinstance(text, str) else None
+
+    def _one(self, chat: Chat, generation: bool = True) -> str | Exception:
+        """`texts` of a chat of our own. Raises ConfigError if the template takes too much CPU time or memory."""
+        try:
+            [text] = self.texts([chat], generation)
+        except TimeoutError as error:
+            raise ConfigError(f"data.chat: the model's chat template: {first_line(error)}") from None
+        if isinstance(text, MemoryError):
+            raise ConfigError(f"data.chat: the model's chat template: {first_line(text)}")
+        return text
+
+    def _check(self) -> None:
+        """Refuse a template that leaves out the user's message or could run forever; one that raises is refused when it renders a row."""
+        from jinja2 import Environment, TemplateSyntaxError
+
+        with suppress(TemplateSyntaxError):
+            if any(token[1:] == ("operator", "**") for source in self._sources for token in Environment().lex(source)):
+                raise ConfigError("data.chat: the model's chat template raises to a power (**), which can take forever")
+        text = self._one(Chat([{"role": "user", "content": PROBE}], None, self._data.template_args))
+        if isinstance(text, str) and PROBE not in text:
+            raise ConfigError(f"data.chat: the model's chat template leaves the prompt out: it renders {PROBE!r} as {text!r:.200}")
+
+    def _check_control(self, chat: Chat, place: str) -> None:
+        special = special_tokens(self.tokenizer)
+        for number, message in enumerate(chat.messages[chat.inserted :]):
+            for key, text in spoken(message):
+                if token := special.search(text):
+                    if self._data.control_tokens == "refuse":
+                        what = f"its {key} has the control token {token[0]!r}"
+                        raise ConfigError(f"{place}: message {number}: {what} (data.control_tokens=refuse)")
+                    self._intake.note_control(place, token[0])
+                    return
+
+    def _reads(self, name: str) -> bool:
+        """Whether the template reads an argument that is not one of transformers' own."""
+        if name not in self._read:
+            own = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() - {"documents"} | {"messages"}
+            self._read[name] = name not in own and any(re.search(rf"\b{re.escape(name)}\b", source) for source in self._sources)
+        return self._read[name]

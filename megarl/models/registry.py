@@ -1,0 +1,51 @@
+"""The model families that megarl supports, by architecture, and what config.json means where it leaves keys out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models import deepseek_v3, glm4_moe, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from megarl.models.weight_map import Family
+
+_MODULES = (qwen3_moe, qwen3, qwen2, llama, mistral, phi3, mixtral, deepseek_v3, glm4_moe)
+FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
+# config.json's model_type, by which transformers and vLLM choose their code, is the name of the family's file, or another name of it.
+MODEL_TYPES = {
+    head.architecture: (module.__name__.rpartition(".")[2], *module.FAMILY.names)
+    for module in _MODULES
+    for head in module.FAMILY.heads.values()
+}
+
+
+def family_of(hf: Mapping[str, Any]) -> Family:
+    """Return the family of a config.json. Raise ConfigError for an architecture that megarl does not support."""
+    architectures = hf.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if name not in FAMILIES:
+        raise ConfigError(f"model.path: architecture {name!r} is not supported (supported: {', '.join(FAMILIES)})")
+    return FAMILIES[name]
+
+
+def completed(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with every key that the family reads: other spellings resolved, missing keys with transformers' defaults.
+
+    A config.json of an unknown architecture is returned as it is: `family_of` refuses it.
+
+    Raises:
+        ConfigError: a key is null that transformers takes no null for.
+    """
+    config, [name] = dict(hf), (hf.get("architectures") or [None])[:1]
+    if name not in FAMILIES:
+        return config
+    family = FAMILIES[name]
+    for other, key in family.spellings.items():
+        if other in config:
+            config.setdefault(key, config[other])
+    for key, default in family.defaults.items():
+        if key not in config:
+            config[key] = default
+        elif config[key] is None and default is not None and key not in family.nullable:
+            raise ConfigError(f"model.path: config.json's {key} is null, which says nothing: without the key it is {default!r}")
+    return config

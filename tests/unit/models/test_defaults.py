@@ -1,0 +1,201 @@
+"""A config.json means what transformers says it means, or is refused: every key that a family reads, missing, null, or spelt otherwise."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from megarl.config import ConfigError
+from megarl.models.arithmetic import arithmetic, differences
+from megarl.models.registry import FAMILIES, MODEL_TYPES, completed, family_of
+from tools.make_tiny_model import FAMILIES as TINY
+from tools.make_tiny_model import configuration
+
+KINDS = {head.architecture: MODEL_TYPES[head.architecture][0] for family in FAMILIES.values() if (head := family.heads["lm"])}
+# What transformers has no key for: it knows only these values.
+FIXED = {"scoring_func", "topk_method"}
+SCALED: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 8.0,
+        "beta_slow": 2.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "attention_factor": 1.2,
+        "truncate": False,
+    },
+}
+
+
+def tiny(architecture: str) -> dict[str, Any]:
+    """A config.json as transformers writes it."""
+    name = next(name for name, (kind, _) in TINY.items() if kind == KINDS[architecture])
+    made = configuration(name, layers=2, hidden=128, experts=8, expert_hidden=32).to_dict()
+    return {key: value for key, value in made.items() if key != "layer_types"} | {"architectures": [architecture]}
+
+
+def theirs(config: dict[str, Any]) -> PreTrainedConfig:
+    """What transformers makes of it. Raises one of several kinds of errors if it refuses it."""
+    kept = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items() if key != "model_type"}
+    return CONFIG_MAPPING[KINDS[config["architectures"][0]]](**kept)
+
+
+def rotation(config: PreTrainedConfig) -> tuple[torch.Tensor, float]:
+    """The frequencies and the factor of transformers' rotary embedding."""
+    module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    [name] = {name for name in dir(module) if name.endswith("RotaryEmbedding")}
+    rotary = getattr(module, name)(config)
+    return rotary.inv_freq, rotary.attention_scaling
+
+
+def same(config: dict[str, Any]) -> bool:
+    """Whether the family takes it; then transformers must mean the same by it."""
+    try:
+        hf = completed(config)
+        ours = arithmetic(hf)
+        family_of(hf).fields(hf)
+    except ConfigError as error:
+        assert str(error).startswith("model.path: ") and "\n" not in str(error)
+        return False
+    other = theirs(config)
+    latent = "qk_rope_head_dim" in hf
+    derived = {
+        "num_key_value_heads": other.num_key_value_heads,
+        "head_dim": getattr(other, "head_dim", None) or other.hidden_size // other.num_attention_heads,
+    }
+    for key in family_of(hf).defaults.keys() - FIXED - {"partial_rotary_factor", "rope_theta", "layer_types", "mlp_only_layers"}:
+        assert ours.get(key, hf[key]) == (derived[key] if key in derived else getattr(other, key)), key
+    assert not set(getattr(other, "layer_types", None) or []) - {"full_attention"} and getattr(other, "sliding_window", None) is None
+    assert not getattr(other, "mlp_only_layers", None)
+    frequencies, factor = rotation(other)
+    rope = family_of(hf).rope(hf)
+    torch.testing.assert_close(rope.frequencies(hf["qk_rope_head_dim"] if latent else ours["head_dim"]), frequencies, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    return True
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_missing_or_null_key_has_transformers_default_or_is_refused(architecture: str) -> None:
+    config, family = tiny(architecture), FAMILIES[architecture]
+    assert same(config)
+    spellings = {**{key: {key} for key in family.defaults}}
+    for other, key in family.spellings.items():
+        spellings[key].add(other)
+    taken = set()
+    for key, names in spellings.items():
+        rest = {name: value for name, value in config.items() if name not in names}
+        if same(rest):
+            taken.add(key)
+        for name in names:
+            assert same({**rest, name: None}) <= (family.defaults[key] is None or key in family.nullable), "a null that says nothing"
+    sizes = {"hidden_size", "num_attention_heads", "head_dim", "num_key_value_heads", "sliding_window"}  # others do not go with the rest
+    sizes |= {"n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "qk_rope_head_dim"}
+    assert family.defaults.keys() - taken <= sizes, "the default of every other key is taken"
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_the_tables_are_those_of_transformers_classes(architecture: str) -> None:
+    """Each default by itself, whether or not the rest of a tiny configuration goes with it."""
+    family, other = FAMILIES[architecture], CONFIG_MAPPING[KINDS[architecture]]()
+    derived = {"head_dim": getattr(other, "head_dim", None), "num_key_value_heads": other.num_attention_heads, "mlp_only_layers": []}
+    found = {**other.rope_parameters, **{key: getattr(other, key) for key in family.defaults if hasattr(other, key)}}
+    for key in family.defaults.keys() - FIXED - {"layer_types"}:
+        expected = derived.get(key) if family.defaults[key] is None else family.defaults[key]
+        assert found.get(key) == expected, key
+
+
+class Read(dict[str, Any]):
+    """A config.json that remembers which keys were read."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.keys_read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_every_key_that_a_family_reads_has_a_default(architecture: str) -> None:
+    """Or it changes nothing unless it is given: then only one value is supported, or it is a part of RoPE."""
+    config, family = Read(completed(tiny(architecture))), FAMILIES[architecture]
+    family.fields(config)
+    family.weights(config)
+    family.optional(config)
+    family.predictors(config)
+    given = {"rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"}
+    refused = {"attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "layer_types", "moe_layer_freq", "head_dim"}
+    general = {"architectures", "per_layer_config", "quantization_config"}
+    assert config.keys_read - family.defaults.keys() <= given | refused | general
+
+
+def ropes(architecture: str) -> Iterator[dict[str, Any]]:
+    """Every kind of RoPE in both spellings; with each of its keys missing or null; and both spellings side by side."""
+    plain = {key: value for key, value in tiny(architecture).items() if key not in ("rope_parameters", "partial_rotary_factor")}
+    yield plain
+    for top in ({}, {"rope_theta": 5e5}, {"rope_theta": None}, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": None}):
+        for scaled in (None, *SCALED.values()):
+            yield {**plain, **top, "rope_scaling": scaled}
+            yield {**plain, **top, "rope_parameters": scaled}
+            yield {**plain, **top, "rope_parameters": {**(scaled or {}), "rope_theta": 3e4}}
+            yield {**plain, **top, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}, "rope_scaling": scaled}
+            yield {**plain, **top, "rope_parameters": {**(scaled or {}), "rope_theta": 5e5}, "rope_scaling": scaled}
+            yield {**plain, **top, "rope_parameters": {**(scaled or {}), "partial_rotary_factor": 0.25}}
+            yield {**plain, **top, "rope_parameters": {**(scaled or {}), "partial_rotary_factor": None}}
+    for scaled in SCALED.values():
+        for key in scaled:
+            rest = {name: value for name, value in scaled.items() if name != key}
+            for changed in (rest, {**rest, key: None}):
+                yield {**plain, "rope_theta": 5e5, "rope_scaling": changed}
+                yield {**plain, "rope_parameters": {**changed, "rope_theta": 5e5}}
+                yield {**plain, "rope_parameters": {**changed, "rope_theta": 5e5}, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_rope_is_transformers_in_every_spelling_or_refused(architecture: str) -> None:
+    taken = sum(map(same, ropes(architecture)))
+    assert taken > (10 if architecture == "Phi3ForCausalLM" else 20)
+
+
+def test_both_spellings_of_rope_are_the_one_that_transformers_uses_or_are_refused() -> None:
+    """The older one beside the newer was ignored."""
+    config, yarn = tiny("Qwen2ForCausalLM"), {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": yarn}
+    with pytest.raises(ConfigError, match=r"rope_scaling and rope_parameters, which differ: rope_type is 'yarn' and 'default'"):
+        arithmetic(completed(config))
+    config["rope_parameters"] = {**yarn, "rope_type": "yarn", "rope_theta": 1e4}
+    assert same(config) and arithmetic(completed(config))["rope_type"] == "yarn"
+
+
+def test_another_spelling_is_no_other_arithmetic_and_another_number_is() -> None:
+    config = tiny("LlamaForCausalLM")
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    scaled = dict(config["rope_parameters"])
+    old |= {"rope_theta": scaled.pop("rope_theta"), "rope_scaling": scaled, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
+    assert differences(completed(config), completed(old)) == {}
+    for key, value in {"rms_norm_eps": 1e-5, "rope_theta": 1e4}.items():
+        assert differences(completed(old), completed({**old, key: value})) == {key: (old[key], value)}
+    moe = tiny("Qwen3MoeForCausalLM")
+    assert differences(completed(moe), completed({**moe, "num_experts_per_tok": 3})) == {"num_experts_per_tok": (2, 3)}
