@@ -74,20 +74,20 @@ FAULTS, SLURM, NODES = "tests/e2e/test_faults.py", "tests/e2e/test_slurm_jobs.py
 PARTS: tuple[tuple[Proof, ...], ...] = (
     (Proof("chaos", 900),),
     (
-        _tests(700, FAULTS, name="faults-two-ranks", words="[tp2- or shares or two_ranks"),
+        _tests(700, FAULTS, name="faults-two-ranks", words="any_process[tp2- or shares or two_ranks"),
         _tests(700, FAULTS, name="faults-recovery", words="start_again"),
     ),
     (_tests(760, "tests/e2e/test_ahead.py"), _distributed(70, "family_training")),
     (_tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES})"), _distributed(70, "learner")),
     (
-        _tests(400, FAULTS, name="faults-killed", words="[one- and not SIGSTOP"),
-        _tests(700, FAULTS, name="faults-modes", words="[ahead- or [free-"),
+        _tests(400, FAULTS, name="faults-killed", words="any_process[one- and not SIGSTOP"),
+        _tests(700, FAULTS, name="faults-modes", words="any_process[ahead- or any_process[free-"),
         _tests(90, "tests/e2e/test_pairs.py"),
         _distributed(40, "export"),
     ),
     (_tests(1000, SLURM, name="slurm-nodes", words=NODES), _tests(120, "tests/e2e/test_routing.py"), _distributed(60, "plan")),
     (
-        _tests(480, FAULTS, name="faults-stopped", words="[one- and SIGSTOP"),
+        _tests(480, FAULTS, name="faults-stopped", words="any_process[one- and SIGSTOP"),
         _tests(500, FAULTS, name="faults-joined", words="cluster_of_others"),
         _tests(170, "tests/e2e/test_clock.py"),
         _distributed(90, "algorithm_layouts"),

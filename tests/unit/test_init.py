@@ -161,7 +161,7 @@ def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_mo
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
     shutil.copytree(tiny_model, folder / "endless")
     config = json.loads((tiny_model / "config.json").read_text())
-    (folder / "endless" / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "max_position_embeddings"}))
+    (folder / "endless" / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "model_type"}))
     for arguments, line in (
         (
             ["init", str(tiny_model), "text.jsonl"],
@@ -178,7 +178,10 @@ def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_mo
             f"megarl: error: model.path: no such directory: {folder}/models/Qwen3-30B-A3B (of the Hugging Face Hub? "
             "hf download ORGANISATION/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B)",
         ),
-        (wrote(folder, SUMS, folder / "endless"), "megarl: error: model.path: config.json lacks max_position_embeddings"),
+        (
+            wrote(folder, SUMS, folder / "endless"),
+            f"megarl: error: model.path: {folder}/endless: config.json's model_type=None is not Qwen3MoeForCausalLM's",
+        ),
         (
             wrote(folder, SUMS, tiny_model, "--out", "none/own.yaml"),
             "megarl: error: init: --out none/own.yaml: its directory does not exist",

@@ -143,7 +143,7 @@ TABLE = [
         "an answer of 10 MB",
         "sft",
         prompts({"prompt": "x", "reward_model": {"ground_truth": "1" * 10_000_000}}),
-        r"^data\.train: the response to prompt 0: 10,000,000 characters are more than sft\.max_tokens=64",
+        r"^data\.train\.path: .*rows\.jsonl:1: the response: 10,000,000 characters are more than sft\.max_tokens=64",
     ),
     Case(
         "a conversation of 10 MB",

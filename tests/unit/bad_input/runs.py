@@ -102,7 +102,7 @@ TABLE = [
         Case(f"a sample's {name}", "samples", sample(**changes), rf"^.*step_1\.jsonl:1: no sample: {line}")
         for name, changes, line in (
             ("reward that is a text", {"reward": "1"}, "reward: Input should be a valid number"),
-            ("reward that is null", {"reward": None}, "reward: "),
+            ("reward that is a list", {"reward": [1]}, "reward: "),
             ("parts that are a list", {"parts": [1]}, "parts: Input should be an object"),
             ("part that is a text", {"parts": {"raw": "1"}}, "parts.raw: "),
             ("response that is null", {"response": None}, "response: "),
