@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 # Before torch is imported: the suite runs beside others, and nothing is fetched.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell hands it down to what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from xdist.scheduler import LoadFileScheduling

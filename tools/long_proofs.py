@@ -69,6 +69,7 @@ def _distributed(seconds: int, name: str) -> Proof:
 
 
 FAULTS, SLURM, NODES = "tests/e2e/test_faults.py", "tests/e2e/test_slurm_jobs.py", "test_a_lost or test_a_killed or test_an_engine"
+RAY = "gcs_server or raylet"
 # The seconds were measured beside other work (2026-11-26, commit b7ba0040), so that an idle machine takes fewer. Those of chaos, faults,
 # Slurm's jobs, hanging disks, steps, the own task and the examples are guesses so far, as is most of tests/unit.
 PARTS: tuple[tuple[Proof, ...], ...] = (
@@ -78,9 +79,9 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(700, FAULTS, name="faults-recovery", words="start_again"),
     ),
     (_tests(760, "tests/e2e/test_ahead.py"), _distributed(70, "family_training")),
-    (_tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES})"), _distributed(70, "learner")),
+    (_tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"), _distributed(70, "learner")),
     (
-        _tests(400, FAULTS, name="faults-killed", words="any_process[one- and not SIGSTOP"),
+        _tests(400, FAULTS, name="faults-killed", words="(any_process[one- and not SIGSTOP) or helper"),
         _tests(700, FAULTS, name="faults-modes", words="any_process[ahead- or any_process[free-"),
         _tests(90, "tests/e2e/test_pairs.py"),
         _distributed(40, "export"),
@@ -100,7 +101,12 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(45, "routing"),
     ),
     (_tests(430, "tests/unit"), _tests(150, "tests/e2e/test_engines.py"), _tests(240, "tests/slurm"), _distributed(120, "layouts")),
-    (_tests(420, "tests/e2e/test_own_task.py"), _tests(240, "tests/e2e/test_members.py"), _distributed(120, "family_weights")),
+    (
+        _tests(420, "tests/e2e/test_own_task.py"),
+        _tests(400, SLURM, name="slurm-ray", words=RAY),
+        _tests(240, "tests/e2e/test_members.py"),
+        _distributed(120, "family_weights"),
+    ),
     (_tests(360, "tests/rollout"), _tests(360, "tests/examples"), _distributed(45, "checkpoint"), _distributed(25, "value_model")),
     (
         _distributed(360, "replayed_steps"),

@@ -287,6 +287,25 @@ def test_an_engine_is_lost_while_ranks_start_again(
 
 
 @pytest.mark.long
+def test_a_stopped_helper_of_an_engine_costs_the_engine_alone(tmp_path: Path, tiny_model: Path) -> None:
+    """Whatever an engine has started is a part of it, though it may answer without that."""
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, LONG, "rollout.tp=2", f"cluster.still_timeout_s={STILL_S}")).start()
+    try:
+        job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
+        processes = Processes.of(job)
+        below = {one.pid for one in psutil.Process(processes.actor).children(recursive=True)} - {processes.core}
+        helpers = [pid for pid in below if "resource_tracker" in title(pid)]
+        assert helpers, [title(pid) for pid in below]
+        os.kill(helpers[0], signal.SIGSTOP)
+        job.wait_for("its recovery", lambda: "resumed after step " in job.text(), pause_s=0.02)
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.finish(LIMIT_S) == 143 and job.gone(), job.text()[-3000:]
+    finally:
+        job.kill()
+    assert re.findall(r"resumed after step \d+: (.*) replaced", job.text()) == ["engine"], job.text()[-3000:]
+
+
+@pytest.mark.long
 def test_an_engine_that_shares_devices_with_the_ranks_is_replaced(
     lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -29,6 +29,7 @@ STEPS = 8
 # A process for each of the four CPUs of two nodes: ranks on both, the engine on the second.
 OVERRIDES = (f"train.steps={STEPS}", "layout.ranks=3", "sync.transport=gloo", "train.eval_at_start=false", "rollout.max_response_tokens=24")
 SLOW = "reward.source.path=tests.slurm.slow:share_of_letters"  # a step lasts some seconds
+QUICK = "cluster.still_timeout_s=3"
 PATIENT = "cluster.still_timeout_s=3600"  # where a rank is held
 ASK_S = 1.0  # between two questions to Slurm
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -179,6 +180,17 @@ def die(submitted: Submitted) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def signal_ray(kind: str, number: signal.Signals) -> Callable[[Submitted], None]:
+    """One of Ray's own processes on the driver's node, after which Ray may end the driver without a word."""
+
+    def interrupt(submitted: Submitted) -> None:
+        pid = next(pid for pid, words in submitted.slurm.processes("n1").items() if Path(words.partition(" ")[0]).name == kind)
+        os.kill(pid, number)
+
+    interrupt.__name__ = f"{number.name} to {kind}"
+    return interrupt
+
+
 def run_out_of_time(submitted: Submitted) -> None:
     """The time limit is one to two minutes from now; Slurm warns 110 s before it."""
     hours, minutes, _ = map(int, submitted.slurm.job(submitted.number, "RunTime").split(":"))
@@ -190,7 +202,15 @@ def run_out_of_time(submitted: Submitted) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("interrupt", "options"),
-    [(requeue, ()), (preempt, ()), (cut_off, ()), (cut_off_head, ()), (run_out_of_time, (PATIENT, "--time", 60, "--grace", 110))],
+    [
+        (requeue, ()),
+        (preempt, ()),
+        (cut_off, ()),
+        (cut_off_head, ()),
+        (run_out_of_time, (PATIENT, "--time", 60, "--grace", 110)),
+        *((signal_ray(kind, number), (QUICK,)) for kind in ("gcs_server", "raylet") for number in (signal.SIGKILL, signal.SIGSTOP)),
+    ],
+    ids=lambda part: getattr(part, "__name__", ""),
 )
 def test_a_run_goes_on_after(
     interrupt: Callable[[Submitted], None],

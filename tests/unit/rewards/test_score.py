@@ -346,8 +346,6 @@ def test_where_it_is_said_why_a_scoring_process_does_not_start(tmp_path: Path) -
 
 
 DRIVER = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background hands down a deaf one
 from megarl.config import FunctionReward, RewardSettings
 from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.score import ScoreRequest

@@ -197,7 +197,6 @@ def alone() -> Iterator[tuple[subprocess.Popen[str], int]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a suite in the background hands down a deaf one
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
