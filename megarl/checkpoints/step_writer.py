@@ -68,7 +68,9 @@ class StepWriter:
     def _retire(self, keep_last: int, keep_every: int) -> None:
         entries = listing(self.root, contents=False)
         whole = [entry.step for entry in entries if entry.saved is not None and entry.step <= self.step]
-        oldest = min(whole[:keep_last])  # not empty: the new step is intact
+        if not whole:  # somebody else has moved or damaged what was just written
+            raise OSError(f"{self.root}: no step is intact, {step_name(self.step)} included, which has just been written")
+        oldest = min(whole[:keep_last])
         for entry in entries:
             if entry.finished and entry.step < oldest and not (keep_every and entry.step % keep_every == 0):
                 shrinking = entry.path.with_name(entry.path.name + ".deleted")  # must not look like a complete step

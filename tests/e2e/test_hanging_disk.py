@@ -29,6 +29,7 @@ def saving_to_a_disk_of_its_own(job: Job) -> Iterator[FaultyDisk]:
     try:
         job.start()
         job.wait_for("checkpoint", lambda: (job.saves / "latest").exists(), 0.05)
+        job.wait_for("steps after it", lambda: job.rows()[-1]["step"] >= 30, 0.05)  # by which older checkpoints have been removed
         job.saves.rename(job.saves.with_name("before"))  # between two saves
         job.saves.symlink_to(job.runs / "disk")
         job.wait_for("checkpoint on the disk", lambda: (job.saves / "latest").exists())

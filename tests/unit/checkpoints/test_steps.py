@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
+from megarl.checkpoints import step_writer
 from megarl.checkpoints.files import FileRecord, HashedFile, StoredFile, write_file
 from megarl.checkpoints.step_writer import StepWriter, mark_damaged
 from megarl.checkpoints.steps import Entry, Manifest, encode, listing, verify
@@ -173,6 +175,12 @@ def test_damaged_steps_do_not_count_as_kept(tmp_path: Path) -> None:
     assert [entry.step for entry in listing(tmp_path)] == [3, 2, 1]
     save(tmp_path, 4, keep_last=2)
     assert [entry.step for entry in listing(tmp_path)] == [4, 3]
+
+
+def test_a_step_that_somebody_takes_away_at_once_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_writer, "point", lambda root, name: shutil.rmtree(root / name))
+    with pytest.raises(OSError, match="no step is intact, step_000001 included, which has just been written"):
+        save(tmp_path, 1)
 
 
 def test_an_unfinished_save_is_skipped_and_cleared_by_the_next(tmp_path: Path) -> None:
