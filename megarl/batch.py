@@ -1,8 +1,10 @@
 """A batch is a bag of tokens.
 
-Axes: T predicted tokens, N sequences, L layers, K experts per token.
-A sequence of length l gives l - 1 entries: entry t feeds token t to the model and is scored on token t + 1. Any subset of entries
-(a data-parallel shard, a context-parallel zigzag, a micro-batch) is again a valid `Batch`.
+Axes: T predicted tokens, N sequences, C contexts, L layers, K experts per token.
+A sequence is one response. It has one context, or several: those of an episode whose chat template has rewritten earlier turns. A context
+of l tokens gives l - 1 entries: entry t feeds token t to the model and is scored on token t + 1. A model reads each context by itself; for
+everything else, the entries of a sequence are one chain, context after context. Any subset of entries (a data-parallel shard, a
+context-parallel zigzag, a micro-batch) is again a valid `Batch`.
 """
 
 from __future__ import annotations
@@ -32,16 +34,20 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and the response to it. With several turns, the response is everything after the first prompt, and the mask has holes."""
+    """One prompt and the response to it. With several turns, the response is everything after the first prompt, and the mask has holes.
+
+    An episode whose context was written anew has its contexts one after the other: each is a prompt of its own, and what follows it.
+    """
 
     tokens: np.ndarray  # int32 [prompt + response]
     prompt_length: int
     rollout_logp: np.ndarray  # float32 [response]: log-prob of each response token as sampled (temperature included)
     finish_reason: str  # "stop" (ended by itself), "length" (cut off), "abort"
     weight_versions: Sequence[VersionSpan] = ()  # in order, the first starting at 0; empty if no engine sampled it
-    routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + response - 1, L, K]: experts of every fed token
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [prompt + response - contexts, L, K]: experts of every fed token
     loss_mask: np.ndarray | None = None  # bool [response]: tokens written by the policy, not by a tool or the user; None: all of them
     turn_rewards: Sequence[tuple[int, float]] = ()  # from an environment: (response tokens up to the end of a turn, its reward)
+    starts: Sequence[int] = ()  # indices of the tokens with which further contexts begin
 
     @property
     def response_length(self) -> int:
@@ -67,6 +73,7 @@ class Batch:
     start_N: Tensor  # int64, position of the entry that is scored on the response's first token
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)  # e.g. old_logp, ref_logp, rollout_logp, advantage, weight
     in_order: bool = False  # true if known to hold every entry of every sequence, sequence by sequence, in order of position
+    begin_T: Tensor | None = None  # int64, position of the first entry of the entry's context; None: each sequence is one context
 
     def __len__(self) -> int:
         return len(self.input_T)
@@ -82,6 +89,7 @@ class Batch:
             position_T=self.position_T[index_T],
             extra_T={name: value[index_T] for name, value in self.extra_T.items()},
             in_order=False,
+            begin_T=None if self.begin_T is None else self.begin_T[index_T],
         )
 
     def with_extra(self, **values_T: Tensor) -> Batch:
@@ -99,6 +107,18 @@ class Batch:
         """The same bag without the named per-entry tensors; names that it lacks are ignored."""
         return replace(self, extra_T={other: value for other, value in self.extra_T.items() if other not in names})
 
+    def contexts(self) -> tuple[Tensor, Tensor]:
+        """The contexts in order of sequence and position.
+
+        Returns:
+            The index of each entry's context, int64 [T], and the number of entries of each context, int64 [C].
+        """
+        if self.begin_T is None:
+            return self.seq_T, self.length_N
+        name_T = self.seq_T * (int(self.length_N.max()) + 1) + self.begin_T
+        _, context_T, count_C = torch.unique(name_T, return_inverse=True, return_counts=True)
+        return context_T, count_C
+
     def spread(self, value_N: Tensor) -> Tensor:
         """A per-sequence value, repeated for each entry of the sequence: [N] -> [T]."""
         return value_N.index_select(0, self.seq_T)  # three times as fast as value_N[seq_T] on CPU
@@ -114,6 +134,8 @@ def pack(samples: Sequence[Sample]) -> Batch:
 
     `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 in the prompt. Routed experts are not included.
     """
+    if any(sample.starts for sample in samples):
+        return _pack_contexts(samples)
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
     prompts = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # entries before the first loss token
     position = np.arange(int(lengths.sum()))
@@ -138,24 +160,60 @@ def pack(samples: Sequence[Sample]) -> Batch:
     )
 
 
+def _pack_contexts(samples: Sequence[Sample]) -> Batch:
+    """`pack`, of samples of which some have several contexts: without the entries that would score a context's last token on the next one.
+
+    Those are no loss tokens.
+    """
+    joined = pack([replace(sample, starts=()) for sample in samples])
+    ends = [(number, start - 1) for number, sample in enumerate(samples) for start in sample.starts]
+    seq_E, position_E = torch.tensor(ends).unbind(1)
+    entry_E = (joined.length_N.cumsum(0) - joined.length_N)[seq_E] + position_E
+    keep_T = torch.ones(len(joined), dtype=torch.bool).index_fill(0, entry_E, False)
+    dropped_N = torch.bincount(seq_E, minlength=len(samples))
+    length_N = joined.length_N - dropped_N
+    batch = replace(joined.take(keep_T.nonzero().squeeze(1)), length_N=length_N, in_order=True)
+    position_T = torch.arange(len(batch)) - batch.spread(length_N.cumsum(0) - length_N)
+    begins = [(0, *(start - place for place, start in enumerate(sample.starts, 1))) for sample in samples]
+    counts = [np.diff([*begin, int(length)]) for begin, length in zip(begins, length_N, strict=True)]
+    begin_T = torch.from_numpy(np.concatenate([np.repeat(begin, count) for begin, count in zip(begins, counts, strict=True)]))
+    return replace(batch, position_T=position_T, begin_T=begin_T)
+
+
+def last_context(sample: Sample) -> np.ndarray:
+    """The tokens of the last context, which is what is read at the end of the response."""
+    return sample.tokens[sample.starts[-1] :] if sample.starts else sample.tokens
+
+
 def pack_scored(samples: Sequence[Sample]) -> Batch:
     """Like `pack`, for a scalar head that scores whole responses: a sequence's only loss token is the entry that feeds its last token.
 
-    That entry needs a target, so each sequence gets one more token, which is never fed.
+    Of several contexts the last is scored. That entry needs a target, so each sequence gets one more token, which is never fed.
     """
     nothing = np.zeros(1, dtype=np.float32)
 
     def judged(sample: Sample) -> Sample:
-        tokens = np.append(sample.tokens, sample.tokens[-1])
-        return replace(sample, tokens=tokens, prompt_length=len(sample.tokens), rollout_logp=nothing, loss_mask=None)
+        read = last_context(sample)
+        tokens = np.append(read, read[-1])
+        return replace(sample, tokens=tokens, prompt_length=len(read), rollout_logp=nothing, loss_mask=None, starts=())
 
     return pack([judged(sample) for sample in samples])
 
 
-def concat(batches: Sequence[Batch]) -> Batch:
-    """The bags merged into one, with sequences numbered consecutively. All must have the same `extra_T` keys."""
+def concat(batches: Sequence[Batch], names: Sequence[Sequence[int]] | None = None) -> Batch:
+    """The bags merged into one, entry after entry. All must have the same `extra_T` keys.
+
+    Args:
+        batches: the bags.
+        names: a number for each sequence of each bag; those of the same number are one sequence, of which each bag has a part. None: all
+            are different.
+
+    Returns:
+        The bag, with sequences numbered in the order in which they come first.
+    """
     starts = np.cumsum([0, *(len(batch.length_N) for batch in batches)])
-    return Batch(
+    begins = [batch.begin_T for batch in batches]
+    whole = Batch(
         input_T=torch.cat([batch.input_T for batch in batches]),
         target_T=torch.cat([batch.target_T for batch in batches]),
         mask_T=torch.cat([batch.mask_T for batch in batches]),
@@ -166,6 +224,23 @@ def concat(batches: Sequence[Batch]) -> Batch:
         start_N=torch.cat([batch.start_N for batch in batches]),
         extra_T={name: torch.cat([batch.extra_T[name] for batch in batches]) for name in batches[0].extra_T},
         in_order=all(batch.in_order for batch in batches),
+        begin_T=None
+        if all(begin_T is None for begin_T in begins)
+        else torch.cat([torch.zeros_like(b.seq_T) if begin_T is None else begin_T for b, begin_T in zip(batches, begins, strict=True)]),
+    )
+    flat = range(len(whole.length_N)) if names is None else [name for own in names for name in own]
+    first = {name: n for n, name in reversed([*enumerate(flat)])}
+    if len(first) == len(flat):
+        return whole
+    order = {name: n for n, name in enumerate(dict.fromkeys(flat))}
+    first_N = torch.tensor([first[name] for name in order])
+    return replace(
+        whole,
+        seq_T=torch.tensor([order[name] for name in flat])[whole.seq_T],
+        length_N=whole.length_N[first_N],
+        count_N=whole.count_N[first_N],
+        start_N=whole.start_N[first_N],
+        in_order=False,
     )
 
 

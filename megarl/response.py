@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megarl.batch import VersionSpan
@@ -37,3 +38,9 @@ class Response:
     before: Sequence[Any] = ()  # for one still to be continued, references to the parts before `payload`
     episode: EpisodeSummary | None = None  # set if an environment answered
     weight_versions: Sequence[VersionSpan] = ()  # as in its Sample
+    starts: Sequence[int] = ()  # as in its Sample
+
+    @property
+    def entries(self) -> list[int]:
+        """The number of entries of each of its contexts (see `megarl.batch`)."""
+        return [end - begin - 1 for begin, end in pairwise([0, *self.starts, self.prompt_length + self.length])]

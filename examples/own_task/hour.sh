@@ -10,14 +10,21 @@ command -v megarl >/dev/null || PATH=$here/../../.venv/bin:$PATH
 command -v megarl >/dev/null || { echo "hour: error: no megarl: bash tools/setup.sh makes it" >&2; exit 2; }
 
 python "$here/make.py" "$out"
-cp "$here/my_reward.py" "$here/eval.yaml" "$out"
+cp "$here"/my_*.py "$here/eval.yaml" "$out"
 PS4=$'\n$ ' # each command is shown before it runs
 set -x
 cd "$out"
 
 megarl init tiny talks.jsonl --cpu --out sft.yaml
+megarl init tiny calls.jsonl --cpu --out calls.yaml
+megarl data calls.yaml --rows 1
+
 megarl sft sft.yaml name=sft optimizer.lr=3e-3 sft.steps=200 sft.batch_size=32
 megarl generate runs/sft/model "Capitals: cat" --n 4 --max-tokens 8
+
+megarl sft calls.yaml name=calls model.path=runs/sft/model optimizer.lr=3e-3 sft.steps=150 sft.batch_size=32
+megarl eval eval.yaml name=eval-calls model.path=runs/calls/model environment.source='{type: tools, tools: [my_tools:upper]}' rollout.max_prompt_tokens=96 rollout.max_response_tokens=96
+megarl samples runs/eval-calls --most 2
 
 megarl init runs/sft/model prompts.jsonl --cpu --out rl.yaml
 megarl train rl.yaml name=rl optimizer.lr=3e-4 rollout.samples_per_prompt=8 rollout.max_response_tokens=8 train.prompts_per_step=16

@@ -3,7 +3,8 @@
     python examples/own_task/make.py DIRECTORY
 
 Leaves in DIRECTORY: tiny/ (Llama's shape, random weights; a byte is a token), prompts.jsonl (200), talks.jsonl (conversations to learn
-from), pairs.jsonl and pairs_heldout.jsonl (preferences). Nothing in it comes from megarl.
+from), calls.jsonl (conversations in which the assistant thinks and calls the tool of my_tools.py), pairs.jsonl and pairs_heldout.jsonl
+(preferences). Nothing in it comes from megarl.
 """
 
 from __future__ import annotations
@@ -16,13 +17,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PROMPTS, TALKS, PAIRS, HELD_OUT = 200, 2000, 400, 64
-SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
-CHAT = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-    "{% if message.role == 'assistant' %}<end>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+PROMPTS, TALKS, CALLS, PAIRS, HELD_OUT = 200, 2000, 1000, 400, 64
+SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>", "<tool>"]
+TAGS = ["<tools>", "<think>", "</think>", "<tool_call>", "</tool_call>"]  # tokens, but text of a message as any other
+CHAT = """\
+{%- if tools %}<tools>
+    {%- for tool in tools %}
+        {{- tool.function.name }}({{ tool.function.parameters.properties | join(", ") }}): {{ tool.function.description }}
+    {%- endfor %} Form: <tool_call>JSON</tool_call>
+{%- endif %}
+{%- for message in messages %}
+    {{- "<" ~ message.role ~ ">" }}
+    {%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+    {{- message.content or "" }}
+    {%- for call in message.tool_calls or [] %}
+        {{- "<tool_call>" ~ {"name": call.function.name, "arguments": call.function.arguments} | tojson ~ "</tool_call>" }}
+    {%- endfor %}
+    {%- if message.role == "assistant" %}<end>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+TOOL = {
+    "name": "upper",
+    "description": "Writes a word in capitals.",
+    "parameters": {"type": "object", "properties": {"word": {"type": "string", "description": "the word."}}, "required": ["word"]},
+}
 
 
 def make_model(out: Path) -> None:
@@ -33,9 +51,10 @@ def make_model(out: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of a model that is written in no time
-    letters = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    letters = [*SPECIAL, *TAGS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pieces = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, merges=[]))
     pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    pieces.add_tokens(TAGS)
     pad, end, *others = SPECIAL
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=pieces, pad_token=pad, eos_token=end, extra_special_tokens=others, chat_template=CHAT
@@ -48,7 +67,7 @@ def make_model(out: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=256,
         bos_token_id=None,
         eos_token_id=letters.index(end),
         pad_token_id=letters.index(pad),
@@ -75,6 +94,22 @@ def careless(word: str, draw: random.Random) -> str:
     return word[:kept].upper() + word[kept:]
 
 
+def conversation(word: str, *answers: dict[str, Any]) -> list[dict[str, Any]]:
+    """The question and what follows it."""
+    return [{"role": "user", "content": question(word)}, *answers]
+
+
+def with_call(word: str) -> list[dict[str, Any]]:
+    """A conversation in which the assistant thinks, calls the tool, and gives its answer."""
+    call = {"type": "function", "function": {"name": TOOL["name"], "arguments": {"word": word}}}
+    return conversation(
+        word,
+        {"role": "assistant", "reasoning_content": f"The word is {word}.", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": word.upper()},
+        {"role": "assistant", "content": word.upper()},
+    )
+
+
 def write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -84,9 +119,9 @@ def make_data(out: Path) -> None:
     draw = random.Random(1)
     write(out / "prompts.jsonl", ({"question": question(word), "answer": word.upper()} for word in words(PROMPTS, seed=1)))
     said = ((word, word.upper() if draw.random() < 0.7 else careless(word, draw)) for word in words(TALKS, seed=2))
-    roles = ("user", "assistant")
-    talks = ([{"role": role, "content": text} for role, text in zip(roles, (question(word), text), strict=True)] for word, text in said)
-    write(out / "talks.jsonl", ({"messages": talk} for talk in talks))
+    write(out / "talks.jsonl", ({"messages": conversation(word, {"role": "assistant", "content": text})} for word, text in said))
+    tools = [{"type": "function", "function": TOOL}]
+    write(out / "calls.jsonl", ({"messages": with_call(word), "tools": tools} for word in words(CALLS, seed=5)))
     for name, count, seed in (("pairs", PAIRS, 3), ("pairs_heldout", HELD_OUT, 4)):
         pairs = ({"prompt": question(word), "chosen": word.upper(), "rejected": careless(word, draw)} for word in words(count, seed))
         write(out / f"{name}.jsonl", pairs)

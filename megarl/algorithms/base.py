@@ -97,6 +97,11 @@ class PolicyAlgorithm(KlToReference):
         """Compute the number per token [T] whose mean over the whole sequence `policy_term` needs, 0 where d = 0; None: not needed."""
         return None
 
+    @property
+    def joins_tokens(self) -> bool:
+        """Whether there is a `sequence_term`."""
+        return type(self).sequence_term is not PolicyAlgorithm.sequence_term
+
     def policy_loss(self, block: Block) -> Tensor:
         """Compute the policy's loss of each token [T], as a formula of `block` that autograd can differentiate.
 
@@ -139,7 +144,8 @@ class PolicyAlgorithm(KlToReference):
             logp_T: float [T], log-probs of the targets under the current weights, at the sampling temperature.
             entropy_T: float [T], the entropies of the same distributions.
             batch: the entries, any share of a micro-batch. `extra_T` has "old_logp" and "advantage"; "ref_logp" with a KL in the loss,
-                "correction" (`Correction.weights`) with a correction.
+                "correction" (`Correction.weights`) with a correction; "sequence_mean" (the mean of `sequence_term` over the loss tokens of
+                the whole sequence) if there is such a term and a sequence is in several micro-batches.
             sum_over: sums over the context-parallel ranks that share the sequences.
             kl_coef: the KL coefficient in this step; used only with `kl_in` loss.
 
@@ -160,7 +166,7 @@ class PolicyAlgorithm(KlToReference):
     ) -> tuple[Tensor, Tensor, LossStats]:
         """Compute value and slope of the whole loss except the entropy, 0 at masked entries, with the metrics."""
         value_T, slope_T, zero, shown = torch.empty_like(lp_T), torch.empty_like(lp_T), lp_T.new_zeros(()), LossStats()
-        mean_N = self._sequence_means(lp_T, batch, sum_over)
+        mean_N = None if "sequence_mean" in batch.extra_T else self._sequence_means(lp_T, batch, sum_over)
         for here, part in blocks(batch):
             d_T = log_ratio(lp_T[here], part.extra_T["old_logp"], part)
             term = self._corrected(lp_T[here], d_T, mean_N, part, shown)
@@ -176,7 +182,8 @@ class PolicyAlgorithm(KlToReference):
 
     def _corrected(self, lp_T: Tensor, d_T: Tensor, mean_N: Tensor | None, part: Batch, shown: LossStats) -> Term:
         """Compute the policy's term times the correction's weights."""
-        mean_T = None if mean_N is None else part.spread(mean_N).masked_fill_(~part.mask_T, 0.0)
+        mean_T = part.extra_T.get("sequence_mean") if mean_N is None else part.spread(mean_N)
+        mean_T = None if mean_T is None else mean_T.masked_fill(~part.mask_T, 0.0)
         count_T = part.spread(part.count_N.clamp(min=1).to(lp_T.dtype))
         term = self.policy_term(Block(lp_T, d_T, part.extra_T["advantage"], count_T, mean_T))
         shown.add(term.counts)

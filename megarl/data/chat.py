@@ -45,10 +45,11 @@ class Omission(NamedTuple):
 NOTHING = Omission(None, "")
 
 
-def calling(arguments: Any, silence: Mapping[str, Any]) -> list[Message]:
-    """Return a chat that ends with a call."""
+def calling(arguments: Any, silence: Mapping[str, Any]) -> list[list[Message]]:
+    """Return a chat that ends with a call, and the same with the tool's answer."""
     call = {"type": "function", "id": "f7Zq00000", "function": {"name": "f", "arguments": arguments}}
-    return [{"role": "user", "content": "Q"}, {"role": "assistant", "tool_calls": [call], **silence}]
+    chat: list[Message] = [{"role": "user", "content": "Q"}, {"role": "assistant", "tool_calls": [call], **silence}]
+    return [chat, [*chat, {"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "Q"}]]
 
 
 def shape(chat: Chat) -> Any:

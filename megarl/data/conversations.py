@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from megarl.batch import Sample
 from megarl.data.intake import Intake, TooLong
 from megarl.data.prompts import Renderer
 from megarl.data.rendering import Reply
@@ -29,11 +30,19 @@ class Conversation:
         tokens: int32 [prompt + response]; each of the assistant's messages ends with the end token.
         prompt_length: number of tokens before the assistant's first one that is learned.
         loss_mask: bool [response], true for the tokens that are learned; None: all are.
+        place: its row's name in messages.
     """
 
     tokens: np.ndarray
     prompt_length: int
     loss_mask: np.ndarray | None = None
+    place: str = field(default="", repr=False, compare=False)
+
+
+def sample(conversation: Conversation) -> Sample:
+    """Make a training sample of a conversation that no engine has sampled."""
+    nothing = np.zeros(len(conversation.tokens) - conversation.prompt_length, np.float32)
+    return Sample(conversation.tokens, conversation.prompt_length, nothing, "stop", loss_mask=conversation.loss_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +109,14 @@ def tokenised(
         return item[0], made
 
     def conversation(script: Script, parts: Sequence[list[int]]) -> Conversation:
-        ends = [tokenizer.convert_tokens_to_ids(turn.end) for turn in script.turns]
-        ids = [part if number % 2 == 0 else [*part, ends[number // 2]] for number, part in enumerate(parts)]
-        tokens = np.concatenate([np.array(part, dtype=np.int32) for part in ids])
-        mask = np.concatenate([np.full(len(part), number % 2 == 0) for number, part in enumerate(ids[1:])])
-        return Conversation(tokens, len(ids[0]), None if mask.all() else mask)
+        ids = [part if number % 2 == 0 else [*part, ends[script.turns[number // 2].end]] for number, part in enumerate(parts)]
+        tokens = np.array(list(chain.from_iterable(ids)), dtype=np.int32)
+        mask = np.repeat(np.arange(len(ids) - 1) % 2 == 0, [len(part) for part in ids[1:]])
+        return Conversation(tokens, len(ids[0]), None if mask.all() else mask, script.place)
 
     fitting = intake.made(items, sized)
     turns = [turn for _, group in fitting for script in group for turn in script.turns]
+    ends = {end: tokenizer.convert_tokens_to_ids(end) for end in {turn.end for turn in turns}}
     prompts = list(dict.fromkeys(turn.read for turn in turns))  # the sides of a pair share theirs
     ids = dict(zip(prompts, encode(tokenizer, prompts, special=special) if turns else [], strict=True))
     responses = encode(tokenizer, [turn.text for turn in turns], special=False) if turns else []

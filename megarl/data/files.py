@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from megarl.data.bounds import in_memory
 from megarl.data.columns import at, chosen_rows
 from megarl.data.exact import exact_row, exact_rows
 from megarl.data.tokenizer import first_line
+from megarl.errors import Absent
 from megarl.strict_json import MOST_LINE, lines_of, parse_json, read_json
 
 if TYPE_CHECKING:
@@ -40,11 +41,28 @@ def read_file(source: FileSource, key: str) -> Iterator[tuple[str, Any, Answer, 
         yield place, *parts(row, source, place, key)
 
 
-def taken_rows(source: FileSource | ConversationSource | PreferenceSource, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place for messages, columns) of the rows that `skip`, `rows` and `where` select. Raise ConfigError as `read_file` does."""
+def refused(error: ConfigError) -> None:
+    """Raise the error of a row that cannot be read."""
+    raise error
+
+
+def taken_rows(
+    source: FileSource | ConversationSource | PreferenceSource, key: str, refuse: Callable[[ConfigError], None] = refused
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place for messages, columns) of the rows that `skip`, `rows` and `where` select.
+
+    Args:
+        source: the file.
+        key: the source's dotted key, such as "data.train".
+        refuse: is given the error of each selected line that is no row, which then is left out.
+
+    Raises:
+        ConfigError: as `read_file` does, and whatever `refuse` raises.
+    """
     last = None if source.rows is None else source.skip + source.rows
     answer = source.answer_key if isinstance(source, FileSource) else ""
-    return chosen_rows(islice(read_rows(source.path, key, answer), source.skip, last), source.where, source.path, key)
+    rows = islice(each_row(source.path, key, answer), source.skip, last)
+    return chosen_rows(_readable_rows(rows, refuse), source.where, source.path, key)
 
 
 def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tuple[Any, Answer, dict[str, Any]]:
@@ -68,13 +86,21 @@ def parts(row: dict[str, Any], source: FileSource, place: str, key: str) -> tupl
     return prompt, answer, {name: value for name, value in row.items() if name not in used}
 
 
-def read_rows(path: Path, key: str, answer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place for messages, columns) of every row of a file, streaming it. Raise ConfigError as `read_file` does.
+def read_rows(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place for messages, columns) of every row of a file, streaming it. Raise ConfigError as `read_file` does."""
+    return _readable_rows(each_row(path, key), refused)
+
+
+def each_row(path: Path, key: str, answer: str = "") -> Iterator[tuple[str, dict[str, Any] | ConfigError]]:
+    """Yield (place for messages, columns) of every row of a file; instead of the columns of a line that is no row, the error.
 
     Args:
         path: the file.
         key: the source's dotted key.
         answer: the column of the answers, whose numbers keep all their digits.
+
+    Raises:
+        ConfigError: the file as a whole cannot be read.
     """
     try:
         for number, row in _reader(path, key)(path, f"{key}.path", answer):
@@ -83,31 +109,52 @@ def read_rows(path: Path, key: str, answer: str = "") -> Iterator[tuple[str, dic
         raise ConfigError(f"{key}.path: {error.filename or path}: {error.strerror}") from None
 
 
-def _reader(path: Path, key: str) -> Callable[[Path, str, str], Iterator[tuple[int, dict[str, Any]]]]:
-    readers = {".jsonl": _jsonl, ".parquet": _parquet}
+def _readable_rows(
+    rows: Iterable[tuple[str, dict[str, Any] | ConfigError]], refuse: Callable[[ConfigError], None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for place, row in rows:
+        if isinstance(row, ConfigError):
+            refuse(row)
+        else:
+            yield place, row
+
+
+Rows = Iterator[tuple[int, dict[str, Any] | ConfigError]]
+
+
+def _reader(path: Path, key: str) -> Callable[[Path, str, str], Rows]:
+    readers: dict[str, Callable[[Path, str, str], Rows]] = {".jsonl": _jsonl, ".parquet": _parquet}
     if path.is_dir():
         return _saved
     if not path.is_file():
-        raise ConfigError(f"{key}.path: no such file: {path}")
+        raise Absent(f"{key}.path: no such file: {path}")
     if path.suffix not in readers:
         raise ConfigError(f"{key}.path: {path} must end in .jsonl or .parquet")
     return readers[path.suffix]
 
 
-def _jsonl(path: Path, key: str, answer: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl(path: Path, key: str, answer: str) -> Rows:
     for number, (place, line) in enumerate(lines_of(path, f"{key}: {path}"), 1):
-        if not line.strip():
-            raise ConfigError(f"{place}: empty line")
         try:
-            row = parse_json(line)
-        except ValueError as error:  # not JSON, or not UTF-8
-            raise ConfigError(f"{place}: not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{place}: must hold an object, not {type(row).__name__}")
-        yield number, exact_row(row, line, answer)
+            yield number, _row_of(line, place, answer)
+        except ConfigError as error:
+            yield number, error
 
 
-def _parquet(path: Path, key: str, answer: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _row_of(line: bytes, place: str, answer: str) -> dict[str, Any]:
+    """Return the row of a line. Raise ConfigError if it is none."""
+    if not line.strip():
+        raise ConfigError(f"{place}: empty line")
+    try:
+        row = parse_json(line)
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ConfigError(f"{place}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: must hold an object, not {type(row).__name__}")
+    return exact_row(row, line, answer)
+
+
+def _parquet(path: Path, key: str, answer: str) -> Rows:
     number, size = 0, path.stat().st_size
     with open_parquet(path, key, lambda: number) as file:
         for batch in parquet_batches(file, BATCH, size):
@@ -116,7 +163,7 @@ def _parquet(path: Path, key: str, answer: str) -> Iterator[tuple[int, dict[str,
                 yield number, row
 
 
-def _saved(path: Path, key: str, answer: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _saved(path: Path, key: str, answer: str) -> Rows:
     last = 0
     for part in arrow_files(path, key):
         for number, row in _stream(part, key, last, answer):

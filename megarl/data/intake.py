@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeVar
 
 from megarl.config import SourceFormat
@@ -15,6 +18,29 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 UNUSED = "columns that nothing uses"
 SHOWN = 3  # reasons of dropped rows that are reported
+KEPT = 1000  # reasons that a `RowReport` has
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """What became of a source's rows."""
+
+    lines: list[str]  # how many were left out, and the notes
+    reasons: list[str]  # why items were left out, of the first `KEPT`
+    dropped: int  # how many items were left out
+
+
+_reports: ContextVar[list[RowReport] | None] = ContextVar("reports", default=None)
+
+
+@contextmanager
+def reported() -> Iterator[list[RowReport]]:
+    """Collect what `Intake.tell` reports within the block, instead of printing it."""
+    token = _reports.set(reports := list[RowReport]())
+    try:
+        yield reports
+    finally:
+        _reports.reset(token)
 
 
 class TooLong(ConfigError):
@@ -39,6 +65,7 @@ class Intake:
     def __init__(self, drop_overlong: bool = False, drop_bad: bool = False) -> None:
         self._drop_overlong, self._drop_bad = drop_overlong, drop_bad
         self.overlong, self.bad, self.reasons, self.last = 0, 0, list[str](), ""
+        self._left_out = list[str]()  # why, for the first `KEPT` of all
         self.rows, self._control, self._place = 0, "", ""
         self._notes = defaultdict[str, set[str]](set)
 
@@ -79,13 +106,13 @@ class Intake:
     def refuse(self, error: ConfigError) -> None:
         """Count an item that is left out. Raises the error if such items are not left out."""
         self.last = str(error)
+        if not (self._drop_overlong if isinstance(error, TooLong) else self._drop_bad):
+            raise error
+        if len(self._left_out) < KEPT:
+            self._left_out.append(str(error))
         if isinstance(error, TooLong):
-            if not self._drop_overlong:
-                raise error
             self.overlong += 1
             return
-        if not self._drop_bad:
-            raise error
         self.bad += 1
         if len(self.reasons) < SHOWN:
             self.reasons.append(str(error))
@@ -101,27 +128,31 @@ class Intake:
         self._notes[what].update(names)
 
     def tell(self, kept: int, key: str, limit: str) -> None:
-        """Report on stderr what was left out, and the notes. Raise ConfigError if everything was left out.
+        """Report what was left out, and the notes, on stderr or to `reported`. Raise ConfigError if everything was left out.
 
         Args:
             kept: how many items were not left out.
             key: the source's dotted key.
             limit: the limit that overlong items exceed, as text.
         """
+        if (reports := _reports.get()) is not None:
+            reports.append(RowReport(list(self._lines(kept, limit, "")), self._left_out, self.dropped))
         if not kept and self.bad:
             raise ConfigError(f"{key}: nothing is left: {self.dropped:,} are left out, {self.bad:,} of them as this one: {self.reasons[0]}")
         if not kept and self.overlong:
             raise ConfigError(f"{key}: nothing is left: all {self.overlong:,} are longer than {limit}")
-        for line in self._lines(kept, limit):
+        if reports is not None:
+            return
+        more = "; ..." if self.bad > len(self.reasons) else ""
+        for line in self._lines(kept, limit, f": {one_line('; '.join(self.reasons), 1000)}{more}"):
             print(f"megarl: {key}: {line}", file=sys.stderr)
 
-    def _lines(self, kept: int, limit: str) -> Iterator[str]:
+    def _lines(self, kept: int, limit: str, reasons: str) -> Iterator[str]:
         if self.overlong:
             total = self.overlong + kept
             yield f"{self.overlong:,} of {total:,} are longer than {limit}, and left out (data.overlong=drop)"
         if self.bad:
-            more = "; ..." if self.bad > len(self.reasons) else ""
-            yield f"{self.bad:,} bad rows are left out (data.on_bad_row=drop): {one_line('; '.join(self.reasons), 1000)}{more}"
+            yield f"{self.bad:,} bad rows are left out (data.on_bad_row=drop){reasons}"
         if self.rows:
             yield f"{self.rows:,} rows have control tokens inside their texts, the first {self._control} (data.control_tokens=allow)"
         for what, names in self._notes.items():

@@ -78,7 +78,7 @@ def load_preferences(
             raise ConfigError(f"{pair.row.place}: chosen and rejected are the same response")
         return Preference(better, worse, pair.margin)
 
-    pairs = intake.each(taken_rows(source, key), lambda item: _pair(*item, source, key, intake))
+    pairs = intake.each(taken_rows(source, key, intake.refuse), lambda item: _pair(*item, source, key, intake))
     for batch in batches(pairs, CHUNK, lambda pair: pair.row.size):
         scripts = intake.made(batch, lambda pair: _plain(renderer, pair)) if template is None else _rendered(template, batch, intake)
         preferences += intake.made(tokenised(tokenizer, scripts, max_tokens, limit_key, intake, template is None), preference)

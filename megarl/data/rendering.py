@@ -19,7 +19,7 @@ from megarl.data.chat import Chat, Omission
 from megarl.data.messages import SPOKEN, Message, spoken
 from megarl.data.rows import Row
 from megarl.data.template import ChatTemplate
-from megarl.data.tokenizer import first_line, special_tokens
+from megarl.data.tokenizer import first_line
 from megarl.errors import ConfigError
 
 THINK, THOUGHT = "<think>", "</think>"  # around reasoning that is part of a text
@@ -200,14 +200,19 @@ def _reply(template: ChatTemplate, lesson: Lesson, number: int, before: str, aft
     content = message.get("content") or ""
     opened = before.rstrip().endswith(THINK)
     again = opened and content.lstrip().startswith(THINK)  # the message opens what the generation prompt has opened
+    lost = ""
     if after.startswith(before):
         text, end = _unclosed(template, after[len(before) :])
         if not again or text.count(THINK) < content.count(THINK):
-            _check_said(place, message, before[-PROMPT_END:] + text)
-            return Reply(before, text, end)
+            lost = _lost(message, before[-PROMPT_END:] + text)
+            if not lost:
+                return Reply(before, text, end)
     if opened and (again or THOUGHT in content) and not any(key in message for key in (*SPOKEN[1:], "tool_calls")):
         return Reply(before, continued(before, content), template.end)  # finished turns lose their reasoning, as DeepSeek-R1's do
+    if lost:
+        raise ConfigError(f"{place}: the chat template leaves out a part of its {lost}")
     start = len(os.path.commonprefix([before, after]))
+    start -= len(re.findall(r"(?:<[^<>\s]*)?\Z", before[:start])[0])  # from the beginning of a tag on
     written, prompt = after[start : start + PROMPT_END], before[start : start + PROMPT_END]
     why = f", and the message has no {THOUGHT}" if opened and THOUGHT not in content else ""
     raise ConfigError(f"{place}: the chat template writes {written!r} where the model reads {prompt!r} before it speaks{why}")
@@ -216,7 +221,7 @@ def _reply(template: ChatTemplate, lesson: Lesson, number: int, before: str, aft
 def _unclosed(template: ChatTemplate, text: str) -> tuple[str, str]:
     """Split what the template writes for the assistant's message into the message and the end token; what follows that is left out."""
     closing, start = list[re.Match[str]](), len(text)
-    for token in reversed(list(special_tokens(template.tokenizer).finditer(text, max(0, len(text) - TAIL)))):
+    for token in reversed(list(template.ends.finditer(text, max(0, len(text) - TAIL)))):
         if text[token.end() : start].strip():
             break
         closing.append(token)
@@ -245,10 +250,10 @@ def _check_context(place: str, chat: Chat, count: int, text: str) -> None:
             raise ConfigError(f"{place}: tools: the chat template leaves out {name!r:.80}")
 
 
-def _check_said(place: str, message: Message, text: str) -> None:
-    for key, part in spoken(message):
-        if not contains(text, part):
-            raise ConfigError(f"{place}: the chat template leaves out a part of its {key}: {part.strip()!r:.80}")
+def _lost(message: Message, text: str) -> str:
+    """Return which part of what a message says is not in its text; empty if none is missing."""
+    missing = next(((key, part) for key, part in spoken(message) if not contains(text, part)), None)
+    return "" if missing is None else f"{missing[0]}: {missing[1].strip()!r:.80}"
 
 
 Result = TypeVar("Result")

@@ -71,8 +71,10 @@ def source_rows(source: ReasoningGymSource | FileSource, key: str, intake: Intak
     if isinstance(source, ReasoningGymSource):
         yield from _gym_rows(source, key)
         return
-    rows = taken_rows(source, key)
+    rows = taken_rows(source, key, intake.refuse)
     if (first := next(rows, None)) is None:
+        if intake.dropped:
+            return
         raise ConfigError(f"{key}.path: {source.path} holds no prompts{f' after the first {source.skip}' if source.skip else ''}")
     yield from intake.each(chain([first], rows), lambda row: row_of(row[1], source, row[0], key))
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, ConversationSource, FileSource, ReasoningGymSource, SftData
+from megarl.config import ConfigError, ConversationSource, FileSource, ReasoningGymSource, SftData, SftMixture, SftSource
 from megarl.data.answers import text_of
 from megarl.data.columns import at
 from megarl.data.conversations import Conversation, Script, plain_script, tokenised
 from megarl.data.files import taken_rows
 from megarl.data.intake import UNUSED, Intake
 from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
+from megarl.data.mixture import Mixture
 from megarl.data.prompts import Renderer, check_turn
 from megarl.data.rendering import Lesson, batches, replies, samples
 from megarl.data.rows import Row, source_rows
@@ -24,6 +25,23 @@ if TYPE_CHECKING:
 
 CHUNK = 4096  # conversations rendered and tokenised together
 LIMIT_KEY = "sft.max_tokens"
+
+
+def load_demonstrations(
+    source: SftSource, tokenizer: PreTrainedTokenizerBase, data: SftData, max_tokens: int, key: str
+) -> list[Conversation]:
+    """Return the training samples of any source; see `load_conversations` and `load_answers` for arguments and errors."""
+    if isinstance(source, SftMixture):
+        parts = [
+            (load_demonstrations(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source"), part.weight)
+            for n, part in enumerate(source.parts)
+        ]
+        return list(Mixture(parts, source.seed, key))
+    if not isinstance(source, ConversationSource):
+        return load_answers(source, tokenizer, data, max_tokens, key)
+    if not data.chat:
+        raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
+    return load_conversations(source, tokenizer, data, max_tokens, key)
 
 
 def load_conversations(
@@ -60,7 +78,7 @@ def load_conversations(
         whole = Row(place, messages, "", {}, tools_of(row, place, filled), arguments_of(row, place))
         return Lesson.of(template, whole, numbers)
 
-    made = _learned(intake.each(taken_rows(source, key), lesson), template, max_tokens, intake)
+    made = _learned(intake.each(taken_rows(source, key, intake.refuse), lesson), template, max_tokens, intake)
     if not made and not intake.dropped:
         raise ConfigError(f"{key}.path: {source.path} holds no conversations{f' after the first {source.skip}' if source.skip else ''}")
     intake.tell(len(made), key, f"{LIMIT_KEY}={max_tokens}")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import filterfalse, groupby
+from itertools import filterfalse, groupby, takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TEMPLATE_S, MESSAGE_S, TEMPLATE_MB = 2.0, 0.005, 384  # limits of rendering: CPU time per call, plus per message; memory
 ROLES = {"system", "user", "assistant", "tool", "developer"}
+SILENCES: tuple[dict[str, Any], ...] = ({"content": "A"}, {}, {"content": None}, {"content": ""})  # beside a call; the first is none
 SHAPES = 1 << 12  # kinds of chats whose omissions are remembered
 
 
@@ -119,7 +120,7 @@ class ChatTemplate:
             raise ConfigError(f"{place}: tools: the environment has tools of its own, and the row has others")
         self._intake.note("unusual roles", {message["role"] for message in messages} - ROLES)
         whole = instructed(messages, self._data.system)
-        adapted = [self._adapted(message) if message["role"] == "assistant" else message for message in whole]
+        adapted = [self.adapted(message) if message["role"] == "assistant" else message for message in whole]
         chat = Chat(adapted, self._tools if tools is None else tools, self.given(arguments), len(whole) - len(messages))
         self._check_control(chat, place)
         return chat
@@ -164,10 +165,25 @@ class ChatTemplate:
 
     @cached_property
     def end(self) -> str:
-        """The token that ends the assistant's message: the template's own or, if it writes none, the tokenizer's."""
-        special = special_tokens(self.tokenizer)
-        adjacent = re.search(f"(?:{special.pattern})+", self.closing)  # what follows after white space ends the whole text
-        return str(self.tokenizer.eos_token) if adjacent is None else str(special.findall(adjacent[0])[-1])
+        """The token that ends the assistant's message: the template's own or, if it writes none, the tokenizer's.
+
+        Of the tokens after the message it is the last that the template writes both at the end of a conversation and before the user's next
+        message: Phi-3 writes one more at the end, others go on to where the assistant speaks again.
+        """
+        before, after = self._around
+        final, history, eos = self._first_tokens(self.closing), self._first_tokens(after), str(self.tokenizer.eos_token)
+        if final:
+            shared = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(final, history, strict=False))]
+            return eos if eos in shared else (shared or final)[-1]
+        opening, between = self._added.findall(before), self._added.findall(after)
+        while opening and between and opening[-1] == between[-1]:  # what begins the user's message
+            opening, between = opening[:-1], between[:-1]
+        return between[-1] if between else eos
+
+    @cached_property
+    def ends(self) -> re.Pattern[str]:
+        """The pattern of a token that may stand after the assistant's message: a special one, or `end`."""
+        return re.compile(f"{re.escape(self.end)}|{special_tokens(self.tokenizer).pattern}")
 
     @cached_property
     def closing(self) -> str:
@@ -180,7 +196,27 @@ class ChatTemplate:
             raise ConfigError(f"data.chat: the chat template always ends with {header!r:.80}, even where the assistant does not speak next")
         return closing
 
-    def _adapted(self, message: Message) -> Message:
+    @cached_property
+    def _around(self) -> tuple[str, str]:
+        """What the template writes before a conversation's first message, and between the assistant's message and the user's next one."""
+        texts = [f"{PROBE}{name}" for name in ("question", "answer", "next")]
+        roles = ("user", "assistant", "user")
+        chat: list[Message] = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        before, _, rest = (self._rendered(chat) or "").partition(texts[0])
+        return before, rest.partition(texts[1])[2].partition(texts[2])[0]
+
+    @cached_property
+    def _added(self) -> re.Pattern[str]:
+        """The pattern of an added token that is not blank, whether it is marked as special or not (Cohere's are not)."""
+        added = filter(str.strip, map(str, self.tokenizer.added_tokens_decoder.values()))
+        return re.compile("|".join([*map(re.escape, sorted(added, key=len, reverse=True)), special_tokens(self.tokenizer).pattern]))
+
+    def _first_tokens(self, text: str) -> list[str]:
+        """Return the first token of `_added` in a text, and those that follow it immediately: white space ends the assistant's turn."""
+        adjacent = re.search(f"(?:{self._added.pattern})+", text)
+        return [] if adjacent is None else self._added.findall(adjacent[0])
+
+    def adapted(self, message: Message) -> Message:
         """Return a message of the assistant's in the form that the template takes, without an end token, which the template writes."""
         adapted = {key: value for key, value in message.items() if key != "weight"}
         content = adapted.get("content")
@@ -211,24 +247,24 @@ class ChatTemplate:
     def _argument_kinds(self) -> tuple[bool, bool]:
         """Whether the template takes the arguments of a call as an object, and as JSON."""
         as_object, as_json = {f"{PROBE}a": f"{PROBE}b"}, f'{{"{PROBE}a":  "{PROBE}b"}}'
-        objects, texts = (self._called(arguments, {"content": "A"}) for arguments in (as_object, as_json))
+        objects, texts = ("".join(self._called(arguments, silence) for silence in SILENCES) for arguments in (as_object, as_json))
         return f"{PROBE}a" in objects and f"{PROBE}b" in objects, as_json in texts
 
     @cached_property
     def _silence(self) -> dict[str, Any]:
         """How the template takes a message that only calls: without content, with null or with an empty text."""
         arguments: Any = {"a": f"{PROBE}b"} if self._argument_kinds[0] else f'{{"a": "{PROBE}b"}}'
-        nones = self._called(arguments, {"content": "A"}).count("None")
-        for silence in ({}, {"content": None}, {"content": ""}):
+        like = self._called(arguments, SILENCES[0])
+        for silence in SILENCES[1:]:
             text = self._called(arguments, silence)
-            if f"{PROBE}b" in text and text.count("None") == nones:
+            if text.count(f"{PROBE}b") >= max(1, like.count(f"{PROBE}b")) and text.count("None") == like.count("None"):
                 return silence
         return {"content": ""}  # so that it is named what the template leaves out
 
     def _called(self, arguments: Any, silence: Mapping[str, Any]) -> str:
-        """Return the rendering of a chat that ends with a call, or nothing."""
-        chat = calling(arguments, silence)
-        return self._rendered(chat, [PROBE_TOOL]) or self._rendered(chat) or ""
+        """Return the rendering of a chat that ends with a call, and of one that goes on; nothing of one that the template refuses."""
+        chats = calling(arguments, silence)
+        return "".join(self._rendered(chat, [PROBE_TOOL]) or self._rendered(chat) or "" for chat in chats)
 
     def _rendered(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str | None:
         """Return the rendered messages without a generation prompt; None if the template refuses them."""

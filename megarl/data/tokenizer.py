@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError
 from megarl.data.intake import TooLong
+from megarl.errors import Absent
 from megarl.imports import uncollected
 from megarl.light_transformers import light_transformers
 from megarl.strict_json import read_json
@@ -27,7 +28,7 @@ MOST_CONFIG = 64 << 20  # bytes
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `path`.
 
-    Raises ConfigError if there is none that loads without running the directory's code, or if it has no end token.
+    Raises ConfigError if it does not load without running the directory's code, or if it has no end token; Absent if there is none.
     """
     tokenizer = _load(path)
     if tokenizer.eos_token_id is None:
@@ -38,7 +39,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 def _load(path: Path) -> PreTrainedTokenizerBase:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a notebook may need the hub for other things; `local_files_only` holds anyway
     if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would create one without a single token
-        raise ConfigError(f"model.path: no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
+        raise Absent(f"model.path: no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
     try:
         if (path / "tokenizer.json").is_file():
             # The class of all fast tokenizers. AutoTokenizer would find the same one, but takes 7 s longer to import.
@@ -91,7 +92,8 @@ def _tokenizer_of(path: Path, key: str) -> PreTrainedTokenizerBase:
     try:
         return load_tokenizer(path)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path", key, 1)) from None
+        kind = Absent if isinstance(error, Absent) else ConfigError
+        raise kind(str(error).replace("model.path", key, 1)) from None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:

@@ -1,119 +1,235 @@
-"""Tokenise new messages of a conversation without tokenising the earlier ones again.
+"""What the policy reads in each turn of a conversation, in tokens.
 
-The context of a conversation always consists of the very tokens that were sampled and read: nothing in it is rendered or tokenised a second
-time, so that every log-prob refers to what the policy has seen. The text after a turn of the policy is the suffix that the chat template
-writes after a fixed stand-in conversation. `check_turns` verifies once that the template allows this.
+The context of a turn is what the chat template renders of the conversation at that turn. Where that begins with the very text that was read
+and written so far, the context keeps the tokens that were read and sampled, and only what follows is tokenised. Where the template renders
+an earlier message in another way (many leave out earlier reasoning, or trim texts), the whole rendering is a new context: a new sample
+begins there, and the samples before it keep the tokens that were sampled.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, PromptFormat
-from megarl.data.chat import Chat
-from megarl.data.messages import Message
-from megarl.data.rendering import contains, prompt_texts
-from megarl.data.template import ChatTemplate, render, render_chats
-from megarl.data.tokenizer import encode, first_line
+from megarl.data.chat import PROBE, Chat
+from megarl.data.messages import SPOKEN, Message, arguments_of, tools_of
+from megarl.data.rendering import THINK, THOUGHT, continued, prompt_texts
+from megarl.data.template import ChatTemplate
+from megarl.data.tokenizer import decode, encode, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ASKED: Message = {"role": "user", "content": "Q"}
-_SAID: Message = {"role": "assistant", "content": "A"}
-_PROBE = "f7Zq0-answer"  # a text that no template contains
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>\s*", re.DOTALL)  # a call as most models write it
+PLACE = "the conversation"  # its name in errors
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the policy reads before its next turn."""
+
+    tokens: list[int]
+    anew: bool  # they are a whole context; else they follow the turn before
+
+
+@dataclass(frozen=True)
+class TurnForm:
+    """How a template writes a turn of the assistant after the generation prompt."""
+
+    header: str  # before a content alone
+    key: str | None = None  # the key of a message that has its reasoning; None: there is none
+    openings: Sequence[str] = ()  # what may begin the reasoning
+    separator: str = ""  # between reasoning and content
 
 
 class TurnTokens:
-    """Convert chat messages into tokens, at the start of a conversation and after a turn of the policy."""
+    """Makes conversations, with what a run adds to each.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: PromptFormat | None = None) -> None:
-        """
-        Args:
-            tokenizer: the tokenizer with the chat template.
-            data: how a run's prompts are rendered.
-        """
-        self._data = data or PromptFormat()
-        self._tokenizer, self._end, self._end_id = tokenizer, str(tokenizer.eos_token), tokenizer.eos_token_id
-        self._stand_ins: dict[str, str] = {}  # the stand-in conversation, by the arguments of the chat template
+    Args:
+        tokenizer: the tokenizer with the chat template.
+        data: how a run's prompts are rendered.
+        tools: schemas of the tools that the policy may call.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: PromptFormat | None = None, tools: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._data, self._tools = data or PromptFormat(), tools
 
     @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._tokenizer, self._data)
+    def template(self) -> ChatTemplate:
+        """The tokenizer's chat template."""
+        return ChatTemplate(self.tokenizer, self._data, self._tools)
 
-    def opening(self, messages: Sequence[Message], arguments: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
-        """Return the prompt's tokens for a conversation that begins with these messages.
+    def opened(self, messages: Sequence[Message], arguments: Mapping[str, Any] = MappingProxyType({})) -> Dialogue:
+        """Return the conversation that begins with these messages of an environment.
 
         Args:
             messages: the messages.
             arguments: the conversation's own arguments of the chat template.
 
         Raises:
-            ValueError: the template leaves something out.
+            ValueError: the template refuses them.
         """
-        chat = self._template.chat(list(messages), "the opening", arguments=arguments)
-        [text] = prompt_texts(self._template, [("the opening", chat)])
+        return Dialogue(self, self.template.chat(list(messages), "the opening", arguments=arguments))
+
+    def prompted(self, task: Mapping[str, Any]) -> Dialogue:
+        """Return the conversation that begins with a prompt of the data; `task`: its parts, as in `Prompt.task`."""
+        prompt, meta = task.get("prompt", ""), task.get("meta", {})
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return Dialogue(self, self.template.chat(messages, PLACE, tools_of(meta, PLACE), arguments_of(meta, PLACE)))
+
+    def form(self, arguments: Mapping[str, Any]) -> TurnForm:
+        """Return how the template, with these arguments, writes a turn."""
+        name = json.dumps(dict(arguments), sort_keys=True, default=str)
+        if name not in self._forms:
+            self._forms[name] = self._form(arguments)
+        return self._forms[name]
+
+    @cached_property
+    def _forms(self) -> dict[str, TurnForm]:
+        return {}
+
+    def _form(self, arguments: Mapping[str, Any]) -> TurnForm:
+        asked: Message = {"role": "user", "content": f"{PROBE}question"}
+        said, thought = f"{PROBE}answer", f"{PROBE}thought"
+
+        def written(message: Message) -> str:
+            [text] = self.template.texts([Chat([asked, {"role": "assistant", **message}], None, arguments)], generation=False)
+            return text if isinstance(text, str) else ""
+
+        prompt, bare = (self.template.texts([Chat([asked], None, arguments)], generation)[0] for generation in (True, False))
+        if not isinstance(prompt, str) or not isinstance(bare, str):
+            return TurnForm("")
+
+        def begins(text: str) -> str:
+            return text[len(os.path.commonprefix([prompt, text])) :].strip()
+
+        header = begins(written({"content": said}).partition(said)[0])
+        for key in SPOKEN[1:]:
+            before, _, rest = written({"content": said, key: thought}).partition(thought)
+            separator, there, _ = rest.partition(said)
+            if there and separator.strip():
+                word = before[len(os.path.commonprefix([bare, before])) :].split()[-1:]
+                return TurnForm(header, key, [*filter(None, (begins(before), *word))], separator.strip())
+        return TurnForm(header)
+
+
+class Dialogue:
+    """One conversation: its messages, and the text of the policy's context.
+
+    Args:
+        turns: makes such conversations.
+        chat: the opening, as the chat template takes it.
+    """
+
+    def __init__(self, turns: TurnTokens, chat: Chat) -> None:
+        self._turns, self._chat = turns, chat
+        self._text: str | None = None  # of the context; None: the opening has not been rendered yet
+
+    @property
+    def context(self) -> str:
+        """The text of the context. Raises ValueError if the template refuses the opening, or leaves out something of it."""
+        if self._text is None:
+            self._text = self._rendered(self._chat)
+        return self._text
+
+    def opening(self) -> list[int]:
+        """Return the tokens of the opening; raises as `context`."""
+        return self._encoded(self.context)
+
+    def after(self, tokens: Sequence[int], text: str, messages: Sequence[Message]) -> Reading:
+        """Return what the policy reads before its next turn.
+
+        Args:
+            tokens: the turn's tokens.
+            text: the turn without its end token.
+            messages: what follows the turn.
+
+        Raises:
+            ValueError: the template refuses the conversation, or leaves out a message, or a part of one that is not the policy's.
+        """
+        written = decode(self._turns.tokenizer, tokens, finished=False)
+        before = self.context + written
+        taken: tuple[Chat, str] | None = None
+        refusal: ValueError | None = None
+        for message in self._forms(text, written):
+            chat = replace(self._chat, messages=[*self._chat.messages, message, *messages])
+            try:
+                rendered = self._rendered(chat)
+            except ValueError as error:
+                refusal = refusal or error
+                continue
+            taken = chat, rendered
+            if rendered.startswith(before):
+                break
+        if taken is None:
+            assert refusal is not None
+            raise refusal
+        self._chat, self._text = taken
+        anew = not self._text.startswith(before)
+        return Reading(self._encoded(self._text if anew else self._text[len(before) :]), anew)
+
+    def _forms(self, text: str, written: str) -> Iterator[Message]:
+        """Yield a turn of the policy as messages: its text as content, then with its reasoning and its calls as data, if it has any.
+
+        A token that has ended it and that the template does not write is a part of the content.
+
+        Args:
+            text: the turn without its end token.
+            written: the turn with it.
+        """
+        plain: Message = {"role": "assistant", "content": text}
+        yield plain
+        if written != text and not written.endswith(self._turns.template.end):
+            yield {**plain, "content": written}
+        form, parsed = self._turns.form(self._chat.arguments), dict(plain)
+        head, there, content = text.partition(form.separator) if form.separator else (text, "", "")
+        if form.key is not None and there:
+            thought = head.strip()
+            opening = next(filter(thought.startswith, form.openings), "")
+            parsed |= {form.key: thought.removeprefix(opening).strip(), "content": content.strip()}
+        elif form.header and text.lstrip().startswith(form.header):
+            parsed["content"] = text.lstrip().removeprefix(form.header).lstrip()
+        calls = [call for call in map(_call, CALL.findall(parsed["content"])) if call is not None]
+        rest = CALL.sub("", parsed["content"]).strip()
+        if calls and parsed["content"].strip().startswith(rest) and len(calls) == len(CALL.findall(parsed["content"])):
+            with_calls = parsed | {"tool_calls": calls, "content": rest or None}
+            yield self._turns.template.adapted({key: value for key, value in with_calls.items() if value is not None})
+        elif parsed != plain:
+            yield parsed
+
+    def _rendered(self, chat: Chat) -> str:
+        [text] = prompt_texts(self._turns.template, [(PLACE, chat)])
         if isinstance(text, ConfigError):
             raise text
-        return encode(self._tokenizer, [text], special=False)[0]
-
-    def after(self, messages: Sequence[Message], turn: Sequence[int], arguments: Mapping[str, Any] = MappingProxyType({})) -> list[int]:
-        """Return the tokens that follow a turn, up to where the policy speaks next, preceded by the end token if the turn lacks one.
-
-        Args:
-            messages: what follows the turn.
-            turn: the turn's tokens.
-            arguments: the conversation's own arguments of the chat template.
-
-        Raises:
-            ValueError: the template renders earlier messages differently once others follow, or leaves some of these out.
-        """
-        if (key := json.dumps(dict(arguments), sort_keys=True, default=str)) not in self._stand_ins:
-            self._stand_ins[key] = self._before([_ASKED, _SAID], arguments)
-        text = self.suffix([_ASKED, _SAID], self._stand_ins[key], messages, arguments)
-        return encode(self._tokenizer, [text if list(turn[-1:]) == [self._end_id] else self._end + text], special=False)[0]
-
-    def _before(self, chat: Sequence[Message], arguments: Mapping[str, Any]) -> str:
-        """Return a conversation's text without the last end token: what is read before the last message, and that message."""
-        read = render_chats(self._tokenizer, [list(chat[:-1])], arguments=self._template.given(arguments))[0]
-        return read + str(chat[-1]["content"])
-
-    def suffix(
-        self,
-        said: Sequence[Message],
-        before: str,
-        messages: Sequence[Message],
-        arguments: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
-        """Return the text that the template writes after the end token of `said`'s last message when `messages` follow.
-
-        Args:
-            said: the conversation so far.
-            before: its text as an episode's context has it, without the last end token.
-            messages: the messages that follow.
-            arguments: the conversation's own arguments of the chat template.
-
-        Raises:
-            ValueError: the template renders `said` otherwise once `messages` follow, or leaves some of these out.
-        """
-        chat = Chat([*said, *messages], None, self._template.given(arguments), len(said))
-        [whole] = render(self._tokenizer, [chat])
-        if not whole.startswith(before + self._end):
-            context = before + self._end
-            raise ValueError(f"renders {whole[: len(context)]!r:.120} where {context!r:.120} was read and said, and is kept")
-        text, [missing] = whole[len(before + self._end) :], self._template.omissions([chat])
-        lost = [message["role"] for message in messages if not contains(text, message["content"])]
-        if missing.number is not None or lost:
-            raise ValueError(f"leaves out {missing.what if missing.number is not None else f'a part of what the role {lost[0]!r} says'}")
         return text
 
+    def _encoded(self, text: str) -> list[int]:
+        return encode(self._turns.tokenizer, [text], special=False)[0]
 
-def check_turns(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], key: str, data: PromptFormat | None = None) -> None:
-    """Check that rendering a conversation as a whole gives the same text as rendering it turn by turn.
+
+def _call(text: str) -> dict[str, Any] | None:
+    """Return a call as data; None if it is none."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
+        return None
+    return {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+
+
+def check_turns(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], key: str, data: PromptFormat | None = None) -> bool:
+    """Check that the template renders every message of a conversation of several turns.
 
     Args:
         tokenizer: the tokenizer with the chat template.
@@ -121,26 +237,24 @@ def check_turns(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], key: s
         key: the start of an error's message.
         data: how a run's prompts are rendered.
 
+    Returns:
+        Whether it renders some turns in another way than they were written, so that new samples begin after them.
+
     Raises:
-        ConfigError: the template leaves out a message, changes earlier ones, or writes different text after different conversations.
+        ConfigError: the template refuses such a conversation, or leaves out a message.
     """
-    arguments = {} if data is None else data.template_args
+    turns, anew = TurnTokens(tokenizer, data), False
+    said = f"{PROBE}-answer"
     for role in roles:
-        answer: Message = {"role": role, "content": _PROBE}
         try:
-            turns = TurnTokens(tokenizer, data)
-            expected = turns.suffix([_ASKED, _SAID], turns._before([_ASKED, _SAID], {}), [answer])
-            # Two turns of another conversation: each suffix must equal the stand-in's, and the whole text the concatenation of the turns.
-            said: list[Message] = [{"role": "user", "content": "Q 2"}]
-            [text] = render_chats(tokenizer, [said], arguments=arguments)
-            for turn in ("B", "C 3"):
-                said, text = [*said, {"role": "assistant", "content": turn}], text + turn
-                suffix = turns.suffix(said, text, [answer])
-                if suffix != expected:
-                    raise ValueError(f"writes {suffix!r:.120} after one turn and {expected!r:.120} after another")
-                said, text = [*said, answer], text + str(tokenizer.eos_token) + suffix
-        except Exception as error:  # a template may raise anything
+            for text in (said, f" {said}\n\n", f"{THINK}\n{PROBE}\n{THOUGHT}\n\n{said}"):
+                conversation = turns.opened([{"role": "user", "content": "Q"}])
+                for _ in range(2):
+                    turn = continued(conversation.context, text)
+                    [tokens] = encode(tokenizer, [turn + turns.template.end], special=False)
+                    anew |= conversation.after(tokens, turn, [{"role": role, "content": PROBE}]).anew
+        except (ValueError, TimeoutError) as error:
             raise ConfigError(
-                f"{key}: the model's chat template cannot be continued turn by turn, since for an answer of the role {role!r} it "
-                f"{first_line(error) if isinstance(error, ValueError) else f'raises {type(error).__name__}: {first_line(error)}'}"
+                f"{key}: the model's chat template cannot go on after an answer of the role {role!r}: {first_line(error)}"
             ) from None
+    return anew

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import (
     ConfigError,
@@ -25,6 +25,10 @@ from megarl.environments.hosts import in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
 from megarl.http_client import unanswered
 from megarl.sandbox import process
+from megarl.unchecked import where_present
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KEY = "environment.source"
 
@@ -43,7 +47,7 @@ def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] |
 
 
 def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, reward: RewardSettings, model: Path) -> None:
-    """Refuse contradictory settings, a chat template that cannot continue a conversation, and tools that the template does not mention.
+    """Refuse contradictory settings, a chat template that leaves out turns, and tools that the template does not mention.
 
     Args:
         settings: the `environment` section, or None.
@@ -62,16 +66,22 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
         return
     if not data.chat:
         raise ConfigError("data.chat=false: the turns of an environment go through the tokenizer's chat template")
-    tokenizer = load_tokenizer(model)
+    with where_present("the environment's processes"):
+        if isinstance(settings.source, HttpEnvironment):
+            from megarl.environments import http
+
+            http.check(settings.source)
+        else:
+            process.check(settings.sandbox, "environment.sandbox")
+    with where_present("the environment's turns"):
+        _check_template(settings, data, load_tokenizer(model))
+
+
+def _check_template(settings: EnvironmentSettings, data: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError for a chat template that leaves out turns, or tools that it does not mention."""
     if not tokenizer.chat_template:
         raise ConfigError(f"{KEY}: the tokenizer has no chat template, and conversations need one")
-    check_turns(tokenizer, ["tool" if isinstance(settings.source, ToolsEnvironment) else "user"], "environment", data)
-    if isinstance(settings.source, HttpEnvironment):
-        from megarl.environments import http
-
-        http.check(settings.source)
-    else:
-        process.check(settings.sandbox, "environment.sandbox")
+    check_turns(tokenizer, [answering_role(settings)], "environment", data)
     for schema in tool_schemas(settings) or []:
         name = schema["function"]["name"]
         asked, arguments = [{"role": "user", "content": "Q"}], data.template_args
@@ -80,6 +90,27 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
             raise ConfigError(f"{KEY}.tools: the model's chat template does not mention {name!r}: the model would never call it")
         if "<tool_call>" not in told:
             raise ConfigError(f"{KEY}.tools: the model's chat template uses another call format than <tool_call>JSON</tool_call>")
+
+
+def answering_role(settings: EnvironmentSettings) -> str:
+    """The role that usually speaks after the policy."""
+    return "tool" if isinstance(settings.source, ToolsEnvironment) else "user"
+
+
+def rewriting(settings: EnvironmentSettings, data: PromptFormat, model: Path) -> str | None:
+    """Describe for the console what becomes of turns that the chat template rewrites later; None if it writes all as they were sampled.
+
+    Args:
+        settings: the `environment` section.
+        data: the format of the prompts.
+        model: the Hugging Face directory of the tokenizer.
+    """
+    if not check_turns(load_tokenizer(model), [answering_role(settings)], "environment", data):
+        return None
+    return (
+        "the chat template rewrites some turns later (reasoning, white space): there the policy reads the conversation as it is then "
+        "rendered, and a new sample of the same episode begins"
+    )
 
 
 def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Prompt], key: str, turns: TurnTokens, most: int) -> None:
@@ -111,12 +142,16 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
             opening = await episode.reset(first.seed, first.task)
             if opening.messages is None and alone:
                 raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
-            if opening.messages is not None and (length := len(in_tokens(turns.opening, opening.messages))) > most:
-                raise ConfigError(f"{KEY}: {called}: an opening of {length} tokens is longer than rollout.max_prompt_tokens={most}")
+            if opening.messages is None:
+                conversation = in_tokens(turns.prompted, first.task)
+            else:
+                conversation = in_tokens(turns.opened, opening.messages)
+                if (length := len(in_tokens(conversation.opening))) > most:
+                    raise ConfigError(f"{KEY}: {called}: an opening of {length} tokens is longer than rollout.max_prompt_tokens={most}")
             called = f"reset(seed={first.seed}), then step of an empty text"
             answer = await episode.step("", [], True)
             if answer.messages is not None:
-                in_tokens(turns.after, answer.messages, [])
+                in_tokens(conversation.after, [], "", answer.messages)
             await episode.close()
         except EnvironmentFailed as failure:
             if not isinstance(settings.source, HttpEnvironment):

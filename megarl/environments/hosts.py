@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megarl.config import EnvironmentSettings, HttpEnvironment, ToolsEnvironment
 from megarl.data.tokenizer import first_line
 from megarl.environments.processes import ProcessHost, code_of
 from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.sandbox import process
+
+Rendered = TypeVar("Rendered")
 
 
 class Episode(Protocol):
@@ -124,8 +126,8 @@ class _BoundedEpisode:
                 self._room.release()
 
 
-def in_tokens(render: Callable[..., list[int]], *said: Any) -> list[int]:
-    """Return `render(*said)`, the tokens of an environment's messages. Raises EnvironmentFailed if the chat template cannot render them."""
+def in_tokens(render: Callable[..., Rendered], *said: Any) -> Rendered:
+    """Return `render(*said)`, of an environment's messages. Raises EnvironmentFailed if the chat template cannot render them."""
     try:
         return render(*said)
     except Exception as error:  # a template may raise anything, for example for an unknown role

@@ -1,7 +1,7 @@
-"""Packs the whole sequences of a micro-batch into one row of tokens, of which each context-parallel rank holds a part.
+"""Packs the contexts of a micro-batch into one row of tokens, of which each context-parallel rank holds a part.
 
-Axes: T entries of a Batch, R local rows (tokens of this rank's packed row, padding included).
-Sequences are sorted shortest first, so that those of equal length are adjacent (see `attention`). With cp > 1, each is padded to a multiple
+Axes: T entries of a Batch, C contexts, R local rows (tokens of this rank's packed row, padding included).
+Contexts are sorted shortest first, so that those of equal length are adjacent (see `attention`). With cp > 1, each is padded to a multiple
 of 2 * cp tokens; one more dummy sequence fills the row up to a multiple of tp on every context-parallel rank.
 """
 
@@ -23,7 +23,7 @@ class Packed:
     """The inputs of one micro-batch for one rank."""
 
     input_ids: Tensor  # int64 [1, R]
-    position_ids: Tensor  # int64 [1, R], position inside the sequence
+    position_ids: Tensor  # int64 [1, R], position inside the context
     padding_mask: Tensor | None  # bool [1, R], true for padding; None if no rank has any
     params: PackedSeqParams
     entry_T: Tensor  # int64 [T local] on the CPU, indices of the micro-batch's entries that this rank holds
@@ -31,10 +31,10 @@ class Packed:
 
 
 def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: torch.device) -> Packed:
-    """Pack whole sequences into one row, and take the part of it that one context-parallel rank holds.
+    """Pack whole contexts into one row, and take the part of it that one context-parallel rank holds.
 
     Args:
-        batch: on the CPU, with every entry of each of its sequences, in any order; an empty batch gives a row of padding only.
+        batch: on the CPU, with every entry of each of its contexts, in any order; an empty batch gives a row of padding only.
         cp_rank: this rank's place in its context-parallel group.
         cp_size: size of that group.
         tp: tensor-parallel size; R is a multiple of it.
@@ -44,12 +44,15 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
         The rank's R rows, on `device` except `Packed.entry_T`.
 
     Raises:
-        AssertionError: a sequence is not whole.
+        AssertionError: a context is not whole.
     """
-    order_T = torch.argsort(batch.position_T, stable=True)
-    order_T = order_T[torch.argsort(_shortest_first(batch)[order_T], stable=True)]
-    sequences, counts = torch.unique_consecutive(batch.seq_T[order_T], return_counts=True)
-    assert torch.equal(counts, batch.length_N[sequences]), "a micro-batch holds whole sequences, each once"
+    context_T, length_C = batch.contexts()
+    position_T = batch.position_T if batch.begin_T is None else batch.position_T - batch.begin_T
+    order_T = torch.argsort(position_T, stable=True)
+    order_T = order_T[torch.argsort(_shortest_first(length_C)[context_T[order_T]], stable=True)]
+    contexts, counts = torch.unique_consecutive(context_T[order_T], return_counts=True)
+    last_T = position_T[order_T[counts.cumsum(0) - 1]]
+    assert torch.equal(counts, length_C[contexts]) and torch.equal(last_T + 1, counts), "a micro-batch holds whole contexts, each once"
     lengths, multiple = counts.tolist(), 2 * cp_size if cp_size > 1 else 1
     padded = [-(-length // multiple) * multiple for length in lengths]
     fill = -sum(padded) % (cp_size * math.lcm(tp, 2 if cp_size > 1 else 1)) if padded else cp_size * math.lcm(tp, 2)
@@ -61,7 +64,7 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
     ids = torch.zeros(len(source), dtype=torch.int64)
     ids[real] = batch.input_T[entry]
     positions = torch.zeros(len(source), dtype=torch.int64)
-    positions[real] = batch.position_T[entry]
+    positions[real] = position_T[entry]
     return Packed(
         input_ids=ids[None].to(device),
         position_ids=positions[None].to(device),
@@ -72,15 +75,13 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
     )
 
 
-def _shortest_first(batch: Batch) -> Tensor:
-    """For each entry, the place of its sequence when sequences are sorted by length (ties by index)."""
-    place_N = torch.empty_like(batch.length_N)
-    place_N[torch.argsort(batch.length_N, stable=True)] = torch.arange(len(place_N))
-    return place_N[batch.seq_T]
+def _shortest_first(length_C: Tensor) -> Tensor:
+    """For each context, its place when they are sorted by length (ties by index)."""
+    return torch.empty_like(length_C).index_copy_(0, torch.argsort(length_C, stable=True), torch.arange(len(length_C)))
 
 
 def _source(lengths: list[int], padded: list[int], fill: int, cp_rank: int, cp_size: int) -> Tensor:
-    """For each local row, the index of its entry in sequence order, or -1 for padding."""
+    """For each local row, the index of its entry in that order, or -1 for padding."""
     rows, start = [], 0
     for length, size in zip([*lengths, 0], [*padded, fill], strict=True):
         position = zigzag(size, cp_rank, cp_size)

@@ -45,7 +45,6 @@ NO_UNITS = re.compile(  # words after a number that change what it means
     re.IGNORECASE,
 )
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(?P<digits>\d+(?:\.\d*)?|\.\d+)[eE](?P<e>[+-]?\d{1,3})(?!\w|\.\d)")
-UNCLEAR = re.compile(r"[+-]?(?!1e)(?P<digits>\d+)e(?P<e>[+-][1-9]\d*)")  # 2e-5 may be 2 e - 5, too; Python and C write 2e-05
 
 SIGNS = str.maketrans(
     dict.fromkeys("−–‑－", "-")
@@ -156,8 +155,8 @@ def _signed(text: str) -> str:
 
 
 def plain_powers(text: str) -> str:
-    """Return a text with plain digits instead of each number such as 6.02e23 that cannot be a product with e."""
-    return SCIENTIFIC.sub(lambda match: match[0] if UNCLEAR.fullmatch(match[0]) else numeral(match[0]) or match[0], text)
+    """Return a text with plain digits instead of each number such as 6.02e23 or 2e-5, which is no product with e."""
+    return SCIENTIFIC.sub(lambda match: numeral(match[0]) or match[0], text)
 
 
 def certain(answer: Answer) -> bool:
@@ -170,11 +169,9 @@ def certain(answer: Answer) -> bool:
 
 
 def fault_of(text: str) -> str | None:
-    """Return why the meaning of an answer is not certain; None if it is, as far as the text alone shows."""
+    """Return why an answer cannot be read; None if nothing speaks against it, as far as the text alone shows."""
     if not text:
         return "is empty"
-    if (match := UNCLEAR.fullmatch(text)) is not None:
-        return f"may mean {numeral(text)}, or {match['digits']}e {match['e'][0]} {match['e'][1:]}: write one of them"
     if re.fullmatch(r"[+-]?[\d.]+[eE][+-]?\d+", text) and numeral(text) is None:
         return f"is beyond the limit of 10^{LARGEST_POWER}"
     return None

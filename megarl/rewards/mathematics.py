@@ -69,7 +69,6 @@ class MathVerify:
         digits = None if boxed is None else numeral(boxed)
         if digits is not None and value_of(digits) in [gold.number for gold in golds]:
             return 1.0, {}
-        # 2e-5 may be an answer of 2e - 5.
         latex = boxed if boxed is None or fault_of(boxed) is not None else digits or expression(boxed)
         text = plain_powers(response) if latex is None or latex == boxed else _box(latex)
         readings = {units: self._readings(text, units) for units in {gold.units for gold in golds}}

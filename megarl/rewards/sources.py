@@ -23,6 +23,7 @@ from megarl.rewards.known import EarnedScorer, JudgedScorer
 from megarl.rewards.score import Look, Scorer, no_look
 from megarl.rewards.weighted import SumScorer
 from megarl.sandbox import process
+from megarl.unchecked import where_present
 
 
 def open_scorer(settings: RewardSettings, log: Path | None = None, key: str = "reward.source", look: Look = no_look) -> Scorer:
@@ -61,10 +62,12 @@ def check(settings: RewardSettings) -> None:
 
     Raises ConfigError: `reward.source.path: cannot import module 'x': ...`; for the source of evaluations, `reward.eval.path: ...`.
     """
-    _check_source(settings, "reward.source")
+    with where_present("the reward"):
+        _check_source(settings, "reward.source")
     if settings.eval is not None and settings.eval != settings.source:
         try:
-            _check_source(settings.model_copy(update={"source": settings.eval}), "reward.eval")
+            with where_present("the reward of evaluations"):
+                _check_source(settings.model_copy(update={"source": settings.eval}), "reward.eval")
         except ConfigError as error:
             raise ConfigError(str(error).replace("reward.source", "reward.eval", 1)) from None
 

@@ -16,7 +16,7 @@ from functools import cache
 from numbers import Real
 from typing import Any
 
-from megarl.data.answers import Answer, text_of
+from megarl.data.answers import Answer
 from megarl.imports import uncollected
 from megarl.rewards.golds import texts_of
 from megarl.rewards.mathematics import MathVerify
@@ -136,12 +136,8 @@ def _function(path: str) -> Verifier:
     style, passed = _keywords(function, path)
 
     def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        if style is OURS:
-            # A number as the text of its digits, since `response == answer` would otherwise be false without a word.
-            known = text_of(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
-            values: tuple[Any, ...] = (prompt, response, known, meta)
-        else:
-            values = (meta.get("data_source"), response, answer, meta.get("extra_info"))
+        ours = (prompt, response, answer, meta)
+        values: tuple[Any, ...] = ours if style is OURS else (meta.get("data_source"), response, answer, meta.get("extra_info"))
         return read_return(function(**{name: value for name, value in zip(style, values, strict=True) if name in passed}))
 
     return verify

@@ -1,6 +1,7 @@
 """Episodes of several turns, with any engine and any environment: policy and environment alternate until the latter or a limit ends it.
 
-Each turn is one request to the engine, whose prompt is all tokens so far. Nothing is tokenised twice.
+Each turn is one request to the engine, whose prompt is the turn's context: all tokens so far, or the conversation as the chat template
+renders it anew (see `megarl.data.turns`). What was sampled is never tokenised again in the context in which it was sampled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from megarl.batch import Sample
 from megarl.data.messages import arguments_of
-from megarl.data.turns import TurnTokens
+from megarl.data.turns import Dialogue, TurnTokens
 from megarl.environments.hosts import Episode, Host, in_tokens
 from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.rollout.engine import Request, RolloutTimeout
@@ -39,7 +40,7 @@ class Limits:
     """The limits of an episode."""
 
     prompt_tokens: int  # longest opening
-    response_tokens: int  # most tokens after the opening: the policy's turns and the environment's answers
+    response_tokens: int  # most tokens after the opening in any context, and most tokens that the policy writes in all of them together
     turns: int
     turn_tokens: int | None = None  # longest turn of the policy
 
@@ -138,24 +139,29 @@ class _Player:
     ) -> None:
         self._ask, self._tokens, self._text_of = ask, tokens, text_of
         self._start, self._number, self._sampling, self._limits = start, number, sampling, limits
-        self._arguments = arguments_of((start.task or {}).get("meta", {}), "the row")  # of the chat template
-        self._turns: list[Sample] = []
+        self._contexts: list[list[Sample]] = [[]]  # the turns in each context
         self._rewards: list[tuple[int, float]] = []
+        self._conversation: Dialogue
         self._text, self._info = "", dict[str, float]()
 
     async def play(self, episode: Episode) -> Played:
         """Play the whole episode."""
         try:
-            context = await self._begin(episode)
-            whole = await self._go_on(episode, context)
+            whole = await self._go_on(episode, await self._begin(episode))
         except EnvironmentFailed as failure:
             return self._played("abort", str(failure))
         return self._played("stop" if whole else "length")
 
     async def _begin(self, episode: Episode) -> list[int]:
         opening = await episode.reset(self._start.seed, None if self._start.task is None else dict(self._start.task))
-        context = self._start.tokens if opening.messages is None else in_tokens(self._tokens.opening, opening.messages, self._arguments)
-        if not context:
+        task = self._start.task or {}
+        if opening.messages is not None:
+            arguments = arguments_of(task.get("meta", {}), "the row")
+            self._conversation = in_tokens(self._tokens.opened, opening.messages, arguments)
+            context = in_tokens(self._conversation.opening)
+        elif self._start.tokens:
+            self._conversation, context = in_tokens(self._tokens.prompted, task), self._start.tokens
+        else:
             raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
         if len(context) > self._limits.prompt_tokens:
             raise EnvironmentFailed(f"too long: an opening of {len(context)} tokens, more than {self._limits.prompt_tokens}")
@@ -163,49 +169,79 @@ class _Player:
 
     async def _go_on(self, episode: Episode, context: list[int]) -> bool:
         """Play turn by turn. Return whether the environment ended the episode after a complete turn."""
-        longest = len(context) + self._limits.response_tokens
+        longest, left = len(context) + self._limits.response_tokens, self._limits.response_tokens
+        number = 0
         while True:
-            number, most = len(self._turns), min(self._limits.turn_tokens or longest, longest - len(context))
+            most = min(self._limits.turn_tokens or longest, longest - len(context), left)
             seed = request_seed(self._sampling.seed, self._start.id, self._number, number)
             said = await self._ask(request_for((self._start.id, self._number, number), context, most, self._sampling, seed))
             finished, spoken = said.finish_reason == "stop", said.tokens[said.prompt_length :].tolist()
-            self._turns.append(said)
+            self._contexts[-1].append(said)
+            number, left = number + 1, left - len(spoken)
             self._text = self._text_of(said)
             answer = await episode.step(self._text, spoken, finished)
-            self._take(answer, context, spoken)
+            self._take(answer)
             if answer.done:
                 return finished
-            if len(self._turns) == self._limits.turns:
+            if number == self._limits.turns:
                 return False
             assert answer.messages is not None
-            read = in_tokens(self._tokens.after, answer.messages, spoken, self._arguments)
-            context = [*context, *spoken, *read]
-            if len(context) >= longest:  # no room for another turn of the policy
+            reading = in_tokens(self._conversation.after, spoken, self._text, answer.messages)
+            context = reading.tokens if reading.anew else [*context, *spoken, *reading.tokens]
+            if len(context) >= longest or not left:  # no room for another turn of the policy
                 return False
+            if reading.anew:
+                self._contexts.append([])
 
-    def _take(self, answer: Turn, context: list[int], spoken: list[int]) -> None:
-        self._rewards.append((len(context) + len(spoken) - self._turns[0].prompt_length, answer.reward))
+    def _take(self, answer: Turn) -> None:
+        tokens = sum(len(turns[-1].tokens) for turns in self._contexts)
+        self._rewards.append((tokens - self._contexts[0][0].prompt_length, answer.reward))
         self._info = dict(answer.info)
 
     def _played(self, finish_reason: str, error: str | None = None) -> Played:
         reward = 0.0 if error is not None else sum(reward for _, reward in self._rewards)
-        sample = joined(self._turns, finish_reason) if self._turns else _NOTHING
+        contexts = [turns for turns in self._contexts if turns]
+        sample = chained([joined(turns, finish_reason) for turns in contexts]) if contexts else _NOTHING
         sample = replace(sample, turn_rewards=() if error is not None else tuple(self._rewards))
-        return Played(sample, self._text, reward, len(self._turns), error, self._info)
+        return Played(sample, self._text, reward, sum(map(len, contexts)), error, self._info)
 
 
 _NOTHING = Sample(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), "abort", loss_mask=np.zeros(1, np.bool_))
 
 
+def chained(contexts: Sequence[Sample]) -> Sample:
+    """Put the contexts of one episode, of one sample each, one after the other into one sample; its finish reason is the last one's."""
+    first, last = contexts[0], contexts[-1]
+    if last is first:
+        return first
+    ends = np.cumsum([len(one.tokens) for one in contexts]).tolist()
+    begins = [end - one.response_length - first.prompt_length for end, one in zip(ends, contexts, strict=True)]  # of what follows a prompt
+    mask, logp = np.zeros(ends[-1] - first.prompt_length, np.bool_), np.zeros(ends[-1] - first.prompt_length, np.float32)
+    for begin, one in zip(begins, contexts, strict=True):
+        here = slice(begin, begin + one.response_length)
+        mask[here], logp[here] = True if one.loss_mask is None else one.loss_mask, one.rollout_logp
+    experts = [one.routed_experts for one in contexts if one.routed_experts is not None]
+    return Sample(
+        np.concatenate([one.tokens for one in contexts]),
+        first.prompt_length,
+        logp,
+        last.finish_reason,
+        versions(zip(begins, contexts, strict=True)),
+        np.concatenate(experts) if len(experts) == len(contexts) else None,
+        mask,
+        starts=tuple(ends[:-1]),
+    )
+
+
 def joined(turns: Sequence[Sample], finish_reason: str) -> Sample:
-    """Join the turns of one conversation into one sample, whose loss tokens are those that the policy wrote.
+    """Join the turns in one context into one sample, whose loss tokens are those that the policy wrote.
 
     The prompt of each turn is all tokens before it. A token keeps the experts that were chosen when it was first fed. A conversation
     of one turn yields that turn unchanged, but for the finish reason.
 
     Args:
         turns: the turns in order, at least one.
-        finish_reason: the finish reason of the whole conversation.
+        finish_reason: the finish reason of the whole episode.
     """
     first, last = turns[0], turns[-1]
     start = first.prompt_length

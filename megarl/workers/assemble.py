@@ -1,6 +1,6 @@
 """Assembly of one rank's batches from a step's plan, and metrics that compare the engine's log-probs with the trainer's.
 
-Axes: T predicted tokens, N responses of the step.
+Axes: T predicted tokens, N responses of the step, S samples (see `plan`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch, Sample, pack
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, SampleShare, Std
-from megarl.workers.plan import Split, StepPlan, loss_weights
+from megarl.workers.plan import StepPlan, loss_weights
 
 Columns = list[tuple[list[int], Any]]
-"""What one group of ranks computed for another: per micro-batch its responses, and a reference to a list of column dicts, one for each."""
+"""What one group of ranks computed for another: per micro-batch its samples, and a reference to a list of column dicts, one for each."""
 
 
 def fetch(payload_N: Sequence[Any], members: Sequence[int]) -> list[Sample]:
@@ -62,14 +62,15 @@ def routed_experts(plan: StepPlan, members: Sequence[int], length_N: Tensor, lay
     return torch.from_numpy(experts_TLK)
 
 
-def assemble(plan: StepPlan, members: Sequence[int], layers: Sequence[int] = ()) -> Batch:
-    """Pack some responses of the plan into one batch, with their rewards and weights; those that are not kept have no loss token.
+def assemble(plan: StepPlan, chosen: Sequence[int], layers: Sequence[int] = ()) -> Batch:
+    """Pack some samples of the plan into one batch, with rewards and weights; those of responses that are not kept have no loss token.
 
     Args:
         plan: the step's plan.
-        members: the responses, as indices into the N axis.
+        chosen: the samples, as ascending indices into the S axis. Those of one response are one sequence of the batch.
         layers: the layers for which `extra_T["routed_experts"]` holds the experts that the engine chose, as far as they are known.
     """
+    members = plan.responses(chosen)
     samples = fetch(plan.payload_N, members)
     batch = pack(samples)
     if plan.turn_weight:
@@ -85,7 +86,13 @@ def assemble(plan: StepPlan, members: Sequence[int], layers: Sequence[int] = ())
     given = {"weight": plan.weight_N, "positive_weight": plan.positive_weight_N, "value_weight": plan.value_weight_N}
     weights = {name: weight_N for name, weight_N in given.items() if weight_N is not None}
     weighted = spread(batch, members, **weights)
-    return batch.with_extra(**{name: torch.where(batch.mask_T, weighted.extra_T[name], 0.0) for name in weights})
+    batch = batch.with_extra(**{name: torch.where(batch.mask_T, weighted.extra_T[name], 0.0) for name in weights})
+    contexts = [(n, context) for n, sample in zip(members, samples, strict=True) for context in range(1 + len(sample.starts))]
+    if len(contexts) == len(chosen):
+        return batch
+    wanted = set(map(plan.context, chosen))
+    held_C = torch.tensor([one in wanted for one in contexts])
+    return batch.take(held_C[batch.contexts()[0]].nonzero().squeeze(1))
 
 
 def turn_rewards(samples: Sequence[Sample]) -> Tensor:
@@ -94,7 +101,8 @@ def turn_rewards(samples: Sequence[Sample]) -> Tensor:
     for sample, reward_T in zip(samples, found, strict=True):
         for end, reward in sample.turn_rewards:
             reward_T[sample.prompt_length + end - 2] += reward
-    return torch.from_numpy(np.concatenate([np.empty(0, np.float32), *found]))
+    entries = [np.delete(reward_T, [start - 1 for start in sample.starts]) for sample, reward_T in zip(samples, found, strict=True)]
+    return torch.from_numpy(np.concatenate([np.empty(0, np.float32), *entries]))
 
 
 def spread(batch: Batch, members: Sequence[int], **values_N: np.ndarray) -> Batch:
@@ -109,27 +117,27 @@ def spread(batch: Batch, members: Sequence[int], **values_N: np.ndarray) -> Batc
 
 
 def columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], names: Sequence[str]) -> Columns:
-    """Put columns of whole micro-batches, split by response, into the object store.
+    """Put columns of whole micro-batches, split by sample, into the object store.
 
     Args:
-        batches: the micro-batches with every entry of their responses, in order, on the CPU.
-        members: the responses of each batch, as indices into the N axis.
+        batches: the micro-batches with every entry of their samples, in order, on the CPU.
+        members: the samples of each batch, as indices into the S axis.
         names: the columns' names in `extra_T`.
     """
     stored: Columns = []
     for chosen, batch in zip(members, batches, strict=True):
-        ends = np.cumsum(batch.length_N.numpy())[:-1]
+        ends = np.cumsum(batch.contexts()[1].numpy())[:-1]
         parts = {name: np.split(batch.extra_T[name].numpy(), ends) for name in names}
         stored.append((list(chosen), ray.put([{name: part[index] for name, part in parts.items()} for index in range(len(chosen))])))
     return stored
 
 
 def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], given: Columns, names: Sequence[str]) -> list[Batch]:
-    """Add the columns of another group, which has split the same responses differently. Fetches only the micro-batches it needs.
+    """Add the columns of another group, which has split the same samples differently. Fetches only the micro-batches it needs.
 
     Args:
-        batches: the micro-batches with every entry of their responses, in order.
-        members: the responses of each batch, as indices into the N axis.
+        batches: the micro-batches with every entry of their samples, in order.
+        members: the samples of each batch, as indices into the S axis.
         given: what the other group's `columns` returned.
         names: the names of the columns to add.
 
@@ -152,7 +160,7 @@ def corrections(
     correction: Correction,
     whole: Batch,
     members: Sequence[int],
-    split: Split,
+    mini_batches: Sequence[Sequence[int]],
     part_N: Tensor,
     sum_over: SumOver,
 ) -> dict[str, Tensor]:
@@ -163,7 +171,7 @@ def corrections(
         correction: the algorithm's correction.
         whole: the responses, with every entry.
         members: the same responses, as indices into the N axis.
-        split: the step's split.
+        mini_batches: the responses of each mini-batch.
         part_N: bool [N], the responses that take part in the step.
         sum_over: sums over all data-parallel ranks.
 
@@ -175,7 +183,7 @@ def corrections(
         return {"correction": correction_T}
     count_N = torch.zeros(len(part_N), dtype=torch.int64)
     count_N[list(members)] = whole.sequence_sum((correction_T > 0).long())
-    weight_N = loss_weights(algorithm, sum_over(count_N), split, part_N)[list(members)].to(correction_T.dtype)
+    weight_N = loss_weights(algorithm, sum_over(count_N), mini_batches, part_N)[list(members)].to(correction_T.dtype)
     return {"correction": correction_T, "weight": torch.where(correction_T > 0, whole.spread(weight_N), 0.0)}
 
 
@@ -221,16 +229,16 @@ def mismatch_of_sequences(batch: Batch, sum_over: SumOver | None = None) -> dict
     absolute value; ppl_ratio: mean of exp(mean_t(rollout - old)), the trainer's perplexity over the engine's.
 
     Args:
-        batch: the responses; has "old_logp" at every entry.
+        batch: the responses; has "old_logp" at every entry. Responses of which a part is in another micro-batch are left out.
         sum_over: sums over the ranks that share the sequences; None: the sequences are whole.
     """
-    here_N = batch.count_N > 0
+    summed = (torch.ones_like(batch.extra_T["old_logp"]), batch.extra_T["old_logp"], batch.extra_T["rollout_logp"])
+    sums_3N = torch.stack([batch.sequence_sum(value_T.double()) for value_T in summed])
+    sums_3N = sums_3N if sum_over is None else sum_over(sums_3N)
+    here_N = (batch.count_N > 0) & (sums_3N[0] == batch.count_N)
     if not here_N.any():
         return {}
-
-    sums_2N = torch.stack([batch.sequence_sum(batch.extra_T[name].double()) for name in ("old_logp", "rollout_logp")])
-    sums_2N = sums_2N if sum_over is None else sum_over(sums_2N)
-    trainer, engine = (-sums_2N[:, here_N] / batch.count_N[here_N]).unbind()
+    trainer, engine = (-sums_3N[1:, here_N] / batch.count_N[here_N]).unbind()
 
     def mean(value_N: Tensor) -> Metric:
         return Mean(float(value_N.sum()), float(len(value_N)))

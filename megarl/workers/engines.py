@@ -17,6 +17,7 @@ from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import engine_kind
 from megarl.config import ClusterSettings, EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
+from megarl.environments.checks import rewriting, tool_schemas
 from megarl.response import Response
 from megarl.restarts import Restarts
 from megarl.rollout.engine import Setup
@@ -153,8 +154,13 @@ class Engines:
         return [self.starter.open(index, actor) for index, actor in enumerate(self.group.actors)]
 
     def note_sandbox(self, note: Callable[[str], object]) -> None:
-        """Note how the environment's processes are sandboxed on the engines' machines. ConfigError if that is less than was asked for."""
+        """Note how the environment's processes are sandboxed on the engines' machines, and whether the chat template rewrites turns.
+
+        ConfigError if the processes are sandboxed less than was asked for.
+        """
         if self.playing is not None:
+            if self.playing.rewriting is not None:
+                note(self.playing.rewriting)
             said = self.group.call("guarantee", self.playing.environment, timeout_s=PING_S)
             for guarantee in dict.fromkeys(said):
                 if guarantee is not None:
@@ -375,7 +381,8 @@ def playing(config: RunSettings) -> Playing | None:
         return None
     rollout, environment = config.rollout, config.environment
     limits = Limits(rollout.max_prompt_tokens, rollout.max_response_tokens, environment.max_turns, environment.max_turn_tokens)
-    return Playing(environment, limits, config.data)
+    rewritten = rewriting(environment, config.data, config.model.path)
+    return Playing(environment, limits, config.data, tool_schemas(environment), rewritten)
 
 
 def start_engines(config: EvalConfig | PairsConfig | TrainConfig, restarts: Restarts | None = None) -> Engines:

@@ -160,7 +160,7 @@ class Model:
         memory: dict[str, Metric] = {f"perf/memory_{kind}_gb/max": Max(size) for kind, size in self._backend.peak_memory_gb().items()}
         if not report:
             return memory
-        lengths = [length for batch in batches for length in batch.length_N.tolist()]
+        lengths = [length for batch in batches for length in batch.contexts()[1].tolist()]
         flops = training_flops(self.hf, self._head, lengths)
         dtype = str(self._config.params_dtype).removeprefix("torch.")
         return memory | speed(flops, self._grid.world // self._grid.dp_size, self._seconds, self._backend.name, dtype)

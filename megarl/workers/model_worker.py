@@ -1,6 +1,6 @@
 """One model rank of the RL loop: holds its shard of some of the run's models, scores responses, learns, sends weights to the engines.
 
-Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N responses of the step.
+Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N responses of the step, S samples (see `plan`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megarl.algorithms import PolicyAlgorithm
+from megarl.algorithms.ops import log_ratio
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
 from megarl.cluster.demand import Role
@@ -120,9 +121,10 @@ class ModelWorker(MegatronWorker):
         """
         split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
         layers = self._engine_layers
-        mini_batches = [[assemble(plan, members, layers) for members in micro_batches] for micro_batches in split]
-        self._members = [members for micro_batches in split for members in micro_batches]
-        self._split, self._part_N = plan.split, torch.from_numpy(plan.part_N)
+        mini_batches = [[assemble(plan, samples, layers) for samples in micro_batches] for micro_batches in split]
+        self._samples = [samples for micro_batches in split for samples in micro_batches]
+        self._members = [plan.responses(samples) for samples in self._samples]
+        self._responses, self._divided, self._part_N = plan.mini_batches, plan.divided, torch.from_numpy(plan.part_N)
         flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], dict[str, Metric]()
         if "reference" in self._models:
             with self._follow("reference", replay=self._spec.routing.reference) as routing:
@@ -153,7 +155,7 @@ class ModelWorker(MegatronWorker):
         if not self._grid.is_last_stage:
             return []
         batches = [self._completed(batch) for batch in self._flat()]
-        return columns(batches, self._members, names) if self._speaks else []
+        return columns(batches, self._samples, names) if self._speaks else []
 
     def take(self, given: Columns, names: Sequence[str]) -> None:
         """Add columns of another group to the last plan, each token's number only on the rank that computed the token's own column."""
@@ -161,7 +163,7 @@ class ModelWorker(MegatronWorker):
             return
         own = COLUMN[self._roles[0]]
         flat = []
-        for batch in with_columns(self._flat(), self._members, given, names):
+        for batch in with_columns(self._flat(), self._samples, given, names):
             elsewhere_T = batch.extra_T[own].isnan()
             flat.append(batch.with_extra(**{name: batch.extra_T[name].masked_fill(elsewhere_T, torch.nan) for name in names}))
         self._keep(flat, self._mini_batches)
@@ -171,12 +173,13 @@ class ModelWorker(MegatronWorker):
 
         Responses that take part in the step and are not trained on have theirs too.
         """
-        found: dict[int, float] = {}
+        found = collections.defaultdict[int, float](float)
         if self._spec.algorithm.needs_reference and self._reports:
             compared = [replace(batch, mask_T=batch.extra_T.get("compared", batch.mask_T)) for batch in self._flat()]
             for members, batch in zip(self._members, map(known, compared), strict=True):
-                found |= dict(zip(members, batch.sequence_sum(self._spec.algorithm.old_kl(batch)).tolist(), strict=True))
-        return found
+                for n, kl in zip(members, batch.sequence_sum(self._spec.algorithm.old_kl(batch)).tolist(), strict=True):
+                    found[n] += kl
+        return dict(found)
 
     def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
         """Compute the advantage of every token of the last plan, from the responses' numbers. Collective over the last stage's ranks.
@@ -195,15 +198,15 @@ class ModelWorker(MegatronWorker):
         if not self._grid.is_last_stage:
             return {}
         batches = [spread(batch, members, advantage=advantage_N) for members, batch in zip(self._members, self._flat(), strict=True)]
-        whole = concat([self._completed(batch.without(*EXPERTS)) for batch in batches])
+        whole = concat([self._completed(batch.without(*EXPERTS)) for batch in batches], self._members)
         extra = {"advantage": algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)}
         if isinstance(algorithm, ActorCritic):
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
             extra["return"] = extra["outcome"] if monte_carlo else algorithm.returns(whole, kl_coef)
         metrics = [mismatch_of_sequences(whole)] if self._speaks and self._spec.old_logp == "forward" else []
         if algorithm.correction is not None:
-            members = [n for chosen in self._members for n in chosen]
-            extra |= corrections(algorithm, algorithm.correction, whole, members, self._split, self._part_N, self._sum_over_replicas)
+            members = list(dict.fromkeys(n for chosen in self._members for n in chosen))
+            extra |= corrections(algorithm, algorithm.correction, whole, members, self._responses, self._part_N, self._sum_over_replicas)
             metrics += [weight_metrics(extra["correction"], whole)] if self._speaks else []
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}
@@ -215,8 +218,11 @@ class ModelWorker(MegatronWorker):
 
     def update(self, mini_batch: int) -> dict[str, Metric]:
         """Take one optimizer step on a mini-batch of the last plan; return the metrics of the tokens that only this rank reports."""
-        with self._follow("policy", replay=self._spec.routing.replay != "off") as routing:
-            results, info = self._use("policy").step(self._mini_batches[mini_batch], self._loss_fn, routing)
+        batches, replay = self._mini_batches[mini_batch], self._spec.routing.replay != "off"
+        if self._divided[mini_batch] and self._spec.algorithm.joins_tokens and self._spec.old_logp != "update":
+            batches = self._with_sequence_means(mini_batch, replay)
+        with self._follow("policy", replay=replay) as routing:
+            results, info = self._use("policy").step(batches, self._loss_fn, routing)
             metrics = merge(results) if self._reports else {}
             if routing is not None:
                 metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
@@ -225,6 +231,27 @@ class ModelWorker(MegatronWorker):
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
         return metrics
+
+    def _with_sequence_means(self, mini_batch: int, replay: bool) -> list[Batch]:
+        """A mini-batch with the means of the algorithm's `sequence_term` over whole responses, of which some are in several micro-batches.
+
+        Args:
+            mini_batch: the number of the mini-batch.
+            replay: route as the optimizer step does.
+        """
+        batches, algorithm = self._mini_batches[mini_batch], self._spec.algorithm
+        with self._follow("policy", replay=replay) as routing:
+            scored = self._use("policy").forward_tokens(batches, "logp", self._logp, routing)
+        if not self._grid.is_last_stage:
+            return batches
+        first = sum(map(len, self._mini_batches[:mini_batch]))
+        whole = concat([batch.without(*EXPERTS) for batch in scored], self._members[first : first + len(batches)])
+        mine = known(replace(whole, extra_T={**whole.extra_T, "old_logp": whole.extra_T["logp"]}))  # this context-parallel rank's share
+        own_T = algorithm.sequence_term(log_ratio(mine.extra_T["logp"], whole.extra_T["old_logp"], mine), whole.extra_T["advantage"])
+        assert own_T is not None
+        mean_T = whole.spread(self._sum_over(mine.sequence_sum(own_T)) / whole.count_N.clamp(min=1))
+        ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
+        return [batch.with_extra(sequence_mean=own) for batch, own in zip(batches, mean_T.tensor_split(ends), strict=True)]
 
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
         """Take one optimizer step of the critic on a mini-batch of the last plan."""

@@ -1,14 +1,15 @@
 """The plan of one step that every model rank gets: which responses to train on, where they are stored, and how they are split.
 
-Axes: N responses of the step.
+Axes: N responses of the step, S samples: the contexts of the responses, of which most have one.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.rewards.score import Score
 
 Split = list[list[list[list[int]]]]
-"""[mini-batch][data-parallel rank][micro-batch] -> responses, as indices into the N axis."""
+"""[mini-batch][data-parallel rank][micro-batch] -> samples, as indices into the S axis."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,20 @@ class StepPlan:
     positive_weight_N: np.ndarray | None = None  # float32: the same in a second, imitation term
     value_weight_N: np.ndarray | None = None  # float32: weight of a loss token in the critic's loss
     turn_weight: float = 0.0  # weight of an environment's turn rewards in the reward; 0: there are none, or they are not known by turn
+    sample_S: Sequence[tuple[int, int]] | None = None  # (response, which of its contexts) of each sample; None: each response has one
+
+    def context(self, sample: int) -> tuple[int, int]:
+        """The response that a sample belongs to, and which of its contexts it is."""
+        return (sample, 0) if self.sample_S is None else self.sample_S[sample]
+
+    def responses(self, samples: Iterable[int]) -> list[int]:
+        """The responses that these samples belong to, each once."""
+        return list(dict.fromkeys(self.context(sample)[0] for sample in samples))
+
+    @property
+    def mini_batches(self) -> list[list[int]]:
+        """The responses of each mini-batch."""
+        return [self.responses(members(mini_batch)) for mini_batch in self.split]
 
     @property
     def part_N(self) -> np.ndarray:
@@ -62,14 +77,23 @@ class StepPlan:
     @property
     def trained(self) -> list[int]:
         """The indices of the mini-batches that have a response to train on."""
-        return [index for index, mini_batch in enumerate(self.split) if self.keep_N[members(mini_batch)].any()]
+        return [index for index, responses in enumerate(self.mini_batches) if self.keep_N[responses].any()]
+
+    @property
+    def divided(self) -> list[bool]:
+        """Whether a response of each mini-batch has samples in several micro-batches."""
+
+        def parts(mini_batch: list[list[list[int]]]) -> list[list[int]]:
+            return [self.responses(micro_batch) for shard in mini_batch for micro_batch in shard]
+
+        return [sum(map(len, parts(mini_batch))) > len(self.responses(members(mini_batch))) for mini_batch in self.split]
 
     def part(self, dp_rank: int) -> StepPlan:
         """The plan as one data-parallel rank needs it, with references to its own responses' payloads only.
 
         Each process that receives a reference to an object reports that to the object's owner, and again when it releases the reference.
         """
-        mine = {n for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for n in micro_batch}
+        mine = set(self.responses(sample for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for sample in micro_batch))
         return replace(self, payload_N=_only(mine, self.payload_N), experts_N=_only(mine, self.experts_N))
 
 
@@ -91,8 +115,8 @@ def _only(chosen: Set[int], values_N: Sequence[Any]) -> list[Any]:
 
 
 def members(mini_batch: list[list[list[int]]]) -> list[int]:
-    """All responses of a mini-batch, in order."""
-    return sorted(n for shard in mini_batch for micro_batch in shard for n in micro_batch)
+    """All samples of a mini-batch, in order."""
+    return sorted(sample for shard in mini_batch for micro_batch in shard for sample in micro_batch)
 
 
 def participants(config: TrainConfig, batch: RolloutBatch) -> list[bool]:
@@ -116,7 +140,8 @@ def participants(config: TrainConfig, batch: RolloutBatch) -> list[bool]:
 def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, stages: Sequence[Sequence[int]] = ()) -> StepPlan:
     """Plan a step: which responses to train on, their split, and the loss weights of each global mini-batch.
 
-    The mini-batches hold the same responses whatever `dp` and `capacity` are.
+    The mini-batches hold the same responses whatever `dp` and `capacity` are. The samples of a response are on one data-parallel rank, and
+    may be in several micro-batches; if the algorithm has a term of whole sequences, only where they do not fit into one.
 
     Args:
         config: the run's configuration.
@@ -126,7 +151,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
         stages: the MoE layers of each pipeline stage of the policy.
 
     Raises:
-        ValueError: a response does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
+        ValueError: a sample does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
     """
     responses, algorithm = batch.responses, config.algorithm
     part_N = torch.tensor(participants(config, batch))
@@ -138,12 +163,16 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
     keep_N = part_N & torch.tensor([response.loss_tokens > 0 and (response.finished or not dropped) for response in responses])
     keep_N[keep_N.clone()] = algorithm.keep(reward_N[keep_N], group_N[keep_N])
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
-    length_N = [response.prompt_length + response.length - 1 for response in responses]
-    split = split_step(length_N, config.train.mini_batches, dp, capacity)
-    weight_N = loss_weights(algorithm, count_N, split, part_N)
+    length_NC = [response.entries for response in responses]
+    together = algorithm.joins_tokens and max(map(sum, length_NC)) <= capacity
+    split = split_samples(length_NC, config.train.mini_batches, dp, capacity, together=together)
+    sample_S = [(n, context) for n, length_C in enumerate(length_NC) for context in range(len(length_C))]
+    size = len(responses) // config.train.mini_batches
+    mini_batches = [list(range(first, first + size)) for first in range(0, len(split) * size, size)]
+    weight_N = loss_weights(algorithm, count_N, mini_batches, part_N)
     positive_N = torch.zeros_like(weight_N) if algorithm.positive_weights(count_N, reward_N) is not None else None
     value_N = torch.zeros_like(weight_N) if algorithm.needs_critic else None
-    for chosen in map(members, split):
+    for chosen in mini_batches:
         if count_N[chosen].any():
             positive = algorithm.positive_weights(count_N[chosen], reward_N[chosen])
             if positive_N is not None and positive is not None:
@@ -162,6 +191,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
         positive_weight_N=None if positive_N is None else positive_N.float().numpy(),
         value_weight_N=None if value_N is None else value_N.float().numpy(),
         turn_weight=turn_weight(config.reward),
+        sample_S=sample_S if len(sample_S) > len(responses) else None,
     )
 
 
@@ -174,18 +204,18 @@ def turn_weight(reward: RewardSettings) -> float:
     return float(isinstance(reward.source, EnvironmentReward))
 
 
-def loss_weights(algorithm: PolicyAlgorithm, count_N: Tensor, split: Split, part_N: Tensor) -> Tensor:
+def loss_weights(algorithm: PolicyAlgorithm, count_N: Tensor, mini_batches: Sequence[Sequence[int]], part_N: Tensor) -> Tensor:
     """The weight of a loss token of each response in its mini-batch's policy loss, float64 [N]; 0 in a mini-batch without loss tokens.
 
     Args:
         algorithm: the run's algorithm.
         count_N: int64 [N], the loss tokens of each response of the step.
-        split: the step's split.
+        mini_batches: the responses of each mini-batch.
         part_N: bool [N], the responses that take part in the step; the others count in no denominator.
     """
     weight_N = torch.zeros(len(count_N), dtype=torch.float64)
-    for mini_batch in split:
-        chosen = [n for n in members(mini_batch) if part_N[n]]
+    for responses in mini_batches:
+        chosen = [n for n in responses if part_N[n]]
         if count_N[chosen].any():
             weight_N[chosen] = algorithm.weights(count_N[chosen])
     return weight_N
@@ -202,7 +232,7 @@ def plan_scoring(responses: Sequence[Response], dp: int, capacity: int) -> Scori
     Raises:
         ValueError: a response does not fit.
     """
-    length_N = [response.prompt_length + response.length for response in responses]
+    length_N = [response.entries[-1] + 1 for response in responses]  # of several contexts the last is scored
     return deal_scoring([response.payload for response in responses], length_N, dp, capacity)
 
 
@@ -254,31 +284,47 @@ def response_advantages(
 
 
 def split_step(length_N: Sequence[int], mini_batches: int, dp: int, capacity: int) -> Split:
-    """Split responses into consecutive mini-batches, and each of these over ranks and micro-batches.
+    """`split_samples`, of responses of one sample each; `length_N` is the number of tokens of each."""
+    return split_samples([[length] for length in length_N], mini_batches, dp, capacity)
 
-    Within a mini-batch all ranks get the same number of micro-batches, balanced by tokens; a rank with fewer responses than that gets
-    empty ones.
+
+def split_samples(length_NC: Sequence[Sequence[int]], mini_batches: int, dp: int, capacity: int, *, together: bool = False) -> Split:
+    """Split responses into consecutive mini-batches, each of these over ranks, and the samples of a rank over micro-batches.
+
+    Within a mini-batch all ranks get the same number of micro-batches, balanced by tokens; a rank with fewer samples than that gets empty
+    ones.
 
     Args:
-        length_N: the number of tokens of each response.
+        length_NC: the numbers of tokens of each response's samples.
         mini_batches: the number of mini-batches; should divide N, or else the last N % mini_batches responses are in none.
         dp: the number of data-parallel ranks.
         capacity: the largest number of tokens in a micro-batch.
+        together: the samples of a response go into the same micro-batch.
+
+    Returns:
+        The split of the samples, which are numbered response by response.
 
     Raises:
-        ValueError: a response does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
+        ValueError: a sample, or a response if `together`, does not fit into a micro-batch, or a mini-batch has fewer responses than there
+            are ranks.
     """
-    size = len(length_N) // mini_batches
+    first_N = np.cumsum([0, *map(len, length_NC)]).tolist()
+    samples_N = [list(range(*bounds)) for bounds in pairwise(first_N)]
+    length_S = [length for length_C in length_NC for length in length_C]
+    size = len(length_NC) // mini_batches
     split = []
     for first in range(0, size * mini_batches, size):
-        members = list(range(first, first + size))
-        shards = [[members[n] for n in shard] for shard in balance([length_N[n] for n in members], dp)]
-        count = max(bins_needed([length_N[n] for n in shard], capacity) for shard in shards)
-        split.append([_micro_batches(shard, length_N, count) for shard in shards])
+        mini_batch = samples_N[first : first + size]
+        shards = [[mini_batch[n] for n in shard] for shard in balance([sum(length_NC[n]) for n in range(first, first + size)], dp)]
+        if not together:
+            shards = [[[sample] for samples in shard for sample in samples] for shard in shards]
+        length_U = [[sum(length_S[sample] for sample in unit) for unit in shard] for shard in shards]
+        count = max(bins_needed(lengths, capacity) for lengths in length_U)
+        split.append([_micro_batches(shard, lengths, count) for shard, lengths in zip(shards, length_U, strict=True)])
     return split
 
 
-def _micro_batches(shard: list[int], length_N: Sequence[int], count: int) -> list[list[int]]:
-    filled = min(count, len(shard))
-    bins = [[shard[n] for n in group] for group in balance([length_N[n] for n in shard], filled)]
+def _micro_batches(units: list[list[int]], length_U: Sequence[int], count: int) -> list[list[int]]:
+    filled = min(count, len(units))
+    bins = [[sample for unit in group for sample in units[unit]] for group in balance(length_U, filled)]
     return bins + [[] for _ in range(count - filled)]

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,11 @@ class Playing:
     environment: EnvironmentSettings
     limits: Limits
     data: PromptFormat  # how openings and turns are rendered
+    tools: Sequence[dict[str, Any]] | None = None  # schemas of the tools that the policy may call
+    rewriting: str | None = None  # for the console: what becomes of turns that the chat template rewrites
 
+
+ANEW = "\n--- the conversation as the chat template renders it from here on ---\n"  # in the transcript, before a further context
 
 EnginePrompts = Sequence[Start]
 """Prompts for one engine; each one's id is its number."""
@@ -145,6 +149,7 @@ class RolloutWorker:
         os.environ.update(environment)
         self._engine: Engine = find(engine)(label)
         self._host: tuple[EnvironmentSettings, Host] | None = None
+        self._turns: tuple[Playing, TurnTokens] | None = None
 
     async def open(self, setup: Setup, devices: Sequence[str], members: Sequence[MemberToStart]) -> None:
         """Start the engine and load the tokenizer.
@@ -265,6 +270,7 @@ class RolloutWorker:
                     experts=[] if wanted else None,
                     episode=one.episode,
                     weight_versions=sample.weight_versions,
+                    starts=sample.starts,
                 )
             )
             payloads.append(replace(sample if one.done else new, routed_experts=None))
@@ -285,12 +291,13 @@ class RolloutWorker:
             if self._host is not None:
                 self._host[1].close()
             self._host = playing.environment, open_host(playing.environment)
+        if self._turns is None or self._turns[0] != playing:
+            self._turns = playing, TurnTokens(self._tokenizer, playing.data, playing.tools)
 
         def said(turn: Sample) -> str:
             return text_of(turn, sampling, self._tokenizer, self._ends)
 
-        turns = TurnTokens(self._tokenizer, playing.data)
-        played = await play(self._responder, self._host[1], turns, said, share, sampling, playing.limits, self._timeout_s)
+        played = await play(self._responder, self._host[1], self._turns[1], said, share, sampling, playing.limits, self._timeout_s)
         return [
             _Said(int(start.id), index, one.sample, one.text, self._episode(one))
             for start, episodes in zip(share, played, strict=True)
@@ -301,7 +308,8 @@ class RolloutWorker:
         sample, opening, rest = played.sample, "", ""
         if played.turns:
             opening = decode(self._tokenizer, sample.tokens[: sample.prompt_length].tolist(), finished=False)
-            rest = decode(self._tokenizer, sample.tokens[sample.prompt_length :].tolist(), finished=False)
+            bounds = pairwise([sample.prompt_length, *sample.starts, len(sample.tokens)])
+            rest = ANEW.join(decode(self._tokenizer, sample.tokens[begin:end].tolist(), finished=False) for begin, end in bounds)
         return EpisodeSummary(played.reward, played.turns, played.error, played.info, opening, rest)
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
@@ -310,7 +318,7 @@ class RolloutWorker:
         if found is None:
             raise RolloutError(f"{self._engine.label}: reports no routed experts; routing.sample=0 asks for none")
         # The experts of an `added` part, which has no prompt, begin with those of the token before it.
-        expected = (len(sample.tokens) - bool(sample.prompt_length), wanted.layers, wanted.topk)
+        expected = (len(sample.tokens) - len(sample.starts) - bool(sample.prompt_length), wanted.layers, wanted.topk)
         if found.shape != expected:
             raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
         return [found[:, list(stage)] for stage in wanted.stages]

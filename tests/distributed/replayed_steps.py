@@ -32,7 +32,7 @@ from megarl.rollout.episodes import Start
 from megarl.rollout.generate import Sampling
 from megarl.workers import assemble
 from megarl.workers.model_worker import ModelWorker, RLSpec
-from megarl.workers.plan import StepPlan, loss_weights, split_step
+from megarl.workers.plan import StepPlan, loss_weights, members, split_step
 from megarl.workers.rollout_worker import ExpertsWanted, RolloutWorker, answered
 from tests.distributed.tiny_training import TINY
 from tests.rollout.backwards_engine import PLACE
@@ -138,7 +138,8 @@ def plan_of(responses: Sequence[Response], stages: Sequence[Sequence[int]], algo
     """The plan of a step that learns from all of them, in groups of four."""
     count_N = torch.tensor([response.loss_tokens for response in responses])
     split = split_step([response.prompt_length + response.length - 1 for response in responses], parts, dp, CAPACITY)
-    weight_N = loss_weights(algorithm, count_N, split, torch.ones(len(responses), dtype=torch.bool)).float().numpy()
+    mini_batches = [members(mini_batch) for mini_batch in split]
+    weight_N = loss_weights(algorithm, count_N, mini_batches, torch.ones(len(responses), dtype=torch.bool)).float().numpy()
     return StepPlan(
         payload_N=[response.payload for response in responses],
         experts_N=[response.experts for response in responses],
@@ -244,8 +245,8 @@ def steps(grid: Grid, case: Case) -> Seen:
 def old_logps(rank: ModelWorker) -> dict[Token, float]:
     """At the loss tokens that this rank speaks for."""
     found: dict[Token, float] = {}
-    for members, batch in zip(rank._members, rank._flat(), strict=True):
+    for numbers, batch in zip(rank._members, rank._flat(), strict=True):
         here_T = (batch.mask_T & ~batch.extra_T["old_logp"].isnan()).nonzero().squeeze(1) if rank._reports else torch.empty(0).long()
         seq, position, logp = (value_T[here_T].tolist() for value_T in (batch.seq_T, batch.position_T, batch.extra_T["old_logp"]))
-        found |= {(members[n], p): lp for n, p, lp in zip(seq, position, logp, strict=True)}
+        found |= {(numbers[n], p): lp for n, p, lp in zip(seq, position, logp, strict=True)}
     return found

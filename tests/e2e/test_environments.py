@@ -44,6 +44,40 @@ def test_a_step_of_episodes_is_the_same_on_any_layout_and_a_failure_costs_its_ep
     assert 0 < json.loads((one.runs / "job" / "summary.json").read_text())["score_end"]["sampled"] < 3
 
 
+REWRITES = (  # the number of messages stands before each turn, so that every turn has a context of its own
+    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}{%- if m.role == 'assistant' -%}<|end|>{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ messages | length }}<|assistant|>{%- endif -%}"
+)
+
+
+def with_template(model: Path, template: str, out: Path) -> Path:
+    """The model with another chat template."""
+    out.mkdir()
+    for path in model.iterdir():
+        (out / path.name).symlink_to(path)
+    (out / "chat_template.jinja").unlink()
+    (out / "chat_template.jinja").write_text(template)
+    return out
+
+
+def test_a_template_that_rewrites_turns_trains_every_turn_in_its_own_context(
+    lab: Lab, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Log-probs and experts are the engine's in every context, on one rank and on two, with contexts in several micro-batches."""
+    model = with_template(tiny_model, REWRITES, tmp_path / "model")
+    layouts = {"one": (), "two": ("layout.ranks=2", "train.micro_batch_tokens=92")}
+    one, two = (lab.run(Job(tmp_path / name, model, (*GAME, *own)), own_engine=True) for name, own in layouts.items())
+    assert "job: the chat template rewrites some turns later" in capsys.readouterr().err
+    assert_same_step(two, one)
+    row, again = one.steps()[0], two.steps()[0]
+    for metric in ("environment/turns/mean", "environment/failed", "environment/contexts/mean", "response_length/mean", "reward/max"):
+        assert row[metric] == again[metric], metric
+    assert row["environment/contexts/mean"] == row["environment/turns/mean"] > 1
+    assert row["response_length/max"] <= 18 and row["reward/mean"] == row["environment/reward/mean"]
+    for step in (*one.steps(), *two.steps()):
+        assert step["training/logprob_gap_mean"] <= 1e-5 and step["routing/replay_hit_rate"] == 1.0 and step["actor/grad_norm"] > 0
+
+
 CALLS = (
     "{%- for tool in tools or [] -%}<tool_call>{{ tool.function.name }}</tool_call>{%- endfor -%}{%- for m in messages -%}<|{{ m.role }}|>"
     "{{ m.content }}{%- if m.role == 'assistant' -%}<|end|>{%- endif -%}{%- endfor -%}<|assistant|>"
@@ -52,12 +86,7 @@ CALLS = (
 
 def test_tools_answer_and_a_reward_scores_the_last_turn(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """Random weights call no tool: each episode is its first turn, and scores what a single response would."""
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in tiny_model.iterdir():
-        (model / path.name).symlink_to(path)
-    (model / "chat_template.jinja").unlink()
-    (model / "chat_template.jinja").write_text(CALLS)
+    model = with_template(tiny_model, CALLS, tmp_path / "model")
     tools = "environment={source: {type: tools, tools: [calculator]}, max_turns: 3}"
     [row] = lab.run(Job(tmp_path / "runs", model, ("train.steps=1", "rollout.max_prompt_tokens=64", tools))).steps()
     assert row["environment/turns/mean"] == 1.0 and row["environment/tool_calls/mean"] == 0.0

@@ -12,11 +12,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.own_task import make
-from megarl.config import TrainConfig, load
+from megarl.config import ConversationSource, EnvironmentSettings, SftConfig, TrainConfig, load
+from megarl.data.supervised import load_conversations
+from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.checks import tool_schemas
 from megarl.observe.writers import read_json_lines
 from megarl.stages import generate
 from tests.e2e.lab import Lab, called
@@ -29,9 +33,20 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with all that is the stranger's, which is where the stranger works."""
     make.make_model(tmp_path / "tiny")
     make.make_data(tmp_path)
-    shutil.copy(EXAMPLE / "my_reward.py", tmp_path)
+    for path in EXAMPLE.glob("my_*.py"):
+        shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def call_of(word: str) -> str:
+    """The call for a word, as the tokenizer's chat template writes it."""
+    return f'<tool_call>{{"name": "upper", "arguments": {{"word": "{word}"}}}}</tool_call>'
 
 
 def test_every_verb_takes_what_a_stranger_brings(own: Path, lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +60,13 @@ def test_every_verb_takes_what_a_stranger_brings(own: Path, lab: Lab, capsys: py
     assert any(line.startswith("sft: model ranks: ready after ") for line in told)
     losses = [row["sft/loss"] for row in read_json_lines(own / "runs/sft/metrics.jsonl") if "sft/loss" in row]
     assert len(losses) == 30 and losses[-1] < 0.8 * losses[0]
+
+    assert called("init", "tiny", "calls.jsonl", "--cpu", "--out", "calls.yaml") == 0
+    with lab.stage():
+        few = ["name=calls", "model.path=runs/sft/model", "optimizer.lr=3e-3", "sft.steps=10", "save.every=10"]
+        assert called("sft", "calls.yaml", *few) == 0
+    losses = [row["sft/loss"] for row in read_json_lines(own / "runs/calls/metrics.jsonl") if "sft/loss" in row]
+    assert len(losses) == 10 and losses[-1] < 0.8 * losses[0]
 
     assert called("init", "runs/sft/model", "prompts.jsonl", "--cpu", "--out", "rl.yaml") == 0
     few = ["name=rl", "train.steps=2", "train.eval_every=0", "rollout.max_response_tokens=8", "save.every=2"]
@@ -69,6 +91,28 @@ def test_every_verb_takes_what_a_stranger_brings(own: Path, lab: Lab, capsys: py
     assert job.tokenizer.decode(job.prompts[0].tokens) == "<user>Capitals: cat<assistant>"
 
 
+def test_a_conversation_with_reasoning_and_a_call_is_read_and_learned_as_the_template_writes_it(own: Path) -> None:
+    assert called("init", "tiny", "calls.jsonl", "--cpu", "--out", "calls.yaml") == 0
+    assert "data:  # the chat template gets the schemas in the column tools\n" in (own / "calls.yaml").read_text()
+    config, tokenizer = load(own / "calls.yaml", [], SftConfig), load_tokenizer(own / "tiny")
+    assert isinstance(config.data.train, ConversationSource)
+    learned = load_conversations(config.data.train, tokenizer, config.data, config.sft.max_tokens, "data.train")
+    rows = lines(own / "calls.jsonl")
+    assert len(learned) == len(rows) == make.CALLS
+    for one, row in zip(learned, rows, strict=True):
+        assert tokenizer.decode(one.tokens) == tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+        word, tokens, mask = row["messages"][-1]["content"].lower(), one.tokens[one.prompt_length :], one.loss_mask
+        assert mask is not None
+        assert tokenizer.decode(tokens[mask]) == f"<think>The word is {word}.</think>{call_of(word)}<end>{word.upper()}<end>"
+        assert tokenizer.decode(tokens[~mask]) == f"<tool>{word.upper()}<assistant>"
+
+
+def test_a_model_is_told_of_the_tool_as_in_its_lessons() -> None:
+    """The schema in the column `tools` is that of the function, so that an episode begins as a row does."""
+    environment = {"source": {"type": "tools", "tools": ["examples.own_task.my_tools:upper"]}}
+    assert tool_schemas(EnvironmentSettings.model_validate(environment)) == [{"type": "function", "function": make.TOOL}]
+
+
 def test_the_script_leaves_a_folder_alone_that_is_there(tmp_path: Path) -> None:
     done = subprocess.run(["bash", EXAMPLE / "hour.sh", tmp_path], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == f"hour: error: {tmp_path} is there already: name another directory\n"
@@ -83,5 +127,8 @@ def test_the_hour_itself(tmp_path: Path) -> None:
         (tmp_path / "bin" / name).chmod(0o755)
     search = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(EXAMPLE.parents[1])}
     subprocess.run(["bash", EXAMPLE / "hour.sh", tmp_path / "own"], env={**os.environ, **search}, check=True, timeout=3600)
+    calls = lines(tmp_path / "own/runs/eval-calls/samples/eval_words_step_0.jsonl")
+    right = sum(call_of(row["answer"].lower()) in row["response"] for row in calls)
+    assert len(calls) == 100 and right > 80
     ends = json.loads((tmp_path / "own/runs/rl/summary.json").read_text())
     assert ends["score_end"]["sampled"] > ends["score_start"]["sampled"]

@@ -220,7 +220,7 @@ def corrected(algorithm: PolicyAlgorithm, batch: Batch, sum_over: SumOver) -> di
 
     members = list(range(len(batch.length_N)))
     everybody = torch.ones(len(members), dtype=torch.bool)
-    return corrections(algorithm, algorithm.correction, batch, members, [[[members]]], everybody, sum_over)
+    return corrections(algorithm, algorithm.correction, batch, members, [members], everybody, sum_over)
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:

@@ -62,12 +62,12 @@ def test_dropped_tokens_leave_the_denominator_where_asked(aggregation: str, weig
     """The first token is dropped: by itself, or with its response in the second mini-batch, of which then nothing is left."""
     rule = {"by": "k1", "lo": 0.1, "hi": 1.9}
     batch = gapped([LN, -LN], [0.0], [0.0, 0.0], [3.0])
-    split = [[[[0, 1, 2]]], [[[3]]]]
+    mini_batches = [[0, 1, 2], [3]]
 
     def added(**more: Any) -> dict[str, list[float]]:
         algorithm = make({"type": "grpo", "aggregation": aggregation, "correction": {"type": "rejection", "reject": [rule], **more}})
         assert algorithm.correction is not None
-        made = corrections(algorithm, algorithm.correction, batch, [0, 1, 2, 3], split, torch.ones(4, dtype=torch.bool), same)
+        made = corrections(algorithm, algorithm.correction, batch, [0, 1, 2, 3], mini_batches, torch.ones(4, dtype=torch.bool), same)
         return {name: value.tolist() for name, value in made.items()}
 
     kept = [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]

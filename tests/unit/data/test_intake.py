@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megarl.config import ConfigError, FileSource, PreferenceData, PreferenceSource, SftData, SourceFormat
+from megarl.config import ConfigError, ConversationSource, FileSource, PreferenceData, PreferenceSource, SftData, SourceFormat
 from megarl.data import large
 from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
-from megarl.data.supervised import load_answers
+from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.templates import TEMPLATES, dressed
 from tests.unit.data.test_rendering import TOOLS, USER, Row, conversations, says, written
@@ -58,6 +59,44 @@ def test_bad_rows_are_left_out_and_shown_where_that_is_wanted(
     assert [(prompt.id, prompt.text) for prompt in kept] == [(0, "a"), (1, "d")]
     assert "2 bad rows are left out" in capsys.readouterr().err
     assert len(load_answers(prompts, tokenizer, SftData(train=prompts, on_bad_row="drop"), 512, "data.train")) == 2
+
+
+def test_a_line_that_is_no_row_is_a_bad_row_of_every_kind_of_data(
+    tokenizers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, path = tokenizers["chatml"], tmp_path / "a.jsonl"
+    row = {"prompt": "a", "answer": "b", "chosen": "b", "rejected": "c", "messages": [USER, says("4")]}
+    lines = ['{"prompt": ', "[1]", "", json.dumps(row), '{"prompt": "\xe9"}', json.dumps(row), '{"half']
+    path.write_bytes("\n".join(lines).encode("latin-1"))
+    source, pairs, talks = FileSource(path=path, answer_key="answer"), PreferenceSource(path=path), ConversationSource(path=path)
+    kinds: list[tuple[str, Any]] = [
+        (
+            "prompts",
+            lambda on, **cut: load_prompts(source.model_copy(update=cut), tokenizer, SourceFormat(on_bad_row=on), 512, "data.train"),
+        ),
+        ("answers", lambda on, **cut: load_answers(source, tokenizer, SftData(train=source, on_bad_row=on), 512, "data.train")),
+        ("talks", lambda on, **cut: load_conversations(talks, tokenizer, SftData(train=talks, on_bad_row=on), 512, "data.train")),
+        (
+            "pairs",
+            lambda on, **cut: load_preferences(
+                pairs, tokenizer, PreferenceData(train=pairs, eval=pairs, on_bad_row=on), 512, "data.train", "dpo.max_tokens"
+            ),
+        ),
+    ]
+    for kind, load in kinds:
+        assert len(load("drop")) == 2, kind
+        [line, *_] = [line for line in capsys.readouterr().err.splitlines() if "bad rows" in line]
+        assert line.startswith("megarl: data.train: 5 bad rows are left out (data.on_bad_row=drop): data.train.path: "), kind
+        assert re.search(
+            r"a\.jsonl:1: not JSON: .*; .*a\.jsonl:2: must hold an object, not list; .*a\.jsonl:3: empty line; \.\.\.$", line
+        ), kind
+        with pytest.raises(ConfigError, match=r"^data\.train\.path: .*a\.jsonl:1: not JSON: "):
+            load("refuse")
+    load = dict(kinds)["prompts"]
+    assert len(load("drop", skip=3, rows=2)) == 1, "it counts as a row"
+    assert "1 bad rows are left out" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"^data\.train: nothing is left: 3 are left out, 3 of them as this one: .*a\.jsonl:1: not JSON"):
+        load("drop", rows=3)
 
 
 def test_a_bad_row_of_a_large_file_does_not_end_the_run(

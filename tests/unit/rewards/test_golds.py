@@ -41,6 +41,13 @@ RIGHT: list[tuple[Answer, str]] = [
         for boxed in ("10000000000000000", "10^{16}", "1e16", "10{,}000{,}000{,}000{,}000{,}000")
     ),
     *(("6.02e23", boxed) for boxed in ("6.02e23", "6.02E+23", "6.02 \\times 10^{23}", "602000000000000000000000", "602 \\cdot 10^{21}")),
+    *(
+        (answer, boxed)
+        for answer in ("2e-5", 2e-5, "2E-05")
+        for boxed in ("2e-5", "2e-05", "0.00002", "2 \\times 10^{-5}", "\\frac{1}{50000}")
+    ),
+    *((answer, boxed) for answer in ("1E5", "1e5", 1e5) for boxed in ("1E5", "100000", "100{,}000", "10^5")),
+    *((answer, boxed) for answer in ("-3.5e+2", -350) for boxed in ("-3.5e+2", "-350", "-3.5 \\times 10^2")),
     *(("\\$18.90", boxed) for boxed in ("18.90", "18.9", "\\$18.90", "18.90 dollars")),
     *(("$1,234.50", boxed) for boxed in ("1234.5", "\\$1,234.50", "1{,}234.50")),
     *(
@@ -75,8 +82,7 @@ RIGHT: list[tuple[Answer, str]] = [
     *(("3:2", boxed) for boxed in ("3:2", "3/2", "6:4")),
     ("So the answer is $\\frac{1}{2}$.", "0.5"),
     ("-$5", "-5"),
-    ("2e - 5", "2e-5"),
-    (0.00002, "2e-5"),
+    *(("2e - 5", boxed) for boxed in ("2e - 5", "-5 + 2e")),
     ("C.", "C"),
     ("x²", "x^2"),
     ("3√2", "3\\sqrt{2}"),
@@ -86,6 +92,9 @@ WRONG: list[tuple[Answer, str]] = [
     *((0.00001, boxed) for boxed in ("e-5", "0", "0.0", "0.0000104", "0.00002")),
     *((answer, boxed) for answer in (1e-7, "10^{-7}") for boxed in ("0", "0.0", "0.0000002")),
     *(("6.02e23", boxed) for boxed in ("6.03 \\times 10^{23}", "e^{23}", "6.02")),
+    *(("2e-5", boxed) for boxed in ("e-5", "2e - 5", "0.00003", "2", "-3", "0.0000204")),
+    *(("1E5", boxed) for boxed in ("E5", "5", "10000")),
+    ("-3.5e+2", "350"),
     *((answer, "0") for answer in ("1 000", "1_000", "1\\,000")),
     *(("\\pi r^2 h", boxed) for boxed in ("\\pi r^2", "\\pi r^2 l")),
     *((["3", "4"], boxed) for boxed in ("5", "34", "3, 4")),
@@ -125,7 +134,6 @@ def test_a_number_is_read_exactly(number: float) -> None:
 UNREADABLE: dict[str, tuple[Answer, str]] = {
     "empty": ("", "is empty"),
     "no mathematics": ("???", "is no mathematical expression that math-verify can read"),
-    "two meanings": ("2e-5", "may mean 0.00002, or 2e - 5: write one of them"),
     "words and numbers": ("June 5", "is read by math-verify as j*u*n*E*5"),
     "groups of digits": ("1.000.000", "is read by math-verify as 1.0*0.0"),
     "hexadecimal": ("0x1F", "is read by math-verify as 0*x*1*f"),
@@ -152,11 +160,11 @@ MATHEMATICS = RewardSettings(source=MathReward(), workers=2)
 
 
 def test_the_answers_of_a_run_are_parsed_before_it_starts_in_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Answer] = [72, "x^2", "2e-5", "\\frac{1}{2}", "", "2e-5", ["1", "???"]]
+    answers: list[Answer] = [72, "x^2", "June 5", "\\frac{1}{2}", "", "June 5", ["1", "???"], "2e-5"]
     assert answer_faults(MATHEMATICS, answers) == {
-        2: "the answer '2e-5' may mean 0.00002, or 2e - 5: write one of them",
+        2: "the answer 'June 5' is read by math-verify as j*u*n*E*5",
         4: "the answer '' is empty",
-        5: "the answer '2e-5' may mean 0.00002, or 2e - 5: write one of them",
+        5: "the answer 'June 5' is read by math-verify as j*u*n*E*5",
         6: "the answer '???' is no mathematical expression that math-verify can read",
     }
     half = SumReward(parts=[RewardPart(name="a", source=FunctionReward(path="x:y")), RewardPart(name="b", source=MathReward())])
@@ -167,7 +175,7 @@ def test_the_answers_of_a_run_are_parsed_before_it_starts_in_the_sandbox(monkeyp
 
 def test_numbers_start_no_process_and_functions_take_any_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(gold_checks, "ProcessScorer")
-    assert answer_faults(MATHEMATICS, [72, 1e-05, "1,234", "\\$18.90", "so it is\n#### 72", ["1", 2.5]] * 1000) == {}
+    assert answer_faults(MATHEMATICS, [72, 1e-05, "2e-5", "1,234", "\\$18.90", "so it is\n#### 72", ["1", 2.5]] * 1000) == {}
     assert answer_faults(RewardSettings(source=FunctionReward(path="x:y")), ["???", {"a": 1}, True]) == {}
     assert list(answer_faults(RewardSettings(source=ReasoningGymReward()), ["???", {"a": 1}, True, ["a", 1]])) == [1, 2]
 
@@ -187,12 +195,12 @@ def test_a_row_whose_answer_cannot_be_read_is_refused_by_its_place_or_left_out(
         tokenizer, faults = load_tokenizer(tiny_model), lambda answers: answer_faults(MATHEMATICS, answers)
         return [prompt.answer for prompt in load_prompts(source, tokenizer, SourceFormat(**data), 64, "data.train", faults=faults)]
 
-    with pytest.raises(ConfigError, match=r"^data\.train\.path: .*a\.jsonl:2: the answer '2e-5' may mean 0\.00002, or 2e - 5: .*$"):
-        load(rows(34, "2e-5", "???"))
-    assert load(rows(34, "2e-5", "x^2", "???"), on_bad_row="drop") == [34, "x^2"]
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .*a\.jsonl:2: the answer 'June 5' is read by math-verify as .*$"):
+        load(rows(34, "June 5", "???"))
+    assert load(rows(34, "June 5", "x^2", "???"), on_bad_row="drop") == [34, "x^2"]
     assert "2 bad rows are left out (data.on_bad_row=drop): data.train.path: " in capsys.readouterr().err
     with pytest.raises(ConfigError, match="nothing is left"):
-        load(rows("2e-5"), on_bad_row="drop")
+        load(rows("June 5"), on_bad_row="drop")
     monkeypatch.setattr(large, "LARGE", 2)
-    parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"], "answer": ["34", "2e-5", "x^2"]}), tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c"], "answer": ["34", "June 5", "x^2"]}), tmp_path / "a.parquet")
     assert load(FileSource(path=tmp_path / "a.parquet", answer_key="answer"), on_bad_row="drop") == ["34", "x^2"]
