@@ -3,6 +3,7 @@
 nodes.json   written by the job script: the nodes, the head first; how many the run needs; the GPUs of each node
 head.json    written by the driver, readable by its owner only: the address of its Ray session, and the token that the session asks for
 stop         written by the job script once Slurm has signalled it: the run must save and end
+over         written by the job script once Slurm is ending the job: all processes must end at once
 bad-NODE     written by the driver, or by a node that cannot join: why that node cannot be used
 lost         written by the driver when it ends, if the run should start again: what died, nodes or Ray's own servers
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 
-NODES, HEAD, STOP, LOST, BAD = "nodes.json", "head.json", "stop", "lost", "bad-"
+NODES, HEAD, STOP, OVER, LOST, BAD = "nodes.json", "head.json", "stop", "over", "lost", "bad-"
 POLL_S, END_S = 0.5, 5.0
 # Prefixes of a launcher's variables, because of which Ray's processes and the ranks would take themselves to be the launcher's tasks.
 FOREIGN = ("SLURM", "PMI", "PMIX", "MPI", "OMPI_")
@@ -115,9 +116,13 @@ class Allocation:
         """Tell the job script that the run has failed through no fault of its own."""
         (self.directory / LOST).write_text(why)
 
+    def is_over(self) -> bool:
+        """Return whether Slurm is ending the job: a SIGTERM then leaves no time, unlike that of a preemption."""
+        return (self.directory / OVER).exists()
+
     @contextmanager
     def stopped_from_outside(self) -> Iterator[None]:
-        """Send this process SIGUSR1 once the job script creates STOP while the block runs.
+        """Send this process SIGUSR1 once the job script creates STOP while the block runs, and SIGTERM once it creates OVER.
 
         The job script leaves a file instead of sending a signal: a file gets through every container, reaches this process alone however
         often Slurm signals, and is not lost on a process that does not listen yet.
@@ -125,11 +130,14 @@ class Allocation:
         over = threading.Event()
 
         def look() -> None:
+            stopped = False
             while not over.wait(POLL_S):
                 with suppress(OSError):  # a shared disk may fail for a moment
-                    if (self.directory / STOP).exists():
+                    if self.is_over():
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    elif not stopped and (self.directory / STOP).exists():
                         os.kill(os.getpid(), signal.SIGUSR1)
-                        return
+                        stopped = True
 
         thread = threading.Thread(target=look, name="stop", daemon=True)
         thread.start()

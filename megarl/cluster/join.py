@@ -38,7 +38,7 @@ def main(directory: Path) -> int:
             if head is None:
                 tell(f"{name}: no session to join within {WAIT_S:g} s")
                 return 1
-            scratch = ending.enter_context(hosting(head.start_timeout_s, head.interface, head.token, one_of_many=True))
+            scratch = ending.enter_context(hosting(head.start_timeout_s, head.interface, head.token, allocation))
             address = own_address(head.address.rpartition(":")[0]) if head.interface is None else interface_address(head.interface)
             parameters = RayParams(
                 gcs_address=head.address,
@@ -64,7 +64,7 @@ def _stay(allocation: Allocation, name: str, head: HeadNode, node: Node) -> int:
     seen = time.monotonic()
     while True:
         try:
-            over, why = allocation.head() != head, allocation.excluded(name)
+            over, why = allocation.is_over() or allocation.head() != head, allocation.excluded(name)
             seen = time.monotonic()
         except OSError:  # a shared disk may fail for a moment
             if time.monotonic() - seen > head.start_timeout_s:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,10 +38,11 @@ class RayNotStarted(Exception):
     """Ray's own processes have ended, or are late. Not a RuntimeError, because `Node` would catch that and continue."""
 
 
-def mend(timeout_s: float, chosen_ports: bool = False) -> None:
+def mend(timeout_s: float, one_of_many: bool = False) -> None:
     """Prepare Ray to start a session's processes on this machine, with every wait bounded by `timeout_s`.
 
-    With `chosen_ports`, every port that other nodes connect to is chosen here, below the kernel's ephemeral ports.
+    With `one_of_many`, on a node of a job, every port that other nodes connect to is chosen here, below the kernel's ephemeral ports; and
+    Ray's processes do not receive SIGTERM.
     """
     # Neither the dashboard's server, which Ray starts and waits for even without a dashboard, nor the autoscaler, since the cluster does
     # not grow: together a quarter of the CPU time of Ray's start.
@@ -54,16 +57,18 @@ def mend(timeout_s: float, chosen_ports: bool = False) -> None:
         RAY_raylet_client_num_connect_attempts=str(1000 * STORE_S // LOOK_MS),
         RAY_raylet_client_connect_timeout_milliseconds=str(LOOK_MS),
     )
-    if chosen_ports:
+    if one_of_many:
         os.environ["RAY_GCS_SERVER_PORT"] = str(_free_ports(1)[0])
-    _start_without_agents()
-    _wait_for_raylet(timeout_s, chosen_ports)
+    _start_without_agents(blocked=[signal.SIGTERM] if one_of_many else [])
+    _wait_for_raylet(timeout_s, chosen_ports=one_of_many)
 
 
-def _start_without_agents() -> None:
+def _start_without_agents(blocked: Sequence[signal.Signals]) -> None:
     """Replace the raylet's two agents, without which it does not start, by processes that do nothing and end with it.
 
     One agent serves the dashboard, the other makes environments for actors that ask for them: half of the CPU time of Ray's start.
+    `blocked`: signals that Ray's processes and all that they start do not receive. Slurm warns of a preemption by a SIGTERM to every
+    process of a step (unless proctrack/cgroup keeps it to the tasks), and a run needs Ray and its ranks to be saved.
     """
     asked, agents = f"if {ASKED}() is not None:", (f'"{agent}={{}}".format(' for agent in AGENTS)
     expect(services.start_raylet, asked, *agents, "start_ray_process(")
@@ -74,7 +79,14 @@ def _start_without_agents() -> None:
 
     def start_ray_process(command: list[str], *arguments: Any, **options: Any) -> Any:
         without = [f"{name}=cat" if (name := word.partition("=")[0]) in AGENTS else word for word in command]
-        return _start_ray_process(without, *arguments, **options)
+        usual = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # children inherit it
+        try:
+            started = _start_ray_process(without, *arguments, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+        if blocked:
+            started.process.terminate = started.process.kill  # Ray would wait a second for each of them to end by SIGTERM
+        return started
 
     services.start_ray_process = start_ray_process
 

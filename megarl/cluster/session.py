@@ -12,11 +12,11 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 from ray._private import auto_init_hook, ray_constants, services
@@ -25,6 +25,7 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
 from ray.exceptions import AuthenticationError, RayError, RpcError
 
 from megarl import reaper as reaper_script
+from megarl import termination
 from megarl.cluster import server, watch
 from megarl.cluster.allocation import Allocation, HeadNode, cpus_here, forget_launcher
 from megarl.cluster.fitness import unfit
@@ -199,25 +200,26 @@ def _own_caches(below: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_many: bool = False) -> Iterator[Scratch]:
+def hosting(start_timeout_s: float, interface: str | None, token: str, allocation: Allocation | None = None) -> Iterator[Scratch]:
     """Let Ray's processes be started on this machine inside the block; they and their files go with the block, or with this process.
 
     Args:
         start_timeout_s: for the start of the processes.
         interface: the interface of their sockets, if other machines are to reach them; None for loopback.
         token: what they ask every peer for.
-        one_of_many: whether other machines take part in the session.
+        allocation: the job whose other machines take part in the session; None if there are none.
 
     Returns:
         The directory of their files.
     """
+    one_of_many = allocation is not None
     with ray_settings(private=True):
         os.environ.update(HEALTH if one_of_many else {}, RAY_AUTH_TOKEN=token)
         _set_mode(token=True)
         local = interface in (None, "lo")
         ray_constants.ENABLE_RAY_CLUSTER = not local
         os.environ.update(LOOPBACK if local else {"GLOO_SOCKET_IFNAME": str(interface)})
-        mend(start_timeout_s, chosen_ports=one_of_many)
+        mend(start_timeout_s, one_of_many)
         scratch = _scratch()
         temporary = os.environ.get("TMPDIR")
         for name, place in _own_caches(Path(temporary or SHORT)).items() if one_of_many else ():
@@ -226,8 +228,8 @@ def hosting(start_timeout_s: float, interface: str | None, token: str, one_of_ma
         command = [sys.executable, "-I", "-S", reaper_script.__file__, str(scratch.path)]
         reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[scratch.lock])
         on_termination = signal.getsignal(signal.SIGTERM)
-        if one_of_many:
-            signal.signal(signal.SIGTERM, partial(_end_with_the_job, reaper, scratch))
+        if allocation is not None:
+            signal.signal(signal.SIGTERM, partial(_on_sigterm, allocation, on_termination, partial(_end_with_the_job, reaper, scratch)))
         try:
             yield scratch
         finally:
@@ -263,8 +265,24 @@ def _lost(scratch: Scratch, allocation: Allocation | None, why: str) -> None:
         allocation.fail(why)
 
 
-def _end_with_the_job(reaper: subprocess.Popen[bytes], scratch: Scratch, number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM in a job: Slurm is ending it. Ray's processes, needed to save anything, get SIGTERM as well; SIGKILL comes soon."""
+def _on_sigterm(allocation: Allocation, usual: Any, end: Callable[[int], NoReturn], number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM in a job, which Slurm sends to its steps when the job ends, and when the grace of a preemption begins.
+
+    Args:
+        allocation: says which of the two it is.
+        usual: the handler outside the session, by which the driver saves its run; a node that has joined has none, and waits for that.
+        end: ends this process and Ray's, since SIGKILL follows.
+        number: of the signal.
+        frame: where this process is.
+    """
+    if allocation.is_over():
+        end(number)
+    if callable(usual) and termination.asked() != number:
+        usual(number, frame)
+
+
+def _end_with_the_job(reaper: subprocess.Popen[bytes], scratch: Scratch, number: int) -> NoReturn:
+    """End Ray's processes and this one."""
     signal.signal(number, signal.SIG_IGN)
     tell(f"{signal.Signals(number).name}: the job ends")
     _reap(reaper, scratch, over=False)
@@ -316,7 +334,7 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
     token = secrets.token_hex(32)
     with (
         allocation.stopped_from_outside(),
-        hosting(settings.start_timeout_s, settings.interface, token, one_of_many=True) as scratch,
+        hosting(settings.start_timeout_s, settings.interface, token, allocation) as scratch,
         _private(settings, cpus, gpus, scratch, name),
         watched(settings.still_timeout_s, own=True, on_loss=partial(_lost, scratch, allocation)),
     ):

@@ -55,6 +55,7 @@ def enter(descriptor: int) -> Channel:
 
     This sets limits, gives up privileges, and closes off files and network. `descriptor`: its end of the channel.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked in a Slurm job (megarl/cluster/ray_start.py)
     channel = Channel(socket.socket(fileno=descriptor), REQUEST_BYTES)
     confinement = pickle.loads(channel.receive())
     assert isinstance(confinement, Confinement)

@@ -19,7 +19,8 @@ from typing import IO
 
 import psutil
 
-from megarl.config import ConfigError, SandboxSettings
+from megarl.config import SandboxSettings
+from megarl.errors import Absent
 from megarl.sandbox.calls import INTERNET, filtered
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 from megarl.sandbox.inside import Confinement
@@ -35,15 +36,15 @@ END_S, PRINTS_S, STOP_POLL_S = 10.0, 1.0, 0.001
 
 
 def check(settings: SandboxSettings, key: str) -> None:
-    """Raise ConfigError, with the key, if this machine does not allow the required level, or if a file or variable is missing."""
+    """Raise Absent, with the key, if this machine does not allow the required level, or if a file or variable is missing."""
     if level() < Level[settings.require.upper()]:
-        raise ConfigError(f"{key}.require: {settings.require}, and this machine allows only {level()} (megarl/sandbox/README.md says why)")
+        raise Absent(f"{key}.require: {settings.require}, and this machine allows only {level()} (megarl/sandbox/README.md says why)")
     for place in settings.readable:
         if not place.exists():
-            raise ConfigError(f"{key}.readable: {place}: there is no such file or directory")
+            raise Absent(f"{key}.readable: {place}: there is no such file or directory")
     for name in settings.env:
         if name not in os.environ:
-            raise ConfigError(f"{key}.env: {name} is not set")
+            raise Absent(f"{key}.env: {name} is not set")
 
 
 def guarantee(settings: SandboxSettings, key: str, code: Sequence[str] = ()) -> str:

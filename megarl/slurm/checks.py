@@ -6,8 +6,9 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,33 +18,28 @@ from megarl.cluster.allocation import NODES
 from megarl.cluster.demand import demand
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.config import ConfigError, RunSettings
+from megarl.errors import Absent
 from megarl.http_client import elsewhere
 from megarl.imports import find
 from megarl.slurm.commands import NoAnswer, call
-from megarl.slurm.job import Job
-from megarl.text import one_line
+from megarl.slurm.job import Job, seconds
+from megarl.slurm.options import TIME_MIN, given, options
+from megarl.slurm.partition import check_grace, check_limits, check_partition, partition_of
+from megarl.unchecked import naming_unchecked, unchecked, where_present
 
 MOST = 100_000  # upper limit of any number
-EARLY_S = 60  # how much earlier Slurm may warn
 REGISTRY = re.compile(r"[a-z]+://|[^/]+[/#:]")
-
-
-@dataclass(frozen=True)
-class Partition:
-    """The nodes that a job may get."""
-
-    name: str
-    nodes: int
-    sizes: tuple[tuple[int, int], ...]  # CPUs and GPUs of each node that is switched on
 
 
 def check(job: Job, config: RunSettings, asked: bool) -> Job:
     """Refuse a job that could not run as requested.
 
+    A dry run where no Slurm answers is made where configurations are written: what is not on that machine is named as not checked.
+
     Args:
         job: what is asked of Slurm.
         config: the run's configuration.
-        asked: whether the script is only printed, which needs no Slurm on this machine.
+        asked: whether the script is only printed, which needs no Slurm on this machine; what only the nodes can show is named, too.
 
     Returns:
         The job in the form that this cluster's Slurm accepts.
@@ -53,31 +49,52 @@ def check(job: Job, config: RunSettings, asked: bool) -> Job:
     """
     check_texts(job)
     check_numbers(job)
-    check_container(job)
+    check_options(job)
     if config.cluster.address is not None or config.cluster.allocation is not None:
         raise ConfigError("slurm: cluster.address and cluster.allocation are the job's own: leave them out")
     if config.cluster.gpus != bool(job.gpus_per_node):
         gpus = str(config.cluster.gpus).lower()
         raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node} does not go with cluster.gpus={gpus}")
-    cpus = None
+    cpus: int | None = None
+    here: AbstractContextManager[None] = nullcontext()
     try:
         job = replace(job, counts_gpus=not job.gpus_per_node or counts_gpus())
         partition = partition_of(job)
         check_partition(job, partition)
+        check_limits(job, partition)
         cpus = min((cpus for cpus, gpus in partition.sizes if gpus >= job.counted_gpus), default=None)
     except NoAnswer as error:
         if not asked:
             raise
-        print(f"megarl: not compared with the cluster: {error}", file=sys.stderr)
+        unchecked(f"partition, nodes, GPUs and limits, not compared with the cluster: {error}")
+        here = naming_unchecked()
     check_filled(job, demand(config), cpus)
-    check_python(job, version("torch"))
-    with tempfile.TemporaryDirectory() as directory:
+    with here, elsewhere(), tempfile.TemporaryDirectory() as directory:
+        check_container(job)
+        with where_present("the nodes' Python"):
+            check_python(job, version("torch"))
         planned: dict[str, Any] = {"nodes": [f"node {n}" for n in range(job.nodes)], "needed": job.nodes, "gpus": job.gpus_per_node}
         Path(directory, NODES).write_text(json.dumps(planned))
         cluster = config.cluster.model_copy(update={"allocation": Path(directory)})
-        with elsewhere():
+        with where_present("the data"):
             find(VERBS[job.verb].check)(config.model_copy(update={"cluster": cluster}))
+    for line in on_nodes(job, config) if asked else ():
+        unchecked(line)
     return job
+
+
+def on_nodes(job: Job, config: RunSettings) -> Iterator[str]:
+    """What only the nodes of a job can show, and a job checks there before it loads weights: a line each."""
+    yield f"the nodes: {job.python}{' in the container' if job.container else ''}, open files, shared memory, free disk"
+    if (interface := config.cluster.interface) is not None:
+        yield f"cluster.interface={interface}: whether the nodes have it (`srun -N 1 ip -br address`)"
+    if not job.gpus_per_node:
+        return
+    if (memory := config.cluster.gpu_memory_gb) is None:
+        yield "cluster.gpu_memory_gb: not set, so nothing compares what the run needs with its GPUs (`megarl plan` does, for GPUs of 80 GB)"
+    else:
+        yield f"cluster.gpu_memory_gb={memory:g}: whether the nodes' GPUs have as much"
+    yield "the nodes' GPUs: driver, compute capability, Transformer Engine, what Triton compiles with, NCCL"
 
 
 def check_numbers(job: Job) -> None:
@@ -87,14 +104,21 @@ def check_numbers(job: Job) -> None:
         value = getattr(job, name)
         if not least <= value <= MOST:
             raise ConfigError(f"slurm: --{name.replace('_', '-')} {value} is not between {least} and {MOST:,}")
-    if job.seconds is not None and job.seconds <= job.grace + EARLY_S:
-        raise ConfigError(
-            f"slurm: --time {job.time} is {job.seconds} s, of which --grace {job.grace}, and {EARLY_S} that Slurm may warn earlier, "
-            "leave nothing to train in"
-        )
-    for option in job.sbatch:
-        if not option.startswith("-"):
-            raise ConfigError(f"slurm: --sbatch {option!r} is not an sbatch option, such as --sbatch=--reservation=x")
+    if job.seconds is not None:
+        check_grace(f"--time {job.time} is {job.seconds} s", job.seconds, job.grace)
+
+
+def check_options(job: Job) -> None:
+    """Raise ConfigError for an option of sbatch that the run relies on, or by which Slurm may shorten it too much."""
+    options(job)
+    for option in given(job):
+        if option.name == TIME_MIN:
+            try:
+                shortest = seconds(option.value)
+            except ValueError as error:
+                raise ConfigError(f"slurm: --sbatch {option.word!r}: {error}") from None
+            if shortest is not None:
+                check_grace(f"--sbatch {option.word!r} is {shortest} s", shortest, job.grace)
 
 
 def check_texts(job: Job) -> None:
@@ -113,63 +137,29 @@ def check_texts(job: Job) -> None:
 
 
 def check_container(job: Job) -> None:
-    """Raise ConfigError for an image or a mount that does not exist."""
+    """Raise ConfigError for mounts without a container, Absent for an image or a mount that does not exist."""
     if job.container is None:
         if job.mount:
             raise ConfigError(f"slurm: --mount {job.mount[0]}: needs --container")
         return
-    if not Path(job.container).exists() and (job.container.startswith(("/", ".")) or not REGISTRY.match(job.container)):
-        raise ConfigError(f"slurm: --container: no such file: {job.container}")
+    with where_present("the container"):
+        if not Path(job.container).exists() and (job.container.startswith(("/", ".")) or not REGISTRY.match(job.container)):
+            raise Absent(f"slurm: --container: no such file: {job.container}")
     for mount in job.mount:
-        if not Path(mount.partition(":")[0]).exists():
-            raise ConfigError(f"slurm: --mount: no such file: {mount.partition(':')[0]}")
+        with where_present("the container"):
+            if not Path(mount.partition(":")[0]).exists():
+                raise Absent(f"slurm: --mount: no such file: {mount.partition(':')[0]}")
 
 
 def check_python(job: Job, torch: str) -> None:
-    """Raise ConfigError if the job would use GPUs with this very Python, which has torch's CPU build. `torch`: torch's version."""
+    """Raise Absent if the job would use GPUs with this very Python, which has torch's CPU build. `torch`: torch's version."""
     if job.gpus_per_node and job.container is None and job.python == sys.executable and torch.endswith("+cpu"):
-        raise ConfigError("slurm: this Python has torch's CPU build: bash tools/setup.sh --gpu, then .venv-gpu/bin/megarl slurm ...")
-
-
-def partition_of(job: Job) -> Partition:
-    """Return the job's partition, or the default one. Raises ConfigError if there is none, NoAnswer if Slurm's output is not understood."""
-    rows = [
-        dict(part.partition("=")[::2] for part in line.split()) for line in call("scontrol", "--oneliner", "show", "partition").splitlines()
-    ]
-    known = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
-    wanted = job.partition or next((name for name, row in known.items() if row.get("Default") == "YES"), None)
-    if wanted not in known:
-        given = f"--partition {job.partition}" if job.partition else "no --partition, and no default one"
-        raise ConfigError(f"slurm: {given}: this cluster has {', '.join(known) or 'none'}")
-    nodes = call("sinfo", "--noheader", "--Node", f"--partition={wanted}", "--format=%c|%G").splitlines()
-    try:
-        sizes = [(int(cpus), _gpus(of)) for cpus, of in (line.split("|", 1) for line in nodes)]
-        return Partition(wanted, int(known[wanted]["TotalNodes"]), tuple(sizes))
-    except (KeyError, ValueError):
-        said = one_line(f"{known[wanted]}, {nodes}", 200)
-        raise NoAnswer(f"slurm: cannot read what scontrol and sinfo say of partition {wanted}: {said}") from None
-
-
-def _gpus(resources: str) -> int:
-    """The GPUs in what sinfo calls GRES: "gpu:h100:8(S:0-1),tmp:1"."""
-    return sum(int(found) for found in re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", resources))
+        raise Absent("slurm: this Python has torch's CPU build: bash tools/setup.sh --gpu, then .venv-gpu/bin/megarl slurm ...")
 
 
 def counts_gpus() -> bool:
     """Whether Slurm knows about its nodes' GPUs. Raises NoAnswer if it cannot be asked."""
     return bool(re.search(r"^GresTypes\s*=.*\bgpu\b", call("scontrol", "show", "config"), re.MULTILINE))
-
-
-def check_partition(job: Job, partition: Partition) -> None:
-    """Raise ConfigError if the partition has too few nodes, or too few GPUs in each."""
-    fitting = partition.nodes - sum(gpus < job.counted_gpus for _, gpus in partition.sizes)
-    if not fitting and partition.sizes:
-        most = max(gpus for _, gpus in partition.sizes)
-        raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node}: a node of partition {partition.name} has {most}")
-    if job.nodes + job.spare > fitting:
-        of = f" with {job.gpus_per_node} GPUs" if job.counted_gpus else ""
-        spare = f" and --spare {job.spare}" if job.spare else ""
-        raise ConfigError(f"slurm: --nodes {job.nodes}{spare}: partition {partition.name} has {fitting}{of}")
 
 
 def check_filled(job: Job, kinds: Sequence[ProcessKind], cpus: int | None) -> None:

@@ -13,6 +13,18 @@ CLOCK = re.compile(
 )
 
 
+def seconds(limit: str) -> int | None:
+    """A time limit as Slurm writes and reads it; None for no limit. Raises ValueError if Slurm would not understand it."""
+    if limit in ("0", "UNLIMITED", "INFINITE"):
+        return None
+    match = CLOCK.fullmatch(limit)
+    if match is None:
+        raise ValueError(f"{limit!r} is not a time limit (minutes, H:MM:SS or D-HH:MM:SS)")
+    part = {name: int(value or 0) for name, value in match.groupdict().items()}
+    minutes = 60 * (24 * part["d"] + part["dh"] + part["h"]) + part["dm"] + part["m"]
+    return 60 * minutes + part["ds"] + part["s"]
+
+
 @dataclass(frozen=True)
 class Job:
     """The options of `megarl slurm`, and the run that they are for."""
@@ -55,11 +67,7 @@ class Job:
     @property
     def seconds(self) -> int | None:
         """The time limit; None without one. Raises ConfigError if Slurm would not understand it."""
-        if self.time is None or self.time in ("0", "UNLIMITED", "INFINITE"):
-            return None
-        match = CLOCK.fullmatch(self.time)
-        if match is None:
-            raise ConfigError(f"slurm: --time {self.time!r} is not a time limit (minutes, H:MM:SS or D-HH:MM:SS)")
-        part = {name: int(value or 0) for name, value in match.groupdict().items()}
-        minutes = 60 * (24 * part["d"] + part["dh"] + part["h"]) + part["dm"] + part["m"]
-        return 60 * minutes + part["ds"] + part["s"]
+        try:
+            return None if self.time is None else seconds(self.time)
+        except ValueError as error:
+            raise ConfigError(f"slurm: --time {error}") from None

@@ -12,6 +12,7 @@ from megarl.cli import VERBS
 from megarl.config import ConfigError, RunSettings, load
 from megarl.imports import find
 from megarl.slurm.checks import check
+from megarl.slurm.commands import default, ignored
 from megarl.slurm.job import Job
 from megarl.slurm.script import render
 from megarl.slurm.status import show
@@ -33,10 +34,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--nodes", type=int, required=True, metavar="N", help="number of nodes, each used as a whole")
     top.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs per node (default: 0, for cluster.gpus=false)")
     top.add_argument("--spare", type=int, default=0, metavar="N", help="spare nodes, to replace bad ones (default: 0)")
-    top.add_argument("--partition", metavar="NAME")
-    top.add_argument("--account", metavar="NAME")
-    top.add_argument("--qos", metavar="NAME")
-    top.add_argument("--time", metavar="LIMIT", help="time limit of each start of the job, in sbatch's format: 4:00:00, 2-0")
+    top.add_argument("--partition", default=default("partition"), metavar="NAME", help="(default: SBATCH_PARTITION, or Slurm's)")
+    top.add_argument("--account", default=default("account"), metavar="NAME", help="(default: SBATCH_ACCOUNT)")
+    top.add_argument("--qos", default=default("qos"), metavar="NAME", help="(default: SBATCH_QOS)")
+    limit = "time limit of each start of the job, in sbatch's format: 4:00:00, 2-0 (default: SBATCH_TIMELIMIT, or the partition's)"
+    top.add_argument("--time", default=default("time"), metavar="LIMIT", help=limit)
     top.add_argument(
         "--grace", type=int, default=600, metavar="S", help="seconds before the time limit at which the run is saved (default: 600)"
     )
@@ -50,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--runtime", choices=("pyxis", "apptainer"), default="pyxis", help="container runtime (default: pyxis)")
     top.add_argument("--mount", action="append", default=[], metavar="FROM[:TO]", help="another directory to mount in the container")
     top.add_argument("--python", metavar="PATH", help="Python on the nodes (default: this one), or in the container (default: python)")
-    top.add_argument("--dry-run", action="store_true", help="check, print the script and submit nothing")
+    dry = "check, print the script and submit nothing; where there is no Slurm, the model's config.json is enough for it"
+    top.add_argument("--dry-run", action="store_true", help=dry)
     return top
 
 
@@ -77,6 +80,8 @@ def main(arguments: Sequence[str]) -> int:
         reads=_reads(config),
         **options,
     )
+    if names := ignored():
+        print(f"megarl: {', '.join(names)}: not used, the options of megarl slurm decide (--sbatch adds others)", file=sys.stderr)
     job = check(job, config, asked=given.dry_run)
     if given.dry_run:
         say(render(job, config.directory / "slurm" / "submitted"))

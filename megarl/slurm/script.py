@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 from megarl.slurm.job import Job
+from megarl.slurm.options import options
 
 TEMPLATE, NODE_SCRIPTS = "job.sbatch", ("head.sh", "worker.sh", "guard.sh")
 OPTIONS, SETTINGS, END = "# options:", "# settings:", "# end of settings"
@@ -23,7 +24,7 @@ def render(job: Job, scripts: Path) -> str:
     lines, skipping = list[str](), False
     for line in (templates() / TEMPLATE).read_text().splitlines():
         if line.startswith(OPTIONS):
-            lines += [f"#SBATCH {option}" for option in options(job)]
+            lines += [f"#SBATCH {shlex.quote(word)}" for word in options(job)]
         elif line.startswith(SETTINGS):
             lines += settings(job, scripts)
             skipping = True
@@ -32,30 +33,6 @@ def render(job: Job, scripts: Path) -> str:
         elif not skipping:
             lines.append(line)
     return "\n".join(lines) + "\n"
-
-
-def options(job: Job) -> list[str]:
-    """The options of sbatch."""
-    named = {
-        "job-name": job.name,
-        "chdir": job.here,
-        "output": job.directory / "slurm" / "%j.out",
-        "open-mode": "append",
-        "nodes": f"{job.nodes}-{job.nodes + job.spare}" if job.spare else job.nodes,
-        "gpus-per-node": job.counted_gpus or None,
-        "mem": 0,  # all of each node
-        "partition": job.partition,
-        "account": job.account,
-        "qos": job.qos,
-        "time": job.time,
-        "exclude": job.exclude,
-        "signal": f"B:USR1@{job.grace}",
-        "dependency": "singleton" if job.chain > 1 else None,
-    }
-    given = [f"--{name}={shlex.quote(str(value))}" for name, value in named.items() if value is not None]
-    # --no-kill: one lost node does not end the job. No number of tasks: Slurm would allocate as few nodes as hold them, and no spare ones.
-    # --propagate: the limits of the submitting machine (files, locked memory) must not apply to the nodes.
-    return [*given, "--exclusive", "--no-kill", "--propagate=NONE", "--no-requeue" if job.chain > 1 else "--requeue", *job.sbatch]
 
 
 def settings(job: Job, scripts: Path) -> list[str]:

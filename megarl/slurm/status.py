@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from megarl.checkpoints.steps import CHECKPOINTS, listing
 from megarl.cli import VERBS
 from megarl.config import ConfigError, load, total_steps, yaml_text
+from megarl.config.run import MINUTES
 from megarl.imports import find
 from megarl.observe.run import METRICS
 from megarl.observe.writers import read_json_lines
@@ -50,7 +52,8 @@ def _saves(run: Path) -> list[str]:
         when = f", in about {(due - done) * sum(seconds) / len(seconds):.0f} s" if seconds else ""
         lines.append(f"next expected: step {due}{when}")
     elif not every:
-        lines.append("next expected: when the run is stopped (save.every=0)")
+        minutes = _minutes(_config(run).get("save"))
+        lines.append(f"next expected: {f'{minutes:g} minutes after the last' if minutes else 'when the run is stopped (save.every=0)'}")
     return lines
 
 
@@ -107,6 +110,13 @@ def _total(run: Path) -> int | None:
         return total_steps(load(run / "config.yaml", [], root))
     except (ConfigError, KeyError):
         return None
+
+
+def _minutes(section: Any) -> float:
+    """The minutes between two saves of a run that saves none by steps; 0 if its section `save` does not say."""
+    value = section.get("every_minutes", 0) if isinstance(section, dict) else 0
+    value = MINUTES if value is None else value
+    return value if type(value) in (int, float) and 0 < value < math.inf else 0.0
 
 
 def _count(section: Any, key: str) -> int | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.config import ConfigError, RunSettings, dump
 from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job
+from megarl.slurm.options import options
 from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
 from megarl.slurm.status import queued
 
@@ -34,14 +35,14 @@ def submit(job: Job, config: RunSettings) -> list[str]:
             shutil.copy(templates() / name, scripts)
         script = scripts / TEMPLATE
         script.write_text(render(job, scripts))
-        call("sbatch", "--test-only", str(script))
+        call("sbatch", "--test-only", *options(job), str(script))
     except BaseException:
         shutil.rmtree(scripts)
         raise
     numbers = list[str]()
     for _ in range(job.chain):
         try:
-            numbers.append(call("sbatch", "--parsable", str(script)).partition(";")[0])
+            numbers.append(call("sbatch", "--parsable", *options(job), str(script)).partition(";")[0])
         except NoAnswer as error:
             if not numbers:
                 raise

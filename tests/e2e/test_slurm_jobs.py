@@ -159,7 +159,15 @@ def requeue(submitted: Submitted) -> None:
 
 
 def preempt(submitted: Submitted) -> None:
+    """Slurm warns the job by its own signal."""
     submitted.slurm.say("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+
+
+def preempt_by_sigterm(submitted: Submitted) -> None:
+    """Slurm warns every process of the job's steps, Ray's and the ranks' among them, by SIGTERM."""
+    with submitted.slurm.preempting("SIGTERM"):
+        preempt(submitted)
+        submitted.wait_for("a warning", lambda: "SIGTERM: " in submitted.text())
 
 
 def cut_off(submitted: Submitted) -> None:
@@ -205,6 +213,7 @@ def run_out_of_time(submitted: Submitted) -> None:
     [
         (requeue, ()),
         (preempt, ()),
+        (preempt_by_sigterm, ()),
         (cut_off, ()),
         (cut_off_head, ()),
         (run_out_of_time, (PATIENT, "--time", 60, "--grace", 110)),
@@ -232,6 +241,9 @@ def test_a_run_goes_on_after(
         slurm.wait_for("end", lambda: submitted.state in OVER, ASK_S)
     submitted.finish()
     assert_same(job, straight, "model")
+    if interrupt in (preempt, preempt_by_sigterm):
+        assert re.search(r"stopped by SIG(USR1|TERM): saved at step \d+;", submitted.text()), submitted.text()
+        assert "saved on Slurm's request: queued again" in submitted.text()
     if interrupt is cut_off:
         [lost] = re.findall(r"(n\d): died: queued again", submitted.text())
         before, after = re.findall(r"2 nodes \((n\d n\d)\)", submitted.text())

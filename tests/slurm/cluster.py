@@ -41,6 +41,21 @@ class Cluster:
     nodes: int
     control: int  # process id, in this process's space
 
+    @contextmanager
+    def preempting(self, by: str) -> Iterator[None]:
+        """For a while a cluster that warns a job that it preempts `by` its own signal, SIGUSR1, or by SIGTERM to its steps."""
+        conf = self.directory / "slurm.conf"
+        usual = conf.read_text()
+        assert virtual.USER_SIGNAL in usual
+        try:
+            if by == "SIGTERM":
+                conf.write_text(usual.replace(virtual.USER_SIGNAL, ""))
+                self.say("scontrol", "reconfigure")
+            yield
+        finally:
+            conf.write_text(usual)
+            self.say("scontrol", "reconfigure")
+
     def run(self, *command: object, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         """A command on the control node, to its end."""
         inside = ["nsenter", "--target", str(self.control), "--net", "--mount", "--uts", "--ipc", "--pid", f"--wdns={cwd}"]

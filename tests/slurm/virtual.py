@@ -18,6 +18,9 @@ CPUS, GPUS, MANY = 2, 8, 64
 NEW_MOUNTS_AND_NAMES = 0x00020000 | 0x04000000  # CLONE_NEWNS | CLONE_NEWUTS
 LIMIT_S = 60.0
 
+# Slurm warns a job that is preempted by its own --signal, as here, or by SIGTERM to its steps.
+USER_SIGNAL = "SlurmctldParameters=preempt_send_user_signal"
+
 CONF = """
 ClusterName=virtual
 SlurmctldHost=control(10.77.0.1)
@@ -53,14 +56,17 @@ JobRequeue=1
 SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
 GresTypes=gpu
-SlurmctldParameters=preempt_send_user_signal
+{preemption}
 PreemptMode=REQUEUE
 PreemptType=preempt/partition_prio
 NodeName=n[1-{nodes}] NodeAddr=10.77.0.[11-{last}] CPUs={cpus} RealMemory=2000 Gres=gpu:h100:{gpus} State=UNKNOWN
 NodeName=m[1-{many}] NodeAddr=10.78.0.[1-{many}] CPUs=96 RealMemory=2000 Gres=gpu:h100:{gpus} State=CLOUD
-PartitionName=main Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName=main Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=n[1-{nodes}] MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=many Nodes=m[1-{many}] MaxTime=1-00:00:00 State=UP
+PartitionName=short Nodes=n[1-{nodes}] DefaultTime=5 MaxTime=30 MaxNodes=2 State=UP
+PartitionName=shut Nodes=n[1-{nodes}] State=DOWN
+PartitionName=paid Nodes=n[1-{nodes}] AllowAccounts=prod State=UP
 SuspendProgram=/bin/true
 ResumeProgram=/bin/true
 """
@@ -98,7 +104,7 @@ def write(d: Path, nodes: int) -> None:
         (d / f"dev/nvidia{gpu}").symlink_to("/dev/null")  # slurmd takes no plain file for a device
     names = "".join(f"10.77.0.{10 + n} n{n}\n" for n in range(1, nodes + 1)) + "".join(f"10.78.0.{n} m{n}\n" for n in range(1, MANY + 1))
     (d / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.1 control\n{names}")
-    (d / "slurm.conf").write_text(CONF.format(d=d, nodes=nodes, last=10 + nodes, cpus=CPUS, gpus=GPUS, many=MANY))
+    (d / "slurm.conf").write_text(CONF.format(d=d, nodes=nodes, last=10 + nodes, cpus=CPUS, gpus=GPUS, many=MANY, preemption=USER_SIGNAL))
     gres = f"Name=gpu Type=h100 File={d}/dev/nvidia[0-{GPUS - 1}]"
     (d / "gres.conf").write_text(f"AutoDetect=off\nNodeName=n[1-{nodes}] {gres}\nNodeName=m[1-{MANY}] {gres}\n")
 

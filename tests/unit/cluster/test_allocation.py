@@ -39,7 +39,7 @@ GOOD = Report(versions={"torch": "2.13.0", "ray": "2.60.0"}, gpus=8, cpus=96, fi
 
 # The head of three nodes, one of which never comes; the others are processes of this machine.
 HEAD = """
-    import os, sys
+    import os, signal, sys
     import time
     from contextlib import suppress
     from pathlib import Path
@@ -72,6 +72,10 @@ HEAD = """
         print(">joined", sorted(node["NodeName"] for node in on_node.live_nodes().values()))
         print(">", membership.died({"a", "b"}), sep="")
         server = worker._global_node.all_processes["gcs_server"][0].process
+        for kind in ("gcs_server", "raylet"):  # a preemption's SIGTERM reaches neither, nor what they start
+            worker._global_node.all_processes[kind][0].process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        print(">", worker._global_node.dead_processes(), sep="")
         server.kill()
         server.wait()
         raise InterruptedError
@@ -101,7 +105,8 @@ def test_a_session_over_nodes_names_those_that_are_missing_unfit_or_dead(tmp_pat
     assert join.returncode == 1 and "b leaves: GPU 1: has fallen off the bus" in said, said
     assert "goes on without c, which is missing" in done.stderr and "2 nodes have passed the test" in done.stderr
     lines = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]
-    two, missing, unfit, failed, without, first, one, dead, lost, foreign = lines
+    two, missing, unfit, failed, without, first, one, dead, terminated, lost, foreign = lines
+    assert terminated == "[]"
     assert (two, one, foreign) == ("joined ['a', 'b']", "joined ['a']", "False")
     assert missing.startswith("2 of 3 nodes have joined") and missing.endswith("and the run needs 3: c is missing{'c': 'is missing'}")
     assert unfit.startswith("2 of 3 nodes cannot take part, and the run needs 2: a has 0 of 8 GPUs; b has 0 of 8 GPUs{")
@@ -212,30 +217,38 @@ def test_a_node_that_cannot_join_says_why(tmp_path: Path) -> None:
 # A process of a job, with one that stands for Ray's: it has a log in the session's directory open for writing.
 CANCELLED = """
     import os, signal, subprocess, sys
+    from pathlib import Path
+    from megarl.cluster.allocation import OVER, Allocation
     from megarl.cluster.session import hosting
 
-    with hosting(60, "lo", "0" * 32, one_of_many=True) as scratch:
+    allocation = Allocation(Path(sys.argv[1]), ["a"], 1, 0)
+    signal.signal(signal.SIGTERM, lambda *_: print("warned", flush=True))  # as the driver would save
+    with allocation.stopped_from_outside(), hosting(60, "lo", "0" * 32, allocation) as scratch:
         with open(scratch.path / "log", "w") as log:
             program = "import os, time; print(os.environ['TRITON_CACHE_DIR'], os.environ['VLLM_CACHE_ROOT'], flush=True); time.sleep(600)"
             other = subprocess.Popen([sys.executable, "-c", program], stdout=log)
         while not (scratch.path / "log").read_text().endswith("\\n"):
             pass
         print(scratch.path, other.pid, (scratch.path / "log").read_text(), flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("not reached")
+        os.kill(os.getpid(), signal.SIGTERM)  # of a preemption: everything is still there
+        assert other.poll() is None
+        (allocation.directory / OVER).touch()  # as the job's script does when Slurm ends the job
+        other.wait(60)
+        signal.pause()
 """
 
 
 def test_a_job_that_is_cancelled_leaves_neither_processes_nor_files(tmp_path: Path) -> None:
-    here = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "VLLM_CACHE_ROOT": "/the/users"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CANCELLED)], env=here, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    (temporary := tmp_path / "tmp").mkdir()
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "VLLM_CACHE_ROOT": "/the/users"}
+    command = [sys.executable, "-c", textwrap.dedent(CANCELLED), str(tmp_path)]
+    done = subprocess.run(command, env=here, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    scratch, pid, *caches = done.stdout.split()
+    scratch, pid, *caches, warned = done.stdout.split()
+    assert warned == "warned" and done.stderr.count("the job ends") == 1, done.stderr
     assert read(f"/proc/{pid}/cmdline") == b"", "it has ended"
-    kept = tmp_path / f"megarl-kernels-{os.geteuid()}"  # for the next start
-    assert not Path(scratch).exists() and list(tmp_path.iterdir()) == [kept] and stat.S_IMODE(kept.stat().st_mode) == 0o700
+    kept = temporary / f"megarl-kernels-{os.geteuid()}"  # for the next start
+    assert not Path(scratch).exists() and list(temporary.iterdir()) == [kept] and stat.S_IMODE(kept.stat().st_mode) == 0o700
     assert caches == [str(kept / "triton"), "/the/users"]
 
 

@@ -18,9 +18,11 @@ from megarl.cli import VERBS
 from megarl.config import TrainConfig, TrainingSettings, load
 from megarl.errors import ConfigError
 from megarl.imports import find
-from megarl.slurm.checks import Partition, check_partition, check_python, partition_of
+from megarl.slurm.checks import check_python
 from megarl.slurm.job import Job
 from megarl.slurm.main import main
+from megarl.slurm.options import options
+from megarl.slurm.partition import Partition, check_limits, check_partition, partition_of
 from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
 from megarl.slurm.submit import submit
 from tests.e2e.job import RL
@@ -120,12 +122,29 @@ BAD = {
     "no GPUs for a run with": (["cluster.gpus=true"], "--gpus-per-node 0 does not go with cluster.gpus=true"),
     "idle GPUs": (["cluster.gpus=true", "--gpus-per-node", "8"], "--nodes 2: of 16 GPUs the run uses 2 (policy 1x1, engines 1x1)"),
     "too few GPUs": (["cluster.gpus=true", "layout.ranks=16", "--gpus-per-node", "8"], "--nodes 2: 17 GPUs are asked for"),
-    "a container that is not there": (["--container", "/nowhere.sqsh"], "--container: no such file: /nowhere.sqsh"),
-    "a mount that is not there": (["--container", "docker://a", "--mount", "/nowhere:/x"], "--mount: no such file: /nowhere"),
     "a mount of no container": (["--mount", "/tmp"], "--mount /tmp: needs --container"),
     "no time left": (["--time", "10"], "--time 10 is 600 s, of which --grace 600"),
     "no time": (["--time", "soon"], "--time 'soon' is not a time limit"),
     "no option": (["--sbatch=reservation"], "--sbatch 'reservation' is not an sbatch option"),
+    "half a quotation": (["--sbatch=--comment='a"], "No closing quotation"),
+    "an array": (["--sbatch=--array=1-3"], "'--array=1-3': the tasks of an array would share the run's directory"),
+    "an abbreviated array": (["--sbatch=--arr 1-3"], "'--arr=1-3': the tasks of an array"),
+    "a short array": (["--sbatch=-a1-3"], "'-a1-3': the tasks of an array"),
+    "a name": (["--sbatch=-J other"], "'-Jother': the job is named after the run"),
+    "a name behind a flag": (["--sbatch=-HJ other"], "'-Jother': the job is named after the run"),
+    "a signal": (["--sbatch=--signal=USR2@60"], "--grace says when Slurm warns"),
+    "no requeue": (["--sbatch=--no-requeue"], "--max-restarts or --chain says"),
+    "a log": (["--sbatch=-o x.out"], "the job's log is slurm/JOB.out"),
+    "a second option in one": (["--sbatch=--hold --output=x.out"], "the job's log is slurm/JOB.out"),
+    "an option of megarl": (["--sbatch=-p high"], "'-phigh': an option of megarl slurm: give it there"),
+    "an option of another name": (["--sbatch=--gres=gpu:8"], "'--gres=gpu:8': --nodes and --gpus-per-node say how large"),
+    "the end of options": (["--sbatch=--hold --"], "--sbatch '--': "),
+    "a way to call": (["--sbatch=--wrap=true"], "'--wrap=true': it changes how sbatch is called"),
+    "a dependency of one of two": (
+        ["--chain", "2", "--sbatch=--dependency=afterok:1?afterok:2"],
+        "--sbatch --dependency=afterok:1?afterok:2: alternatives (?) cannot be joined with singleton (--chain)",
+    ),
+    "a shorter time": (["--sbatch=--time-min=5"], "--sbatch '--time-min=5' is 300 s, of which --grace 600"),
     "another cluster": (["cluster.address=head:6379"], "cluster.address and cluster.allocation are the job's own"),
     "nodes that do not reach each other": (["cluster.interface=null"], "cluster.interface: required on 2 nodes"),
 }
@@ -209,10 +228,87 @@ def test_gpus_are_not_given_to_a_python_that_cannot_use_them(
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
     asked = ["cluster.gpus=true", "model.dtype=bfloat16", "sync.transport=nccl", "--nodes", "1", "--gpus-per-node", "2", "--dry-run"]
     if version("torch").endswith("+cpu"):
-        with pytest.raises(ConfigError, match="torch's CPU build"):
-            main([str(tmp_path / "job.yaml"), *asked])
+        assert main([str(tmp_path / "job.yaml"), *asked]) == 0, "no Slurm answers: this Python is not the nodes'"
+        assert "not checked: the nodes' Python: slurm: this Python has torch's CPU build" in capsys.readouterr().err
         assert main([str(tmp_path / "job.yaml"), *asked, "--python", "/env/bin/python"]) == 0
         assert "python=/env/bin/python" in capsys.readouterr().out
+
+
+PASSED = {
+    "a dependency": (JOB, ["--dependency=afterok:7"], ["--dependency=afterok:7"]),
+    "two dependencies": (JOB, ["-d afterok:7", "--depend afterany:8"], ["--dependency=afterok:7,afterany:8"]),
+    "a dependency of a chain": (replace(JOB, chain=2), ["--dependency=afterok:7"], ["--dependency=afterok:7,singleton"]),
+    "the chain's own": (replace(JOB, chain=2), ["--dependency=singleton"], ["--dependency=singleton"]),
+    "memory": (JOB, ["--mem-per-cpu=4G"], ["--mem-per-cpu=4G"]),
+    "no environment": (JOB, ["--export=NONE"], ["--export=NONE"]),
+    "others": (JOB, ["--hold", "--comment='a b'", "-C h100", "--gres=tmp:1"], ["--hold", "--comment=a b", "-Ch100", "--gres=tmp:1"]),
+}
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_the_users_own_options_are_joined_with_those_of_the_job(name: str) -> None:
+    job, own, words = PASSED[name]
+    usual, now = options(job), options(replace(job, sbatch=own))
+    assert set(words) <= set(now) and len(now) == len(set(now))
+    assert {word.partition("=")[0] for word in usual if word not in now} <= {"--dependency", "--mem", "--export"}
+
+
+def test_variables_of_slurm_decide_nothing_but_defaults(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do those of the allocation from which a job is submitted: they would be limits of its steps."""
+    for command in ("sbatch", "squeue", "scontrol", "sinfo"):
+        said = {"scontrol": PARTITION.replace("TotalNodes", "MaxTime=1-0 TotalNodes"), "sinfo": "2|(null)\n2|(null)", "sbatch": "7"}
+        (tmp_path / command).write_text(
+            f"#!/bin/sh\necho {command} \"$@\" >>{tmp_path}/calls\nenv >>{tmp_path}/env\nprintf '%s\\n' '{said.get(command, '')}'\n"
+        )
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    foreign = {"SBATCH_EXPORT": "NONE", "SBATCH_QOS": "low", "SLURM_MEM_PER_CPU": "10", "SLURM_JOB_ID": "3", "SRUN_CPUS_PER_TASK": "1"}
+    foreign |= {"SQUEUE_STATES": "FAILED", "SINFO_PARTITION": "x", "SLURMD_NODENAME": "n9", "SCONTROL_ALL": "1"}
+    for variable, value in {**foreign, "SBATCH_PARTITION": "main", "SBATCH_TIMELIMIT": "7", "SLURM_CONF": "/its/conf"}.items():
+        monkeypatch.setenv(variable, value)
+    (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
+    arguments = [str(tmp_path / "job.yaml"), "--nodes", "1"]
+    with pytest.raises(ConfigError, match="--time 7 is 420 s, of which --grace 600"):
+        main(arguments)
+    assert main([*arguments, "--time", "4:00:00"]) == 0
+    calls, variables = (tmp_path / "calls").read_text().splitlines(), (tmp_path / "env").read_text().splitlines()
+    submissions = [set(shlex.split(call)) for call in calls if call.startswith("sbatch")]
+    assert len(submissions) == 2, "a trial, and the job"
+    assert all({"--partition=main", "--qos=low", "--time=4:00:00", "--export=ALL", "--requeue"} <= words for words in submissions)
+    assert "SLURM_CONF=/its/conf" in variables and not [line for line in variables if line.split("=")[0] in foreign]
+    assert "megarl: SBATCH_EXPORT: not used, the options of megarl slurm decide" in capsys.readouterr().err
+
+
+LIMITED = Partition("p", 4, ((64, 8),) * 4, default_time=1800, max_time=7200, accounts=("prod",))
+LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
+    "in order": ({"account": "prod", "time": "1:00:00"}, {}, None),
+    "its default time is enough": ({}, {}, None),
+    "a default time below the grace": ({}, {"default_time": 660}, "no --time: partition p ends a job after 660 s (DefaultTime), of which"),
+    "a longest time below the grace": ({}, {"default_time": 600, "max_time": 600}, "after 600 s (MaxTime), of which --grace 600"),
+    "too long": ({"time": "3:00:00"}, {}, "--time 3:00:00 is 10800 s: partition p allows 7200 s (MaxTime)"),
+    "without end": ({"time": "UNLIMITED"}, {}, "--time UNLIMITED is no limit: partition p allows 7200 s (MaxTime)"),
+    "as long as it likes": ({"time": "9-0"}, {"default_time": None, "max_time": None}, None),
+    "drained": ({}, {"state": "DRAIN"}, "partition p is drain: it starts no jobs (State)"),
+    "another account": ({"account": "Dev"}, {}, "--account dev: partition p takes jobs of prod (AllowAccounts)"),
+    "an account below": ({"account": "team"}, {}, None),
+    "a denied account": ({"account": "dev"}, {"accounts": None, "denied": ("dev",)}, "takes none of its jobs (DenyAccounts)"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_limits_of_a_partition_are_said_before_a_job_waits_for_ever(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, changes, line = LIMITS[name]
+    (tmp_path / "sacctmgr").write_text("#!/bin/sh\ncase $* in *=team*) echo prod ;; *=prod*) echo root ;; esac\n")
+    (tmp_path / "sacctmgr").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    job, partition = replace(JOB, **asked), replace(LIMITED, **changes)
+    if line is None:
+        check_limits(job, partition)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            check_limits(job, partition)
 
 
 def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
@@ -222,6 +318,8 @@ def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
         check_partition(replace(JOB, gpus_per_node=16), partition)
     with pytest.raises(ConfigError, match="--nodes 2 and --spare 1: partition main has 2 with 8 GPUs"):
         check_partition(replace(JOB, nodes=2, spare=1), partition)
+    with pytest.raises(ConfigError, match=r"--nodes 2: partition main gives a job 1 \(MaxNodes\)"):
+        check_partition(replace(JOB, nodes=2), replace(partition, max_nodes=1))
 
 
 PARTITION = "PartitionName=main Default=YES TotalNodes=2"
