@@ -105,6 +105,7 @@ class Tool:
 
 TOOLS = {
     "config": Tool("the keys of a verb's configuration: accepted values, defaults, meaning (config --help)", "megarl.describe:main"),
+    "data": Tool("what a run reads and learns of its data (data --help)", "megarl.stages.show_data:main"),
     "init": Tool("a commented configuration for your own model and data (init --help)", "megarl.init:main"),
     "generate": Tool("ask a model: one prompt, a file of prompts, or a chat (generate --help)", "megarl.stages.generate:main", reads=False),
     "plan": Tool("what fits: bytes per rank, engines, seconds per step, nearest layouts (plan --help)", "megarl.plan.main:main"),

@@ -41,6 +41,10 @@ class Unfit(ConfigError):
     """A machine lacks something that no setting names: bad input from whoever starts a run there, or in a Slurm job the machine's fault."""
 
 
+class Absent(ConfigError):
+    """Something that a run needs is not on this machine, and may well be on the machines of the run (`unchecked.where_present`)."""
+
+
 class Stopped(RuntimeError):
     """Stopped by an external failure, or on purpose; the message says everything, and no traceback is shown."""
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from urllib.parse import SplitResult
 
-from megarl.errors import ConfigError
+from megarl.errors import Absent, ConfigError
 from megarl.text import escaped
 
 _elsewhere: ContextVar[bool] = ContextVar("elsewhere", default=False)
@@ -37,13 +37,13 @@ def unanswered(fault: str) -> None:
 
 
 def token_of(variable: str | None, key: str) -> str | None:
-    """The bearer token in the environment variable that the setting `key` names. ConfigError if it is unset or no header can hold it."""
+    """The bearer token in the environment variable that the setting `key` names. Absent if it is unset or no header can hold it."""
     if variable is None:
         return None
     token = os.environ.get(variable, "")
     if not token or not all("!" <= letter <= "~" for letter in token):
         fault = "holds no token: letters that a header cannot carry" if token else "is not set"
-        raise ConfigError(f"{key}: the environment variable {variable} {fault}")
+        raise Absent(f"{key}: the environment variable {variable} {fault}")
     return token
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli import VERBS
+from megarl.cluster.demand import demand
+from megarl.cluster.machine import gpus_here
+from megarl.cluster.placement import Node, NoRoom, place
 from megarl.config import (
     ConfigError,
     ConversationSource,
@@ -26,12 +31,14 @@ from megarl.config import (
 )
 from megarl.data.columns import find
 from megarl.data.files import read_rows
+from megarl.data.messages import TOOLS
 from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint
+from megarl.models.hf import has_weights
 from megarl.plan.devices import GB, NODE, device_of
 from megarl.plan.main import MOST
 from megarl.plan.parameters import model_elements
@@ -39,12 +46,14 @@ from megarl.plan.search import nearest, search
 from megarl.plan.whole import models_of
 from megarl.stdout import say
 from megarl.text import one_line
+from megarl.unchecked import naming_unchecked
 
 LOOKED_AT = 100  # rows that are read to find the columns
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
 ANSWERS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "final_answer", "label", "target")
 CONVERSATIONS = ("messages", "conversation", "conversations")
 HELD_OUT, STEP = 256, 16  # most held-out rows; lengths are multiples of STEP
+INTERFACE = "eth0"  # a guess: only the nodes know the name of their network
 LARGE = 6.5e9  # parameters from which on recomputation is proposed even if activations would fit
 ROOM = 1.25  # leaves room for prompts longer than those in the file
 REWARD = "my_reward"  # the module of the reward function that the user writes
@@ -67,6 +76,7 @@ class DataColumns:
     prompt: str = ""  # the column of the prompt, or of the conversation
     answer: str = ""
     mathematical: bool = False  # whether the answers are short expressions
+    tools: bool = False  # whether rows have schemas of tools
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,30 +107,61 @@ def main(arguments: Sequence[str]) -> int:
         if not str(path).isprintable():
             raise ConfigError(f"init: {name} {str(path)!r:.300} is not printable text on one line")
     columns = columns_of(given.data)
-    tree, notes = proposed(given.model, given.data, columns, given.cpu, given.gpus)
+    with naming_unchecked():
+        tree, notes = proposed(given.model, given.data, columns, given.cpu, given.gpus)
     root: Any = imported(VERBS[columns.verb].config)
     try:
         given.out.write_text(text(tree, notes, columns.verb, given))
         if not given.cpu:
             notes["layout"] = _lay_out(tree, load(given.out, [], root), given)
             given.out.write_text(text(tree, notes, columns.verb, given))
-        load(given.out, [], root)
+        config = load(given.out, [], root)
+        following = _following(columns.verb, given, config)
     except BaseException:
         given.out.unlink(missing_ok=True)
         raise
     say(f"megarl: wrote {given.out}")
     if columns.verb == "train" and not columns.mathematical:
         say(_reward_file(Path(f"{REWARD}.py")))
-    say(f"next:   {_check(columns.verb, given)}")
+    if "interface" in tree["cluster"]:
+        say(f"megarl: cluster.interface={INTERFACE} is a guess: give the name of the nodes' network, which `ip -br address` lists there")
+    say(f"next:   {following}")
     return 0
 
 
-def _check(verb: str, given: argparse.Namespace) -> str:
-    """The command that checks the written configuration where it can run: on one machine, or as a Slurm job."""
-    if given.cpu or given.gpus <= NODE:
-        return f"megarl {verb} {given.out} --check"
-    which = f" --verb {verb}" * (verb != "train")
-    return f"megarl slurm {given.out}{which} --nodes {-(-given.gpus // NODE)} --gpus-per-node {NODE} --dry-run"
+def _following(verb: str, given: argparse.Namespace, config: RunSettings) -> str:
+    """The command that checks the written configuration and is not refused on this machine: as a run here, or as a Slurm job.
+
+    Args:
+        verb: the verb that the configuration is for.
+        given: the arguments of the command line.
+        config: the configuration.
+    """
+    file = shlex.quote(f"./{given.out}" if str(given.out).startswith("-") else str(given.out))
+    which, gpus = f" --verb {verb}" * (verb != "train"), _gpus(config)
+    if has_weights(config.model.path) and gpus <= min(gpus_here(), NODE):
+        return f"megarl {verb} {file} --check"
+    if given.cpu:
+        return f"megarl plan {file}{which}"
+    per_node = _per_node(config)
+    return f"megarl slurm {file}{which} --nodes {gpus // per_node} --gpus-per-node {per_node} --dry-run"
+
+
+def _gpus(config: RunSettings) -> int:
+    return sum(kind.gpus * kind.processes for kind in demand(config))
+
+
+def _per_node(config: RunSettings) -> int:
+    """The largest number of GPUs per node, at most NODE, with which equal nodes hold the run and all of their GPUs work."""
+    kinds, gpus = demand(config), _gpus(config)
+    for per_node in range(min(NODE, gpus), 0, -1):
+        if gpus % per_node == 0:
+            try:
+                place(kinds, [Node(f"node {n}", sys.maxsize, per_node) for n in range(gpus // per_node)])
+            except NoRoom:
+                continue
+            return per_node
+    raise ConfigError(f"init: --gpus {gpus}: no equal nodes of at most {NODE} GPUs hold what the layout puts on one node")
 
 
 def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:
@@ -134,6 +175,8 @@ def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:
     for change in found[0].changes:
         put(tree, *change.split("=", 1))
     tree["cluster"]["gpu_memory_gb"] = int(given.gpu_gb) if given.gpu_gb.is_integer() else given.gpu_gb
+    if given.gpus > NODE:
+        tree["cluster"]["interface"] = INTERFACE
     host = f", a node {found[0].host / GB:.0f} GB of host memory" if found[0].host else ""
     return f"of megarl plan, for {what}: the fullest rank needs {found[0].bytes / GB:.1f} GB{host}"
 
@@ -153,17 +196,18 @@ def columns_of(data: Path) -> DataColumns:
     rows = [row for _, row in islice(read_rows(data.absolute(), "init: DATA"), LOOKED_AT)]
     if not rows:
         raise ConfigError(f"init: {data} holds no rows")
+    tools = any(row.get(TOOLS) for row in rows)
     if all(find(row, name) is not None for row in rows for name in ("chosen", "rejected")):
-        return DataColumns("dpo")
+        return DataColumns("dpo", tools=tools)
 
     def held(names: Sequence[str]) -> str | None:
         return next((name for name in names if all(find(row, name) is not None for row in rows)), None)
 
     prompt, answer, conversation = held(PROMPTS), held(ANSWERS), held(CONVERSATIONS)
     if prompt is not None and answer is not None:
-        return DataColumns("train", prompt, answer, all(_mathematical(str(find(row, answer))) for row in rows))
+        return DataColumns("train", prompt, answer, all(_mathematical(str(find(row, answer))) for row in rows), tools)
     if conversation is not None:
-        return DataColumns("sft", conversation)
+        return DataColumns("sft", conversation, tools=tools)
     raise ConfigError(
         f"init: {data}: no known columns in {one_line(', '.join(rows[0]), 200)}: a prompt ({', '.join(PROMPTS)}) with an answer "
         f"({', '.join(ANSWERS)}), a conversation ({', '.join(CONVERSATIONS)}), or chosen and rejected; rename them, or start from "
@@ -207,6 +251,8 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     shape: Tree = {"chat": chat} if chat else {"chat": False, "template": "{prompt}"}
     if not chat:
         notes["data"] = "the tokenizer has no chat template: set the text around a prompt in template"
+    elif columns.tools:
+        notes["data"] = f"the chat template gets the schemas in the column {TOOLS}"
     if columns.verb == "train":
         keys = {"prompt_key": columns.prompt, "answer_key": columns.answer}
         prompts = load_prompts(
@@ -252,7 +298,7 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
         tokens, count, sides = _rounded(max(len(one.tokens) for one in said)), len(said), 1
     else:
         tree["data"]["eval"] = source
-        notes["data"] = "eval should be pairs outside the training data"
+        notes["data"] = f"eval should be pairs outside the training data; {notes.get('data', '')}".rstrip("; ")
         pairs = load_preferences(
             PreferenceSource(path=data.absolute()),
             tokenizer,

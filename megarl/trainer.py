@@ -14,11 +14,13 @@ from megarl.stages.checks import check_train
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.data_checks import Data
 from megarl.stages.eval import evaluate
+from megarl.stages.finished import has_finished
 from megarl.stages.gap import check_gap
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import reference_scale
 from megarl.stages.rollout_metrics import lag_metrics, missing_groups, rollout_metrics, scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
+from megarl.stages.show_data import tell_first
 from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
 
@@ -29,12 +31,15 @@ def train(config: TrainConfig) -> None:
     An interrupted run of this name resumes from its newest checkpoint, and so does this run if its ranks fail. With the same layout the
     result is bit-identical to that of an uninterrupted run, except with rollout.mode=free.
     """
+    if has_finished(config):
+        return
     begun = time.monotonic()
     data = check_train(config)
     resume = resume_point(config, "train", len(data.train))
     checked = f"model, reward and {len(data.train):,} prompts: checked in {time.monotonic() - begun:.1f} s"
     print(f"{config.name}: {checked}", file=sys.stderr, flush=True)
     with open_context(config, resume) as ctx:
+        tell_first(ctx.run, config, data.train[:1])
         recovering(lambda start: learn(ctx, data, start), resume, ctx, newest(config, "train", len(data.train)))
 
 

@@ -10,10 +10,12 @@ from megarl.observe.metrics import Metric
 from megarl.stages.checks import check_value
 from megarl.stages.context import RunContext, open_context
 from megarl.stages.data_checks import Data
+from megarl.stages.finished import has_finished
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.rollout import RolloutCollector, finish, reference_scale
 from megarl.stages.rollout_metrics import scale_metrics
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
+from megarl.stages.show_data import tell_first
 from megarl.stages.source import RolloutSource
 from megarl.stages.train_state import TrainState
 from megarl.trainer import train_step
@@ -28,9 +30,12 @@ def pretrain_value(config: ValueConfig) -> None:
     Each step reports metrics on its own rollouts, computed before the critic learns from them. The `heldout/...` metrics are computed on
     one fixed set of rollouts for prompts of `data.eval`: before training, every `train.eval_every` steps, and after training.
     """
+    if has_finished(config):
+        return
     data = check_value(config)
     resume = resume_point(config, "value", len(data.train))
     with open_context(config, resume) as ctx:
+        tell_first(ctx.run, config, data.train[:1])
         recovering(lambda start: learn_values(ctx, data, start), resume, ctx, newest(config, "value", len(data.train)))
 
 

@@ -61,6 +61,7 @@ from megarl.config.stages import (
     TrainConfig,
     ValueConfig,
     optimizers,
+    steps_key,
     total_steps,
 )
 from megarl.errors import ConfigError
@@ -130,5 +131,6 @@ __all__ = [
     "load",
     "model_of",
     "optimizers",
+    "steps_key",
     "total_steps",
 ]

@@ -38,9 +38,7 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
     Raises:
         ConfigError: with one line per fault: the dotted key, what was given, what was expected.
     """
-    tree = _read(path)
-    for override in overrides:
-        _apply(tree, override)
+    tree = tree_of(path, overrides)
     try:
         # As JSON: pydantic's strict mode then refuses a number for a boolean and a string for a number, but accepts a string for a path.
         config = root.model_validate_json(json.dumps(tree), strict=True)
@@ -52,6 +50,14 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
         raise ConfigError("\n".join(lines)) from None
     _check_numbers(tree, "")
     return absolute(config)
+
+
+def tree_of(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Return the tree of a YAML file with overrides, not validated. Raise ConfigError as `load` does."""
+    tree = _read(path)
+    for override in overrides:
+        _apply(tree, override)
+    return tree
 
 
 def absolute(config: Root) -> Root:

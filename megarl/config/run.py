@@ -11,12 +11,16 @@ from megarl.config.model import Layout, ModelSettings
 from megarl.config.section import Megabytes, Place, Seconds, Section, Seed
 from megarl.paths import nameable
 
+MINUTES = 30.0  # between two saves, by default: what a killed run loses at most, beside the step in progress
+
 
 class CheckpointSettings(Section):
     """Distributed checkpoints (`megarl.checkpoints`), from which a run resumes exactly."""
 
     every: NonNegativeInt = 0
-    """Steps between two saves; 0: save only if a run is stopped early (an alarm, a lost reward server)."""
+    """Steps between two saves; 0: none by steps. A run that is stopped early (a signal, an alarm, a lost reward server) always saves."""
+    every_minutes: Annotated[float, Field(ge=0, le=525_600)] | None = None
+    """Minutes between two saves, each at the end of a step; 0: none by time. null: 30 where `every` is 0, else 0."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
     keep_every: NonNegativeInt = 0
@@ -35,6 +39,11 @@ class CheckpointSettings(Section):
     loses only the current step. Keeps the last two steps, so it takes memory for two copies (peer: four)."""
     resume: bool = True
     """Resume from the run's newest intact checkpoint; false: move any earlier run of this name aside, and start over."""
+
+    @property
+    def minutes(self) -> float:
+        """Minutes between two saves; 0: none by time."""
+        return (0.0 if self.every else MINUTES) if self.every_minutes is None else self.every_minutes
 
     def limit_s(self, phase_timeout_s: float) -> float:
         """Return the time limit of a save. `phase_timeout_s`: that of the phase that waits for it."""
@@ -83,19 +92,42 @@ class ClusterSettings(Section):
         return self
 
 
+Label = Annotated[str, Field(min_length=1, max_length=128)]
+"""A name or tag in a tracker; W&B refuses longer ones."""
+
+
 class LogSettings(Section):
     """What a run records besides metrics.jsonl, and where it is reported."""
 
     tensorboard: bool = True
     """Write TensorBoard files into the run's directory."""
-    wandb: bool = False
-    """Report to Weights & Biases."""
-    wandb_project: Annotated[str, Field(min_length=1)] = "megarl"
-    """The Weights & Biases project."""
-    wandb_entity: str | None = None
-    """The user or team that owns the project; null: the default entity of the API key."""
+    trackers: list[Literal["wandb", "mlflow"]] = []
+    """Also report to these: Weights & Biases, MLflow. Each shows one run, however often it is started."""
+    project: Label = "megarl"
+    """The trackers' project (MLflow: experiment)."""
+    entity: Label | None = None
+    """Weights & Biases: the user or team that owns the project; null: the default entity of the API key."""
+    group: Label | None = None
+    """Weights & Biases: the group of runs to which this one belongs; MLflow: a tag of that name."""
+    tags: list[Label] = []
+    """Tags of the run in the trackers."""
+    notes: str | None = None
+    """A description of the run in the trackers."""
     samples: NonNegativeInt = 8
-    """Responses of each step to keep for reading (`megarl samples`), besides all of each evaluation; 0: none of either."""
+    """Responses of each step to keep for reading (`megarl samples`), besides all of each evaluation, and whether the start
+    shows a row of the data; 0: none of these."""
+
+    @model_validator(mode="after")
+    def _shown_somewhere(self) -> LogSettings:
+        for key in ("project", "entity", "group", "tags", "notes"):
+            value = getattr(self, key)
+            if not self.trackers and value != type(self).model_fields[key].default:
+                raise ValueError(f"log.{key}={value}: log.trackers names no tracker that would show it")
+        if self.entity is not None and "wandb" not in self.trackers:
+            raise ValueError(f"log.entity={self.entity}: only Weights & Biases has entities, and log.trackers does not name wandb")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"log.trackers={self.trackers}: names a tracker twice")
+        return self
 
 
 class RunSettings(Section):
@@ -117,6 +149,11 @@ class RunSettings(Section):
     """Ray, GPUs, memory, network and time limits."""
     log: LogSettings = LogSettings()
     """What is recorded, and where the metrics go."""
+
+    @property
+    def verb(self) -> str:
+        """The verb of the run, after which its settings are named."""
+        return type(self).__name__.removesuffix("Config").lower()
 
     @property
     def directory(self) -> Path:

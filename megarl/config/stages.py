@@ -395,6 +395,13 @@ def total_steps(config: RunSettings) -> int:
     return config.learn.steps if isinstance(config, LearnConfig) else 0
 
 
+def steps_key(config: TrainingSettings) -> str | None:
+    """Return the key of the number of a run's steps, which may grow when it resumes; None if no such key may."""
+    if isinstance(config, ValueConfig):
+        return None
+    return f"{config.section}.steps" if isinstance(config, LearnConfig) else "train.steps"
+
+
 def optimizers(config: RunSettings) -> dict[str, OptimizerSettings]:
     """Return the optimizers of a run, by their keys."""
     if isinstance(config, SftConfig | RmConfig | DpoConfig):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megarl.config import ConfigError, Layout
+from megarl.errors import Absent
 from megarl.models import hf as directory
 from megarl.models.decoder_blocks import number
 from megarl.models.quantized import FLOAT8, QUANTIZATION, quantization
 from megarl.models.registry import FAMILIES, MODEL_TYPES, family_of
 from megarl.models.weight_map import Family, HeadKind, Shape
+from megarl.unchecked import where_present
 
 __all__ = ["FAMILIES", "check_checkpoint", "check_layout", "check_room", "family_of"]
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # fields of Megatron's TransformerConfig
@@ -37,21 +40,33 @@ def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path",
         ConfigError: one line: a missing directory, a broken file, a different head, a RoPE or router that Megatron does not have, a tensor
             that is missing, of the wrong shape, quantised in an unsupported way or unknown, or an output layer that differs from the
             embedding to which config.json ties it.
+        Absent: a directory without weights; where this machine need not have them, `unchecked` names them and config.json is enough.
     """
+    with _naming(key, path):
+        config = directory.read_config(path)
+        family = family_of(config)
+        _check_head(path, config, family, head)
+        family.fields(config)
+        _check_identity(path, config, family)
+    with where_present("the weights"), _naming(key, path):
+        _check_tensors(path, config, family, drop_mtp)
+    return config
+
+
+@contextmanager
+def _naming(key: str, path: Path) -> Iterator[None]:
+    """Name the setting that gave the path in the errors of a block."""
     try:
-        return _check_checkpoint(path, head, drop_mtp)
+        yield
     except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path", key, 1)) from None
+        kind = Absent if isinstance(error, Absent) else ConfigError
+        raise kind(str(error).replace("model.path", key, 1)) from None
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}") from None
 
 
-def _check_checkpoint(path: Path, head: HeadKind, drop_mtp: bool) -> dict[str, Any]:
-    config = directory.read_config(path)
-    family = family_of(config)
-    _check_head(path, config, family, head)
-    family.fields(config)
-    _check_identity(path, config, family)
+def _check_tensors(path: Path, config: dict[str, Any], family: Family, drop_mtp: bool) -> None:
+    """Check the tensors of a checkpoint; see `check_checkpoint`."""
     expected, held, architecture = family.expected(config), directory.inventory(path), config["architectures"][0]
     missing = [name for name in expected if name not in held]
     if missing:
@@ -75,7 +90,6 @@ def _check_checkpoint(path: Path, head: HeadKind, drop_mtp: bool) -> dict[str, A
         )
     if config["tie_word_embeddings"] and OUTPUT in held:
         _check_tied(path)
-    return config
 
 
 def _check_tensor(path: Path, config: dict[str, Any], name: str, info: directory.TensorInfo, shape: Shape) -> None:

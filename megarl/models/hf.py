@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import ConfigError
+from megarl.errors import Absent, ConfigError
 from megarl.models.config_json import check_kinds
 from megarl.models.quantized import FLOAT8, dequantized, quantization
 from megarl.models.registry import completed
@@ -107,7 +107,7 @@ def _of_the_hub(path: Path) -> str:
 def inventory(path: Path) -> dict[str, TensorInfo]:
     """Return every tensor of a checkpoint by name, read from the headers only; quantised ones with their scales.
 
-    Raises ConfigError, one line that names the file: no safetensors, a broken header or index, a tensor that the index misplaces.
+    Raises ConfigError, one line that names the file: a broken header or index, a tensor that the index misplaces; Absent: no weights.
     """
     if (path / INDEX).is_file():
         return _with_scales(path, _indexed(path))
@@ -116,7 +116,12 @@ def inventory(path: Path) -> dict[str, TensorInfo]:
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
         raise ConfigError(f"model.path: {path} holds only pickled weights ({pickles[0]}), which are never read: convert to safetensors")
-    raise ConfigError(f"model.path: {path} has neither {SINGLE} nor {INDEX}")
+    raise Absent(f"model.path: {path} has neither {SINGLE} nor {INDEX}")
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a directory has files of weights, whatever they hold."""
+    return (path / SINGLE).is_file() or (path / INDEX).is_file() and any(path.glob("*.safetensors"))
 
 
 def _with_scales(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -191,9 +196,10 @@ def _indexed(path: Path) -> dict[str, TensorInfo]:
         raise ConfigError(f"model.path: {path / INDEX} has no weight_map of file names")
     headers: dict[str, dict[str, TensorInfo]] = {}
     files = {file.name for file in path.iterdir() if file.is_file()}
+    none = files.isdisjoint(placed.values()) and not any("/" in file for file in placed.values())  # as without a download of the weights
     for file in sorted(set(placed.values())):
         if file not in files:
-            raise ConfigError(f"model.path: {path / INDEX} names {file!r:.300}, which is not a file in the directory")
+            raise (Absent if none else ConfigError)(f"model.path: {path / INDEX} names {file!r:.300}, which is not a file in the directory")
         headers[file] = header(path / file)
     for name, file in placed.items():
         if name not in headers[file]:

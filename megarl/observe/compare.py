@@ -16,8 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.config import yaml_text
 from megarl.errors import ConfigError
+from megarl.observe import run_record
 from megarl.observe.curves import SCORES, held_out, series
 from megarl.observe.report import LAG_SHARES
+from megarl.observe.run_record import RunRecord
 from megarl.observe.writers import read_json_lines
 from megarl.stdout import say
 from megarl.strict_json import read_json, read_plain
@@ -36,8 +38,10 @@ MOST_RUNS, MOST_PANELS, LONGEST = 16, 60, 60  # LONGEST: characters shown of a c
 class Ended:
     """The part of a finished run's summary.json that is compared."""
 
-    wall_s: Mapping[str, float]  # by phase
+    wall_s: Mapping[str, float]  # of all starts, by phase
     alarms: Mapping[str, str]
+    starts: int = 1  # earlier versions wrote neither this nor the next
+    gpu_s: float = 0.0
 
 
 _KINDS = TypeAdapter(Ended)
@@ -51,6 +55,14 @@ class Told:
     rows: list[dict[str, float]]
     config: Mapping[str, Any]  # dotted keys
     end: Ended | None
+    record: RunRecord | None  # earlier versions wrote none
+
+    @property
+    def spent(self) -> tuple[float, float, int]:
+        """The seconds of all starts so far, those of their GPUs, and the number of starts; 0 starts if nothing is known."""
+        if self.end is not None:
+            return sum(self.end.wall_s.values()), self.end.gpu_s, self.end.starts
+        return (0.0, 0.0, 0) if self.record is None else (sum(self.record.wall_s.values()), self.record.gpu_s, len(self.record.starts))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -86,7 +98,7 @@ def read(path: Path) -> Told:
         rows = read_json_lines(path / "metrics.jsonl")
         ended = (path / "summary.json").exists()
         end = _KINDS.validate_json(json.dumps(read_json(path / "summary.json", MOST_BYTES)), strict=True) if ended else None
-        return Told(one_line(str(path), LONGEST), rows, config, end)
+        return Told(one_line(str(path), LONGEST), rows, config, end, run_record.read(path))
     except ValidationError as error:
         fault = error.errors()[0]
         place = one_line(".".join(map(str, fault["loc"])), LONGEST)
@@ -114,7 +126,9 @@ def table(runs: Sequence[Told]) -> list[str]:
     for name in metrics(runs):
         how = "median" if name.startswith(MIDDLE) else "first, last, highest" if name.startswith("eval/") else "last"
         rows.append([f"{name} ({how})", *(_cell(series(run.rows, name)[1], how) for run in runs)])
-    rows.append(["seconds", *(f"{sum(run.end.wall_s.values()):,.0f}" if run.end else "not finished" for run in runs)])
+    rows.append(["seconds", *(_seconds(run) for run in runs)])
+    if any(run.spent[1] for run in runs):
+        rows.append(["GPU hours", *(f"{run.spent[1] / 3600:,.2f}" for run in runs)])
     rows.append(["alarms", *(", ".join(run.end.alarms if run.end else ()) or "none" for run in runs)])
     keys = sorted({key for run in runs for key in run.config})
     sections = [{key.partition(".")[0] for key in run.config} for run in runs]
@@ -128,6 +142,12 @@ def table(runs: Sequence[Told]) -> list[str]:
         rows.append([f"({len(foreign)} keys that only some have)", *("" for _ in runs)])
     width = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
     return [escaped("  ".join(cell.ljust(size) for cell, size in zip(row, width, strict=True)).rstrip()) for row in [heads, *rows]]
+
+
+def _seconds(run: Told) -> str:
+    seconds, _, starts = run.spent
+    parts = [f"{seconds:,.0f}" + (f" in {starts} starts" if starts > 1 else "")] if starts else []
+    return ", ".join(parts if run.end else [*parts, "not finished"])
 
 
 def _cell(values: Sequence[float], how: str) -> str:

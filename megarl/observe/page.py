@@ -42,7 +42,9 @@ def lines(run: Path) -> Iterator[str]:
     name = text(run.name)
     yield f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{name}</h1>'
-    yield f'<p class="note">{text(run)}: {text(summary["rl_steps"])} RL steps, {sum(summary["wall_s"].values()):,.0f} s</p>'
+    spent = f"{sum(summary['wall_s'].values()):,.0f} s" + (f" in {summary['starts']} starts" if summary["starts"] > 1 else "")
+    gpus = f", {summary['gpu_s'] / 3600:,.2f} GPU hours" if summary["gpu_s"] else ""
+    yield f'<p class="note">{text(run)}: {text(summary["rl_steps"])} RL steps, {spent}{gpus}</p>'
     yield from _alarms(summary["alarms"])
     yield from _evaluations(summary["evaluations"], summary["results"])
     if (picture := run / "report.png").is_file():

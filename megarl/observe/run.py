@@ -7,16 +7,26 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS
-from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainConfig, TrainingSettings, dump, total_steps
+from megarl.config import (
+    ConfigError,
+    DpoConfig,
+    RunSettings,
+    SftConfig,
+    TrainConfig,
+    TrainingSettings,
+    dump,
+    steps_key,
+    total_steps,
+)
 from megarl.errors import Stopped
-from megarl.observe import page, report, samples, summary
+from megarl.observe import page, report, run_record, samples, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console, Screen
 from megarl.observe.estimates import SetResult
@@ -25,6 +35,7 @@ from megarl.observe.output import LOGS
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
 from megarl.observe.run_directory import claim, set_aside
+from megarl.observe.trackers.base import TrackedRun
 from megarl.observe.writers import Writers, open_writers, read_json_lines
 from megarl.restarts import RESTART, Restart
 from megarl.rewards.score import RewardUnavailable, Score
@@ -34,6 +45,7 @@ BEST = "best"  # folder of the best model so far
 # The files and folders that a run writes.
 KEPT = (
     "config.yaml",
+    run_record.RECORD,
     "metrics.jsonl",
     "summary.json",
     "report.png",
@@ -98,6 +110,8 @@ class Run:
                 self._go_on(self._resumed)
                 set_aside(self.directory, RESULTS, self._config.model.path)
             (self.directory / LOGS).mkdir(exist_ok=True)
+            self._record = run_record.begin(self._config, resumes=self._resumed is not None)
+            run_record.write(self.directory, self._record)
             (self.directory / "config.yaml").write_text(dump(self._config))
             self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
         except BaseException as error:
@@ -113,15 +127,25 @@ class Run:
         """Tell the user what happened to an earlier run's files, and whether checkpoints will be saved."""
         if self._resumed is not None:
             self._console.note(f"resuming from the checkpoint of step {self._step}")
+            if len(self._record.starts) == 1:
+                self._console.note(f"{run_record.RECORD} is missing or damaged: the seconds of earlier starts are not counted")
         elif self._aside is not None:
             self._console.note(f"files of an earlier run with this name were moved to {self._aside}")
         config, steps = self._config, total_steps(self._config)
-        if isinstance(config, TrainingSettings) and not config.save.every and steps >= WORTH_SAVING:
-            self._console.note(f"save.every=0: none of the {steps} steps is saved as a checkpoint; a killed run starts over")
+        if not isinstance(config, TrainingSettings):
+            return
+        done, wanted = (self._learned, config.train.steps) if isinstance(config, TrainConfig) else (self._step, steps)
+        if (key := steps_key(config)) is not None and done > wanted:
+            self._console.note(f"{key}={wanted}: {done} steps are done already, and none is added")
+        if not config.save.every and not config.save.minutes and steps >= WORTH_SAVING:
+            off = "save.every=0 and save.every_minutes=0"
+            self._console.note(f"{off}: none of the {steps} steps is saved as a checkpoint; a killed run starts over")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._console.__exit__(kind, error, trace)
-        self._writers.close()
+        self._writers.close(failed=kind is not None)
+        with suppress(OSError):  # for which the metrics, on the same disk, have raised
+            self._record_spent()
         if kind is KeyboardInterrupt and isinstance(self._config, TrainingSettings):
             self._console.note(f"interrupted after step {self._step}; {self._saved()}")
         elif isinstance(error, Exception) and not isinstance(error, ConfigError | Stopped) and any((self.directory / LOGS).iterdir()):
@@ -131,6 +155,10 @@ class Run:
                 self._finish()
         finally:
             os.close(self._lock)
+
+    def starts_on(self, gpus: int) -> None:
+        """Record how many GPUs this start of the run has."""
+        self._record = self._record.on(gpus)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -339,7 +367,8 @@ class Run:
 
     def _open_writers(self, purge: int | None) -> Writers:
         config = self._config
-        return open_writers(self.directory, config.name, config.model_dump(mode="json"), config.log, purge)
+        tracked = TrackedRun(self._record.id, config.name, self.directory, config.model_dump(mode="json"), config.log)
+        return open_writers(tracked, purge, lambda message: self.event("tracker_failed", message))
 
     def _add_events(self, events: Mapping[str, float]) -> None:
         for name, value in events.items():
@@ -354,18 +383,25 @@ class Run:
             self.alarm = self.alarm or message
             self._console.warn(message)
         self._writers.write(step, values)
+        self._record_spent()
+
+    def _record_spent(self) -> None:
+        self._record = self._record.spent(self._phases.total(), self._step)
+        run_record.write(self.directory, self._record)
 
     def _finish(self) -> None:
         self._memory.sample()
         for event, message in self._alarms.at_the_end().items():
             self._warnings[event] = message
             self._console.warn(message)
-        whole = scalars(self._whole)
+        whole, record = scalars(self._whole), self._record.spent(self._phases.total(), self._step)
         result = summary.Summary(
             evaluations=self.evaluations,
             results=self._results,
             rl_steps=self._learned if isinstance(self._config, TrainConfig) else 0,
-            wall_s={name: round(seconds, 3) for name, seconds in self._phases.total().items()},
+            starts=len(record.starts),
+            wall_s=record.wall_s,
+            gpu_s=record.gpu_s,
             logprob_gap_mean=whole.get(GAPS[0]),
             logprob_gap_max=whole.get(GAPS[1]),
             peak_rss_mb=self._memory.mb(),
@@ -380,8 +416,9 @@ class Run:
         summary.show(result, Screen())
         self._console.note(f"results are in {self.directory}: {', '.join(name for name in SHOWN if (self.directory / name).exists())}")
         if samples.files(self.directory):
-            self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))} --worst")
-        elif isinstance(self._config, SftConfig | DpoConfig):
+            worst = "" if self._failed and not self._judged else " --worst"  # which needs a score
+            self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))}{worst}")
+        elif isinstance(self._config, SftConfig | DpoConfig) and (self.directory / "model").is_dir():  # without steps there is none
             self._console.note(f'next: megarl generate {shlex.quote(str(self.directory / "model"))} "a prompt"')
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")

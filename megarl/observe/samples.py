@@ -27,9 +27,16 @@ _FILE = re.compile(r"(?:eval_(?P<set>.+)_)?step_(?P<step>\d+)\.jsonl")
 
 
 def _messages(prompt: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    if not isinstance(prompt, str) and not all(isinstance(message.get(name), str) for message in prompt for name in ("role", "content")):
+    messages = [] if isinstance(prompt, str) else prompt
+    if not all(isinstance(message.get("role"), str) and isinstance(message.get("content", ""), str) for message in messages):
         raise ValueError("a message needs a text 'role' and a text 'content'")
     return prompt
+
+
+def _said(message: dict[str, Any]) -> str:
+    """A message's text, and its calls as JSON; one that only calls has no `content`."""
+    calls = [json.dumps(message["tool_calls"], ensure_ascii=False)] if message.get("tool_calls") else []
+    return " ".join([*filter(None, [message.get("content")]), *calls])
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class SampleRecord:
         """The prompt as one text."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+        return "\n".join(f"{message['role']}: {_said(message)}" for message in self.prompt)
 
 
 _KINDS = TypeAdapter(SampleRecord)

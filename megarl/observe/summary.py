@@ -48,7 +48,9 @@ class Summary:
     evaluations: Mapping[str, Evaluation]  # the last one of each kind: base, start, end, eval
     results: Mapping[str, Mapping[str, float]]  # other measurements, by name: {"held-out after": {"rm/accuracy": x, ...}}
     rl_steps: int
-    wall_s: Mapping[str, float]  # by phase; the phases add up to the total
+    starts: int  # the first, and those that resumed
+    wall_s: Mapping[str, float]  # of all starts, by phase; the phases add up to the total
+    gpu_s: float  # the seconds of each start times its GPUs
     logprob_gap_mean: float | None  # |engine's log-prob - trainer's|, over all response tokens of the run
     logprob_gap_max: float | None
     peak_rss_mb: Mapping[str, float]  # the largest process of each kind
@@ -124,7 +126,10 @@ def show(summary: Summary, console: Console) -> None:
         table.add_row(name, _numbers(values, "{:.4g}"))
     if summary.logprob_gap_mean is not None and summary.logprob_gap_max is not None:
         table.add_row("log-prob gap, engine to trainer", f"mean {summary.logprob_gap_mean:.2e}  max {summary.logprob_gap_max:.2e}")
-    table.add_row("wall, s", _numbers(summary.wall_s, "{:.1f}") + f"  all {sum(summary.wall_s.values()):.1f}")
+    starts = f", {summary.starts} starts" if summary.starts > 1 else ""
+    table.add_row(f"wall, s{starts}", _numbers(summary.wall_s, "{:.1f}") + f"  all {sum(summary.wall_s.values()):.1f}")
+    if summary.gpu_s:
+        table.add_row(f"GPU hours{starts}", f"{summary.gpu_s / 3600:.2f}")
     table.add_row("peak memory of a process, MB", _numbers(summary.peak_rss_mb, "{:.0f}"))
     table.add_row("versions", "  ".join(f"{name} {number}" for name, number in summary.versions.items()))
     for name, message in summary.alarms.items():

@@ -1,17 +1,25 @@
-"""Where a run's numbers are written: always JSON lines, and TensorBoard and Weights & Biases if the configuration asks for them."""
+"""Where a run's numbers are written: always JSON lines, TensorBoard and trackers as the configuration says."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import ConfigError, LogSettings
+from megarl.errors import Absent
+from megarl.observe.trackers.base import TrackedRun, Tracker
+from megarl.observe.trackers.mlflow import Mlflow
+from megarl.observe.trackers.wandb import WeightsAndBiases
 from megarl.strict_json import lines_of, parse_json
+from megarl.text import one_line
+
+TRACKERS: dict[str, type[Tracker]] = {"wandb": WeightsAndBiases, "mlflow": Mlflow}  # by their names in `log.trackers`
 
 
 class Writer(Protocol):
@@ -80,64 +88,83 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """A W&B run. Without WANDB_API_KEY (or a mode in WANDB_MODE) it is recorded offline, for `wandb sync` later; it never prompts."""
-
-    def __init__(self, directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings) -> None:
-        import wandb
-
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if "WANDB_API_KEY" in os.environ else "offline")
-        place: dict[str, Any] = {"project": settings.wandb_project, "entity": settings.wandb_entity, "dir": str(directory)}
-        self._run = wandb.init(**place, name=name, config=dict(config), mode=mode)
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **values})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class Writers:
-    """All writers of a run as one."""
+    """All writers of a run as one, and its trackers.
 
-    def __init__(self, writers: Sequence[Writer]) -> None:
-        self._writers = writers
+    A tracker that fails does not end the run: it is reported, once for each tracker and start.
+
+    Args:
+        writers: what writes into the run's directory, where a failure raises.
+        trackers: the trackers, by their names in `log.trackers`.
+        report: shows the user a message.
+    """
+
+    def __init__(self, writers: Sequence[Writer], trackers: Mapping[str, Tracker], report: Callable[[str], None]) -> None:
+        self._writers, self._trackers, self._report = writers, trackers, report
+        self._failed: set[str] = set()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for writer in self._writers:
             writer.write(step, values)
+        for name, tracker in self._trackers.items():
+            with self._reported(name):
+                tracker.write(step, values)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """Close all of them. `failed`: whether this start of the run has failed, which trackers show."""
         for writer in self._writers:
             writer.close()
+        for name, tracker in self._trackers.items():
+            with self._reported(name):
+                tracker.close(failed=failed)
+
+    @contextmanager
+    def _reported(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                self._report(failure(name, error))
+
+
+def failure(tracker: str, error: Exception) -> str:
+    """Return the message for a failure of a tracker."""
+    return f"log.trackers: {tracker} misses numbers, which metrics.jsonl has: {one_line(f'{type(error).__name__}: {error}')}"
 
 
 def check(settings: LogSettings) -> None:
-    """ConfigError if a writer is asked for whose package is not installed."""
-    from importlib.util import find_spec
+    """Absent if a tracker is asked for whose package is not installed, or whose server nothing names."""
+    for name in settings.trackers:
+        package, variable = TRACKERS[name].package, TRACKERS[name].variable
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:  # W&B and MLflow leave folders of these names where they run, which import finds, too
+            raise Absent(f"log.trackers: {name}: the package {package} is not installed (pip install {package})")
+        if variable is not None and not os.environ.get(variable):
+            raise Absent(f"log.trackers: {name}: the environment variable {variable} is not set")
 
-    if settings.wandb and find_spec("wandb") is None:
-        raise ConfigError("log.wandb=true: the package wandb is not installed (install megarl[wandb])")
 
-
-def open_writers(directory: Path, name: str, config: Mapping[str, Any], settings: LogSettings, purge: int | None = None) -> Writers:
-    """Open the writers that `settings` asks for.
+def open_writers(run: TrackedRun, purge: int | None, report: Callable[[str], None]) -> Writers:
+    """Open what a run is written to.
 
     Args:
-        directory: the run's directory, below which they write.
-        name: the run's name.
-        config: the run's configuration, which some writers record.
-        settings: which writers to open.
-        purge: the first step that will be written again, if any.
+        run: the run.
+        purge: the first step that will be written again, of a run that resumes; None for one that begins.
+        report: shows the user a message; it gets what fails of a tracker.
 
     Raises:
-        ConfigError: a writer's package is not installed.
+        ConfigError: as in `check`; or a tracker cannot be opened when the run begins.
     """
-    check(settings)
-    writers: list[Writer] = [JsonLines(directory / "metrics.jsonl")]
-    if settings.tensorboard:
-        writers.append(TensorBoard(directory / "tensorboard", purge))
-    if settings.wandb:
-        writers.append(WeightsAndBiases(directory, name, config, settings))
-    return Writers(writers)
+    check(run.settings)
+    writers: list[Writer] = [JsonLines(run.directory / "metrics.jsonl")]
+    if run.settings.tensorboard:
+        writers.append(TensorBoard(run.directory / "tensorboard", purge))
+    trackers: dict[str, Tracker] = {}
+    for name in run.settings.trackers:
+        try:
+            trackers[name] = TRACKERS[name](run)
+        except Exception as error:
+            if purge is None:
+                raise ConfigError(f"log.trackers: {name}: {one_line(f'{type(error).__name__}: {error}')}") from error
+            report(failure(name, error))  # a run that comes back at night goes on without it
+    return Writers(writers, trackers, report)

@@ -81,7 +81,7 @@ def plan_host(
     waiting = max((stage.host or (stage.waiting if shared else 0)) + stage.offloaded for stage in stages)
     return NodeMemory(
         ranks=here * RANK,
-        staging=here * (config.save.staging_mb << 20) if config.save.every else 0,
+        staging=here * (config.save.staging_mb << 20) if config.save.every or config.save.minutes else 0,
         waiting=here * waiting,
         routes=here * max(routes(config, its, critic, group) for group in groups),
         engines=there * ENGINE if shared or nodes == 1 else 0,

@@ -33,7 +33,7 @@ from megarl.config import (
 )
 from megarl.data.gym import all_drawn
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
-from megarl.errors import refuse_all
+from megarl.errors import Absent, refuse_all
 from megarl.models import hf as directory
 from megarl.models.arithmetic import differences
 from megarl.models.families import check_checkpoint, check_layout, check_room, family_of
@@ -48,6 +48,7 @@ from megarl.rewards.sources import check as check_reward
 from megarl.rollout.registry import check_engine, engine_type
 from megarl.stages.data_checks import Data, check_data
 from megarl.stages.saving import check_resume
+from megarl.unchecked import is_naming, where_present
 
 SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
 LEAST_FILES = 1024  # the default of every Linux, unless someone lowered it
@@ -56,7 +57,8 @@ NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # by
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
     """Check that the checkpoint is complete and that the layout divides it; return the model's config.json. Raises ConfigError."""
-    check_directory(config.run_dir, config.directory)
+    with where_present("the run's directory"):
+        check_directory(config.run_dir, config.directory)
     hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
     check_layout(hf, config.layout, config.model.megatron)
     check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
@@ -67,8 +69,10 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
         if optimizer.megatron.get("optimizer_cpu_offload") and (config.model.dtype == "float32" or not config.cluster.gpus):
             # hybrid_optimizer.py copies only the float32 main weights of a bfloat16 model, and only if they are on GPUs.
             raise ConfigError(f"{key}.megatron.optimizer_cpu_offload=True: needs cluster.gpus=true and model.dtype=bfloat16")
-    check_weights(config.model, hf, head)
-    writers.check(config.log)
+    with where_present("the weights"):
+        check_weights(config.model, hf, head)
+    with where_present("the trackers"):
+        writers.check(config.log)
     check_cluster(config.cluster, demand(config))
     return hf
 
@@ -78,7 +82,7 @@ def check_directory(run_dir: Path, directory: Path) -> None:
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         key = "name" if run_dir.is_dir() else "run_dir"
-        raise ConfigError(f"{key}: {directory}: {there} is not a writable directory")
+        raise (Absent if there.is_dir() else ConfigError)(f"{key}: {directory}: {there} is not a writable directory")
 
 
 def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
@@ -98,7 +102,7 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
     if head != "lm":
         raise ConfigError(f"model.weights={settings.weights}: weights of a language model, and a model with a scalar head is trained here")
     if not settings.weights.is_dir():
-        raise ConfigError(f"model.weights: no such directory: {settings.weights}")
+        raise Absent(f"model.weights: no such directory: {settings.weights}")
     try:
         held = trusted(settings.weights).manifest.models
     except ConfigError as error:
@@ -125,6 +129,9 @@ def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> No
         ConfigError: the machine lacks open files, shared memory, the network interface or, for a session of its own, GPUs or
             what Triton compiles its driver with.
     """
+    if is_naming() and settings.allocation is not None:  # the limits of this machine are not the nodes'
+        check_allocation(settings.allocation, settings, kinds)
+        return
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
         raise ConfigError(f"cluster: the open-file limit is {files} (ulimit -n); Ray and the engines need at least {LEAST_FILES}")
@@ -266,7 +273,8 @@ def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Pat
         check_layout(hf, layout, policy.megatron)
     except ConfigError as error:
         raise ConfigError(f"{key}: {path}: {error}") from None
-    check_same_tokenizer(path, key, policy.path, "model.path")
+    with where_present(f"the tokenizer of {key}"):
+        check_same_tokenizer(path, key, policy.path, "model.path")
     check_room(hf, rollout.max_prompt_tokens + rollout.max_response_tokens, f"{key}: {path}")
 
 
@@ -293,6 +301,8 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         lambda: check_reward(config.reward),
         lambda: data.append(check_data(config)),
     )
+    if is_naming() and not data[0].train:
+        return data[0]
     normalise = config.reward.normalise
     for key, wanted in (
         ("train.prompts_per_step", config.train.prompts_per_step),
@@ -325,10 +335,11 @@ def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
         if left.get(what) != right.get(what):
             raise ConfigError(f"model.base: {what} is {left.get(what)!r} in {base} and {right.get(what)!r} in model.path={path}")
     check_room(its, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens, f"model.base: {base}")
-    check_same_tokenizer(base, "model.base", path, "model.path")
-    # The driver renders prompts from model.path; the engine's process renders an environment's messages from model.base.
-    if config.environment is not None and load_tokenizer(base).chat_template != load_tokenizer(path).chat_template:
-        raise ConfigError(f"model.base: its chat template, which renders what the environment says, is another than that of {path}")
+    with where_present("the tokenizer of model.base"):
+        check_same_tokenizer(base, "model.base", path, "model.path")
+        # The driver renders prompts from model.path; the engine's process renders an environment's messages from model.base.
+        if config.environment is not None and load_tokenizer(base).chat_template != load_tokenizer(path).chat_template:
+            raise ConfigError(f"model.base: its chat template, which renders what the environment says, is another than that of {path}")
 
 
 def _beside_weights(path: Path, hf: dict[str, Any]) -> dict[str, Any]:
@@ -381,7 +392,8 @@ def check_value(config: ValueConfig) -> Data:
     if config.critic is None or config.critic.pretrain_steps == 0:
         raise ConfigError("critic.pretrain_steps: `megarl value` needs at least 1")
     data = check_train(config, "value")
-    if len(data.eval) < config.train.prompts_per_step:
+    absent = is_naming() and config.data.eval is not None and not data.eval
+    if not absent and len(data.eval) < config.train.prompts_per_step:
         raise ConfigError(
             f"train.prompts_per_step={config.train.prompts_per_step}: data.eval, the held-out prompts, has only {len(data.eval)}"
         )

@@ -25,9 +25,11 @@ def session(config: RunSettings, run: Run) -> Iterator[None]:
     """Open the Ray session of a run, and report its start, and what of the environment the run does not use."""
     if (unused := overruled(config)) is not None:
         run.note(unused)
+    kinds = demand(config)
+    run.starts_on(sum(kind.processes * kind.gpus for kind in kinds))
     with ExitStack() as stack:
         with run.starting("Ray"):
-            stack.enter_context(ray_session(config.cluster, processes(demand(config)), files(config)[0]))
+            stack.enter_context(ray_session(config.cluster, processes(kinds), files(config)[0]))
         yield
 
 

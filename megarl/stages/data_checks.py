@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.config import (
     ConfigError,
@@ -30,6 +31,10 @@ from megarl.data.turns import TurnTokens
 from megarl.environments.checks import check_environment, check_episodes, tool_schemas
 from megarl.rewards.gold_checks import answer_faults
 from megarl.rewards.verifiers import EVALUATING
+from megarl.unchecked import where_present
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HELD_OUT = "heldout"  # the set of data.eval
 
@@ -91,15 +96,22 @@ class PromptReader:
             key: the source's dotted key, say "data.train".
 
         Raises:
-            ConfigError: a prompt is malformed or too long (the first one is named), its verifier cannot score by its answer, or scoring
-                responses to it would run them as code.
+            ConfigError: a prompt is malformed or too long (the first one is named), its verifier cannot score by its answer, scoring
+                responses to it would run them as code, or the environment does not play an episode of it.
+            Absent: there is no file, or no tokenizer; where this machine need not have them, none is read and `unchecked` says so.
         """
         self._refuse_evaluating(source, key)
-        data, most = self.data, self.rollout.max_prompt_tokens
-        tokenizer, tools = load_tokenizer(self.model), tool_schemas(self.environment)
-        prompts = load_prompts(source, tokenizer, data, most, key, tools=tools, faults=partial(answer_faults, self._scoring(key)))
-        check_episodes(self.environment, prompts, key, TurnTokens(tokenizer, data), most)
-        return prompts
+        with where_present(key):
+            tokenizer = load_tokenizer(self.model)
+            prompts = self.prompts(source, key, tokenizer)
+            check_episodes(self.environment, prompts, key, TurnTokens(tokenizer, self.data), self.rollout.max_prompt_tokens)
+            return prompts
+        return []
+
+    def prompts(self, source: PromptSource, key: str, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
+        """`read` without playing an episode. `tokenizer`: that of the model."""
+        tools, faults = tool_schemas(self.environment), partial(answer_faults, self._scoring(key))
+        return load_prompts(source, tokenizer, self.data, self.rollout.max_prompt_tokens, key, tools=tools, faults=faults)
 
     def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
         """Read all sets to evaluate on.

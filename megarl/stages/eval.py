@@ -22,6 +22,7 @@ from megarl.stages.data_checks import HeldOut
 from megarl.stages.engine_checks import check_eval
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import missing, reward_failures
+from megarl.stages.show_data import tell_first
 from megarl.workers.engines import Engines, call_seed, start_engines
 
 EVAL_STEP = 0  # an evaluation's draws do not depend on when it is made, so that evaluations are comparable
@@ -105,6 +106,7 @@ def run_eval(config: EvalConfig) -> None:
     """Run `megarl eval`: write the numbers of `config.model.path` to runs/<name>/eval.json."""
     sets = check_eval(config)
     with Run(config) as run, session(config, run), open_scorers(config.reward, run.note, new_log(run.directory, "rewards")) as scorers:
+        tell_first(run, config, sets[0].prompts[:1])
         with run.starting("engines"):
             engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         engines.note_sandbox(run.note)

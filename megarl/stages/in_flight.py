@@ -75,6 +75,7 @@ def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
         finish_reason=sampled["finish_reason"],
         weight_versions=tuple(versions),
         turn_rewards=[(end, reward) for end, reward in sampled["turn_rewards"]],
+        starts=plain.get("starts", ()),
         **held,
     )
     experts, layers = None, sorted(layer for stage in stages for layer in stage)

@@ -8,15 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megarl import termination
 from megarl.algorithms.objective import Objective
-from megarl.batch import Sample
 from megarl.checkpoints.files import LargeContent
 from megarl.checkpoints.places import by_content
 from megarl.config import DpoConfig, RmConfig, SftConfig
-from megarl.data.conversations import Conversation
+from megarl.data.conversations import Conversation, sample
 from megarl.data.preferences import Preference
 from megarl.data.sampler import Sampler
 from megarl.lazy_torch import import_meanwhile
@@ -28,6 +25,7 @@ from megarl.stages.context import session
 from megarl.stages.rank_checks import Pairs
 from megarl.stages.recovery import newest, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
+from megarl.stages.show_data import tell_first
 from megarl.workers.copies import Copies
 from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
 
@@ -71,6 +69,7 @@ def learn(
     held_out: MiniBatch | None,
     finish: Callable[[Path, Mapping[str, float]], None] | None = None,
     shuffle: bool = True,
+    first: Sequence[Conversation] | Sequence[Preference] = (),
 ) -> None:
     """Take the stage's steps; the model is written to runs/<name>/model.
 
@@ -85,11 +84,13 @@ def learn(
         held_out: measured before the first step, every `eval_every` steps and after the last; None: no measurements.
         finish: called with the directory of the final model and its held-out numbers.
         shuffle: whether to draw the items of each epoch in random order, rather than in their own order.
+        first: an item that is shown at the start.
     """
     stage = Stage(config, objective, draw, held_out, finish)
     resume = resume_point(config, config.section, items) if config.learn.steps else None
     with Run(config, None if resume is None else resume.run) as run, session(config, run):
         import_meanwhile()
+        tell_first(run, config, first)
         with run.starting("model ranks"):
             learners = start_learners(config, TrainSpec(objective, config.optimizer, config.learn.steps), blank=resume is not None)
         ctx = LearnContext(run, learners, Restarts(config.cluster.restarts, run.restarted, run.note))
@@ -201,10 +202,4 @@ def learn_pairs(
     def draw(indices: list[int]) -> MiniBatch:
         return plan([pairs.train[index] for index in indices])
 
-    learn(config, objective, len(pairs.train), draw, plan(pairs.held_out), finish)
-
-
-def sample(said: Conversation) -> Sample:
-    """Make a training sample of a conversation that no engine has sampled."""
-    nothing = np.zeros(len(said.tokens) - said.prompt_length, np.float32)
-    return Sample(said.tokens, said.prompt_length, nothing, "stop", loss_mask=said.loss_mask)
+    learn(config, objective, len(pairs.train), draw, plan(pairs.held_out), finish, first=(pairs.train or pairs.held_out)[:1])

@@ -25,6 +25,7 @@ from megarl.stages.context import session
 from megarl.stages.engine_checks import check_pairs
 from megarl.stages.reward import Reward, open_scorers
 from megarl.stages.rollout_metrics import missing
+from megarl.stages.show_data import tell_first
 from megarl.workers.engines import Engines, call_seed, start_engines
 
 Said = tuple[str, float]
@@ -35,6 +36,7 @@ def pairs(config: PairsConfig) -> None:
     """Write train.jsonl and eval.jsonl to runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference."""
     data = check_pairs(config)
     with Run(config) as run, session(config, run), open_scorers(config.reward, run.note, new_log(run.directory, "rewards")) as scorers:
+        tell_first(run, config, data.train[:1])
         with run.starting("engines"):
             engines = start_engines(config, Restarts(config.cluster.restarts, run.restarted, run.note))
         reward, _ = scorers.rewards()

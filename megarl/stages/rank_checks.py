@@ -6,23 +6,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.config import (
-    ConfigError,
-    ConversationSource,
-    DpoConfig,
-    LearnConfig,
-    PairSource,
-    RmConfig,
-    ServeConfig,
-    SftConfig,
-    SftMixture,
-    SftSource,
-)
+from megarl.config import ConfigError, DpoConfig, LearnConfig, PairSource, RmConfig, ServeConfig, SftConfig
 from megarl.data.conversations import Conversation
-from megarl.data.mixture import Mixture
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Renderer
-from megarl.data.supervised import load_answers, load_conversations
+from megarl.data.supervised import load_demonstrations
 from megarl.data.template import ChatTemplate
 from megarl.data.tokenizer import load_tokenizer
 from megarl.http_client import token_of
@@ -32,6 +20,7 @@ from megarl.models.weight_map import HeadKind
 from megarl.plan.fits import check_fits
 from megarl.stages.checks import check_model, check_trained_head
 from megarl.stages.saving import check_resume
+from megarl.unchecked import where_present
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,22 +48,16 @@ def check_sft(config: SftConfig) -> Conversations:
     """Make all checks of `megarl sft`; return its conversations."""
     tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
 
-    def conversations(source: SftSource, key: str) -> list[Conversation]:
-        if isinstance(source, SftMixture):
-            parts = [(conversations(part.source, f"{key}.parts.{n}.source"), part.weight) for n, part in enumerate(source.parts)]
-            return list(Mixture(parts, source.seed, key))
-        if isinstance(source, ConversationSource):
-            if not data.chat:
-                raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
-            return load_conversations(source, tokenizer, data, limit, key)
-        return load_answers(source, tokenizer, data, limit, key)
-
-    held_out = [] if data.eval is None else conversations(data.eval, "data.eval")
+    held_out, train = list[Conversation](), list[Conversation]()
     if data.eval is not None:
-        check_held_out(len(held_out), config.layout.dp)
+        with where_present("data.eval"):
+            held_out = load_demonstrations(data.eval, tokenizer, data, limit, "data.eval")
+            check_held_out(len(held_out), config.layout.dp)
     elif not config.sft.steps:
         raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
-    train = conversations(data.train, "data.train") if config.sft.steps else []
+    if config.sft.steps:
+        with where_present("data.train"):
+            train = load_demonstrations(data.train, tokenizer, data, limit, "data.train")
     tell_end(config, tokenizer)
     if train:
         check_resume(config, config.section, len(train))
@@ -98,9 +81,13 @@ def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
     def pairs(source: PairSource, key: str) -> list[Preference]:
         return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key)
 
-    held_out = pairs(data.eval, "data.eval")
-    check_held_out(len(held_out), config.layout.dp)
-    train = pairs(data.train, "data.train") if config.learn.steps else []
+    held_out, train = list[Preference](), list[Preference]()
+    with where_present("data.eval"):
+        held_out = pairs(data.eval, "data.eval")
+        check_held_out(len(held_out), config.layout.dp)
+    if config.learn.steps:
+        with where_present("data.train"):
+            train = pairs(data.train, "data.train")
     if head == "lm":
         tell_end(config, tokenizer)
     if train:
@@ -162,7 +149,8 @@ def check_serve(config: ServeConfig) -> Renderer:
     """Make all checks of `megarl serve`; return the renderer of the samples' prompts."""
     hf = check_model(config, "value")
     check_trained_head(config.model.path, "model.path")
-    token_of(config.serve.token_env, TOKEN_KEY)
+    with where_present("the server's token"):
+        token_of(config.serve.token_env, TOKEN_KEY)
     tokenizer, data, limit = load_tokenizer(config.model.path), config.data, config.serve.max_tokens
     renderer = Renderer(tokenizer, data, limit, "serve.max_tokens")
     if limit > config.serve.micro_batch_tokens:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.config import RmConfig
 from megarl.rewards.scale import ScoreRange, write_range
+from megarl.stages.finished import has_finished
 from megarl.stages.learning import learn_pairs
 from megarl.stages.rank_checks import check_rm
 
@@ -22,4 +23,5 @@ def rm(config: RmConfig) -> None:
     def finish(model: Path, measured: Mapping[str, float]) -> None:
         write_range(model, ScoreRange(measured["rm/lowest"], measured["rm/highest"]))
 
-    learn_pairs(config, BradleyTerry(config.rm.centre), check_rm(config), finish)
+    if not has_finished(config):
+        learn_pairs(config, BradleyTerry(config.rm.centre), check_rm(config), finish)

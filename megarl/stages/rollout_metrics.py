@@ -79,7 +79,10 @@ def lag_metrics(responses: Sequence[Response], learned: int, frozen: int, most: 
 
 
 def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
-    """How multi-turn episodes went: turns, the environment's tokens, rewards and reported values, episodes that failed or hit a limit."""
+    """How multi-turn episodes went: turns, contexts, rewards and reported values, episodes that failed or hit a limit.
+
+    Tokens are those that the policy read after the opening; a context that the chat template has rewritten is read anew.
+    """
     episodes = [(response, response.episode) for response in responses if response.episode is not None]
     if not episodes:
         return {}
@@ -89,6 +92,7 @@ def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {
         "environment/turns/mean": Mean(sum(turns), number),
         "environment/turns/max": Max(max(turns)),
+        "environment/contexts/mean": Mean(float(sum(1 + len(response.starts) for response, _ in episodes)), number),
         "environment/tokens/mean": Mean(float(sum(response.length - response.loss_tokens for response, _ in episodes)), number),
         "environment/reward/mean": Mean(sum(earned), float(len(earned))),
         "environment/failed": Sum(float(failed)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -226,6 +227,7 @@ class Checkpoints:
     def __init__(self, config: TrainingSettings, verb: str, run: Run, models: Trained) -> None:
         self._settings, self._config, self._verb, self._run, self._models = config.save, config, verb, run, models
         self._saved: int | None = None  # the last step that was saved
+        self._since = time.monotonic()  # the last save, or the start
         self._held = held_by(config.model_dump())
 
     def load(self, resume: ResumePoint, state: State) -> None:
@@ -245,7 +247,8 @@ class Checkpoints:
     def after_step(self, state: State) -> None:
         """Copy and save the finished step, as the section `save` says."""
         self.copy(state)
-        if every(self._settings.every, state.step):
+        late = self._settings.minutes and time.monotonic() - self._since >= 60 * self._settings.minutes
+        if late or every(self._settings.every, state.step):
             self.save(state)
 
     def copy(self, state: State) -> None:
@@ -270,6 +273,7 @@ class Checkpoints:
 
     def _save(self, progress: Mapping[str, Any], state: State) -> None:
         step = int(progress["step"])
+        self._since = time.monotonic()
         if step == self._saved:
             return
         where, config = self._models.folders, dump(self._config)

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from megarl.algorithms.sft import Sft
 from megarl.config import SftConfig
-from megarl.data.conversations import Conversation
-from megarl.stages.learning import learn, sample
+from megarl.data.conversations import Conversation, sample
+from megarl.stages.finished import has_finished
+from megarl.stages.learning import learn
 from megarl.stages.rank_checks import check_sft
 from megarl.workers.learner import MiniBatch, mini_batch
 
 
 def sft(config: SftConfig) -> None:
     """Train on the conversations; the model is written to runs/<name>/model."""
+    if has_finished(config):
+        return
     data, objective, settings = check_sft(config), Sft(config.sft.aggregation), config.sft
 
     def plan(chosen: Sequence[Conversation]) -> MiniBatch:
@@ -23,4 +26,5 @@ def sft(config: SftConfig) -> None:
         return plan([data.train[index] for index in indices])
 
     held_out = plan(data.held_out) if data.held_out else None
-    learn(config, objective, len(data.train), draw, held_out, shuffle=config.data.shuffle)
+    first = (data.train or data.held_out)[:1]
+    learn(config, objective, len(data.train), draw, held_out, shuffle=config.data.shuffle, first=first)

@@ -22,7 +22,7 @@ def weights(job: Job, *models: str) -> dict[str, bytes]:
 def outcome(job: Job) -> dict[str, Any]:
     """What the summary says of the run as a whole, the clock, the memory and what was replaced aside."""
     summary = json.loads((job.runs / "job" / "summary.json").read_text())
-    return {name: value for name, value in summary.items() if name not in ("wall_s", "peak_rss_mb", "restarts")}
+    return {name: value for name, value in summary.items() if name not in ("starts", "wall_s", "gpu_s", "peak_rss_mb", "restarts")}
 
 
 def assert_same(job: Job, straight: Job, *models: str) -> None:

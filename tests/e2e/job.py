@@ -117,7 +117,7 @@ class Job:
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background would hand down a deaf one
+            preexec_fn=_hears,
         )
         return self
 
@@ -180,6 +180,12 @@ class Job:
                 self.kill()
                 raise AssertionError(f"no {what} within {LIMIT_S} s:\n{self.text()[-4000:]}")
             time.sleep(pause_s)
+
+
+def _hears() -> None:
+    """Of the signals that a shell has its background jobs ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def assert_same_step(job: Job, one: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def wrote(folder: Path, rows: list[dict[str, Any]], model: Path, *options: str) 
     """What the command says of a file of these rows."""
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ["init", str(model), "own.jsonl", *options]
+
+
+def following(printed: str) -> str:
+    """The command after "next:"."""
+    [line] = [line for line in printed.splitlines() if line.startswith("next:")]
+    return line.removeprefix("next:").strip()
 
 
 @pytest.mark.parametrize(
@@ -125,9 +132,8 @@ def test_of_30_b_it_writes_what_fits(
 ) -> None:
     assert main(wrote(folder, rows, large, "--gpus", str(gpus), "--gpu-gb", str(gb))) == 0
     verb = {TrainConfig: "train", SftConfig: "sft", DpoConfig: "dpo"}[root]
-    of_a_job = f"slurm own.yaml{'' if verb == 'train' else ' --verb ' + verb} --nodes 2 --gpus-per-node 8 --dry-run"
-    [following] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next:")]
-    assert following == f"next:   megarl {f'{verb} own.yaml --check' if gpus == 8 else of_a_job}"
+    of_a_job = f"slurm own.yaml{'' if verb == 'train' else ' --verb ' + verb} --nodes {gpus // 8} --gpus-per-node 8 --dry-run"
+    assert following(capsys.readouterr().out) == f"megarl {of_a_job}", "this machine has no GPUs"
     config = load(folder / "own.yaml", [], root)
     check_fits(config)
     assert sum(kind.gpus * kind.processes for kind in demand(config)) == gpus and config.layout.ranks > 1
@@ -138,6 +144,53 @@ def test_of_30_b_it_writes_what_fits(
         assert (optimizers(config)["optimizer"].offloaded == 1) == (gpus * gb == 640), "of 640 GB weights, gradients and Adam take 550"
     [note] = re.findall(r"^layout:  # of megarl plan, for (.*)$", (folder / "own.yaml").read_text(), re.MULTILINE)
     assert re.match(rf"{gpus} GPUs of {gb} GB: the fullest rank needs \d+\.\d GB", note)
+
+
+@pytest.fixture
+def laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs and Slurm."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory, large: Path) -> Path:
+    """`large` without its weights."""
+    model = tmp_path_factory.mktemp("bare") / "model"
+    shutil.copytree(large, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    return model
+
+
+SIZES = {"the cpu": ("--cpu",), **{f"{n} GPUs": ("--gpus", str(n), "--gpu-gb", "141") for n in (8, 12, 16)}}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [SUMS, WORDS, TALKS, PAIRS], ids=["sums", "words", "talks", "pairs"])
+def test_the_next_command_runs_where_configurations_are_written(
+    folder: Path, bare: Path, laptop: None, rows: list[dict[str, Any]], size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(wrote(folder, rows, bare, *SIZES[size], "--out", "my own.yaml")) == 0
+    written = capsys.readouterr()
+    assert written.err.splitlines() == [
+        f"megarl: not checked: the weights: model.path: {bare} has neither model.safetensors nor model.safetensors.index.json"
+    ]
+    program, verb, *arguments = shlex.split(following(written.out))
+    assert (program, verb) == ("megarl", "plan" if size == "the cpu" else "slurm")
+    assert main([verb, *arguments]) == 0
+    assert "error" not in capsys.readouterr().err
+    of_nodes = "interface: " in (folder / "my own.yaml").read_text()
+    assert of_nodes == ("cluster.interface=eth0 is a guess" in written.out) == (size in ("12 GPUs", "16 GPUs"))
+
+
+def test_a_machine_with_the_gpus_checks_the_run_itself(
+    folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+    for here, name in ((8, "-own.yaml"), (7, "a.yaml")):
+        monkeypatch.setattr("megarl.init.gpus_here", lambda here=here: here)
+        assert main(wrote(folder, SUMS, tiny_model, f"--out={name}")) == 0
+        commands.append(following(capsys.readouterr().out))
+    assert commands == ["megarl train ./-own.yaml --check", "megarl slurm a.yaml --nodes 1 --gpus-per-node 8 --dry-run"]
 
 
 def test_pairs_of_long_responses_fit_into_a_micro_batch(folder: Path, large: Path) -> None:

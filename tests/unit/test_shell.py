@@ -97,7 +97,7 @@ def test_a_run_names_it_at_its_start(tmp_path: Path, tiny_model: Path, monkeypat
     notes = list[str]()
     monkeypatch.setattr(context, "ray_session", lambda *_: nullcontext())
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
-    stand_in: Any = SimpleNamespace(note=notes.append, starting=lambda what: nullcontext())
+    stand_in: Any = SimpleNamespace(note=notes.append, starts_on=lambda gpus: None, starting=lambda what: nullcontext())
     with context.session(run(tmp_path, tiny_model), stand_in):
         pass
     assert len(notes) == 1 and notes[0].startswith("of the environment, not used: VLLM_CPU_KVCACHE_SPACE (")

@@ -38,7 +38,7 @@ TABLE = [
     Case("true for a number", "train", given("optimizer.lr=true"), rf"^optimizer\.lr: {NUMBER} \(got True\)$"),
     Case("text for a number", "train", given("optimizer.lr='1e-3'"), rf"^optimizer\.lr: {NUMBER} \(got '1e-3'\)$"),
     Case("true in a list of numbers", "train", given("optimizer.betas=[0.9, true]"), rf"^optimizer\.betas\.1: {NUMBER} \(got True\)$"),
-    Case("integer for a boolean", "train", given("log.wandb=1"), r"^log\.wandb: Input should be a valid boolean \(got 1\)$"),
+    Case("integer for a boolean", "train", given("log.tensorboard=1"), r"^log\.tensorboard: Input should be a valid boolean \(got 1\)$"),
     Case("yes for a boolean", "train", given("data.shuffle=yes"), r"^data\.shuffle: Input should be a valid boolean \(got 'yes'\)$"),
     Case("date for a number", "train", given("seed=2026-11-22"), rf"^seed: {INTEGER} \(got '2026-11-22'\)$"),
     Case(
@@ -63,7 +63,7 @@ TABLE = [
     ),
     Case("a number as a key", "train", config(b"1: 2"), r"^config: .*a key is not a string \(line 1, column 1\)$"),
     Case("a list as a key", "train", config(b"? [1]\n: 2"), r"^config: .*a key is not a string"),
-    Case("a merge", "train", given("log={<<: {wandb: true}}"), r"^log\.<<: unknown key$"),
+    Case("a merge", "train", given("log={<<: {tensorboard: true}}"), r"^log\.<<: unknown key$"),
     Case("a tag", "train", config(b"name: !!python/object/apply:os.getcwd []"), r"^config: .*the tag .*os\.getcwd.*\(line 1, column 7\)$"),
     Case("bytes", "train", given("name=!!binary aGk="), r"^name: .*the tag"),
     Case("two documents", "train", config(b"--- {name: a}\n--- {name: b}"), r"^config: .*another document"),

@@ -108,7 +108,7 @@ TABLE = [
             ("math_verify", '{"a": 1}', "{'a': 1} is neither a text nor a number, nor a list of them"),
             ("math_verify", "[1, [2]]", r"\[2\] is neither a text nor a number, nor a list of them"),
             ("reasoning_gym", "true", "True is neither a text nor a number, nor a list of them"),
-            ("math_verify", '"2e-5"', "'2e-5' may mean 0.00002, or 2e - 5: write one of them"),
+            ("math_verify", '"June 5"', r"'June 5' is read by math-verify as j\*u\*n\*E\*5"),
         )
     ),
     Case(

@@ -117,10 +117,11 @@ TABLE = [
         SOURCE + r"\.tools: the model's chat template uses another call format",
     ),
     Case(
-        "a template that cannot be continued",
+        "a template that leaves answers out",
         "train",
-        template(SAID.replace("<|end|>", "<|end|>{{ loop.index }}"), TOOLS),
-        r"^environment: the model's chat template cannot be continued turn by turn, since for an answer of the role 'tool' it writes ",
+        template(SAID.replace("in messages", "in messages if m.role != 'tool'"), TOOLS),
+        r"^environment: the model's chat template cannot go on after an answer of the role 'tool': the conversation: message 2: the chat "
+        r"template leaves out what the role 'tool' says$",
     ),
     Case(
         "a part of the distribution",

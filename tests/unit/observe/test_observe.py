@@ -12,13 +12,12 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from rich.console import Console as RichConsole
 
-from megarl.config import ConfigError, LogSettings, TrainConfig, load
+from megarl.config import ConfigError, TrainConfig, load
 from megarl.errors import Stopped
 from megarl.observe import processes, run_directory, summary
 from megarl.observe.alarms import Alarms
@@ -30,7 +29,7 @@ from megarl.observe.processes import PeakMemory
 from megarl.observe.report import draw
 from megarl.observe.run import Run
 from megarl.observe.run_directory import claim
-from megarl.observe.writers import JsonLines, TensorBoard, WeightsAndBiases, check, read_json_lines
+from megarl.observe.writers import JsonLines, TensorBoard, read_json_lines
 from megarl.rewards.score import RewardUnavailable, Score
 
 CONFIG = """
@@ -102,26 +101,6 @@ def test_tensorboard_reads_what_was_written_and_needs_no_tensorflow(tmp_path: Pa
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     assert "tensorflow" not in sys.modules
-
-
-@pytest.mark.skipif("wandb" in sys.modules, reason="wandb is installed")
-def test_a_writer_that_is_not_installed_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"log.wandb=true: the package wandb is not installed"):
-        check(LogSettings(wandb=True))
-
-
-def test_a_run_is_reported_to_the_project_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To Weights & Biases itself, which is not installed here, as its `init` is called."""
-    calls = list[dict[str, object]]()
-
-    def init(**given: object) -> SimpleNamespace:
-        calls.append(given)
-        return SimpleNamespace(define_metric=lambda *_, **__: None, log=lambda _: None, finish=lambda: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for log in (LogSettings(), LogSettings(wandb_project="thirty", wandb_entity="team")):
-        WeightsAndBiases(tmp_path, "job", {"seed": 1}, log).close()
-    assert [(call["project"], call["entity"], call["name"]) for call in calls] == [("megarl", None, "job"), ("thirty", "team", "job")]
 
 
 def test_peak_memory_is_that_of_the_largest_process_of_a_kind() -> None:
@@ -206,7 +185,7 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     directory = run_steps(config)
     result = json.loads((directory / "summary.json").read_text())
     assert list(result) == [
-        *("pass_rate_start", "pass_rate_end", "evaluations", "results", "rl_steps", "wall_s"),
+        *("pass_rate_start", "pass_rate_end", "evaluations", "results", "rl_steps", "starts", "wall_s", "gpu_s"),
         *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms", "restarts"),
     ]
     assert result["pass_rate_start"] == {"sampled": 0.25, "greedy": 0.5}

@@ -66,7 +66,15 @@ def test_nothing_of_a_summary_is_mark_up(tmp_path: Path) -> None:
     word = {HOSTILE: 1.0}
     estimates = {HOSTILE: {"value": 0.5, "low": 0.1, "high": 0.9}}
     evaluation = {"step": 1, "results": [{"set": HOSTILE, "prompts": HOSTILE, "rate": True, "estimates": estimates}]}
-    summary = {"rl_steps": HOSTILE, "wall_s": word, "peak_rss_mb": word, "alarms": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}}
+    summary = {
+        "rl_steps": HOSTILE,
+        "starts": 2,
+        "gpu_s": 1.0,
+        "wall_s": word,
+        "peak_rss_mb": word,
+        "alarms": {HOSTILE: HOSTILE},
+        "versions": {HOSTILE: HOSTILE},
+    }
     (tmp_path / "summary.json").write_text(json.dumps({**summary, "evaluations": {HOSTILE: evaluation}, "results": {HOSTILE: word}}))
     (tmp_path / "config.yaml").write_text(HOSTILE)
     page.write(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +94,19 @@ def test_a_cut_response_that_nobody_scored_says_so(run: Path, capsys: pytest.Cap
     said = "3 tokens, cut by the length limit and not scored (reward.require_finished)"
     assert shown(capsys, run, "--step", 13) == [f"--- step 13, training: reward -1 (overlong -1), {said}"]
     assert line(cut) == f"reward -1, {said}: 2+2? -> is it 4"
+
+
+def test_a_prompt_with_a_message_that_only_calls_is_shown_with_the_call(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]
+    prompt: list[dict[str, Any]] = [
+        {"role": "user", "content": "3 + 4?"},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": "7"},
+    ]
+    called = replace(PLAIN, prompt=prompt)
+    write(run, 13, [called])
+    assert len(shown(capsys, run, "--step", 13)) == 1
+    assert '"name": "add", "arguments": {"a": 3, "b": 4}' in line(called)
 
 
 def test_an_episode_says_its_turns(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

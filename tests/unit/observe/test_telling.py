@@ -93,29 +93,48 @@ def test_an_interrupted_run_says_what_is_saved(saved: str | None, tmp_path: Path
 
 
 def test_a_run_that_is_not_saved_on_the_way_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Run(config("train", tmp_path, "train.steps=50")):
-        assert lines(capsys) == ["save.every=0: none of the 50 steps is saved as a checkpoint; a killed run starts over"]
-    with Run(config("train", tmp_path, "train.steps=50", "save.every=10", "name=saved")):
-        assert not any("save.every" in line for line in lines(capsys))
+    with Run(config("train", tmp_path, "train.steps=50", "save.every_minutes=0")):
+        off = "save.every=0 and save.every_minutes=0"
+        assert lines(capsys) == [f"{off}: none of the 50 steps is saved as a checkpoint; a killed run starts over"]
+    for name, saves in (("steps", ("save.every=10",)), ("minutes", ())):
+        with Run(config("train", tmp_path, "train.steps=50", f"name={name}", *saves)):
+            assert not any("save.every" in line for line in lines(capsys))
+
+
+@pytest.mark.parametrize(("verb", "key"), [("train", "train.steps"), ("sft", "sft.steps"), ("dpo", "dpo.steps")])
+def test_a_run_that_has_more_steps_than_it_is_to_have_says_so(
+    verb: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Run(config(verb, tmp_path, f"{key}=3")) as run:
+        for step in range(1, 4):
+            run.log(step, {"actor/grad_norm": Mean(1.0, 2.0)})
+        state = run.state()
+    for wanted, told in ((3, []), (2, [f"{key}=2: 3 steps are done already, and none is added"])):
+        lines(capsys)
+        with Run(config(verb, tmp_path, f"{key}={wanted}"), state):
+            assert lines(capsys) == ["resuming from the checkpoint of step 3", *told]
 
 
 @pytest.mark.parametrize(
-    ("verb", "kept", "following"),
+    ("verb", "kept", "model", "following"),
     [
-        ("train", True, ["next: megarl samples {} --worst"]),
-        ("train", False, []),
-        ("sft", False, ['next: megarl generate {}/model "a prompt"']),
-        ("dpo", False, ['next: megarl generate {}/model "a prompt"']),
+        ("train", True, True, ["next: megarl samples {} --worst"]),
+        ("train", False, True, []),
+        ("sft", False, True, ['next: megarl generate {}/model "a prompt"']),
+        ("dpo", False, True, ['next: megarl generate {}/model "a prompt"']),
+        ("sft", False, False, []),  # sft.steps=0 measures, and saves no model
     ],
 )
 def test_at_its_end_a_run_says_where_all_of_it_is_and_the_next_command(
-    verb: str, kept: bool, following: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    verb: str, kept: bool, model: bool, following: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Run(config(verb, tmp_path)) as run:
         if kept:
             run.keep(1, [RECORD])
-        (run.directory / "model").mkdir()
-    told, kinds = lines(capsys), ", ".join(["report.html", "summary.json", *(["samples"] if kept else []), "model"])
+        if model:
+            (run.directory / "model").mkdir()
+    found = [name for name, there in (("report.html", True), ("summary.json", True), ("samples", kept), ("model", model)) if there]
+    told, kinds = lines(capsys), ", ".join(found)
     where, *after = told[told.index(next(line for line in told if line.startswith("results are in "))) :]
     assert where == f"results are in {run.directory}: {kinds}" and after == [line.format(run.directory) for line in following]
 

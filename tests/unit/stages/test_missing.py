@@ -252,7 +252,7 @@ def test_a_token_of_another_response_does_not_see_it(stored: None) -> None:
             found["return"] = algorithm.returns(batch, algorithm.kl_coef)
         if algorithm.correction is not None:
             part_N = torch.from_numpy(plan.part_N)
-            found |= corrections(algorithm, algorithm.correction, batch, present, [[[list(present)]]], part_N, same)
+            found |= corrections(algorithm, algorithm.correction, batch, present, [present], part_N, same)
         return {name: value_T[batch.mask_T] for name, value_T in found.items()}
 
     for name, config in {**EVERY, "kept": CONFIGS["clip_geometric"], "ppo_kl": {"type": "ppo", "kl_coef": 0.2}}.items():

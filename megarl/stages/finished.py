@@ -1,0 +1,42 @@
+"""Whether a run has finished already: a chain of jobs, or another start, then has nothing to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from megarl.checkpoints.resume import compare, completed
+from megarl.config import ConfigError, LearnConfig, TrainConfig, TrainingSettings, steps_key, total_steps, yaml_text
+from megarl.observe import run_record
+
+
+def has_finished(config: TrainingSettings) -> bool:
+    """Return whether the run of this configuration has finished, and nothing more is asked of it; if so, a line on stderr says it.
+
+    More is asked by more steps, another patience, or `save.resume=false`. A configuration that a resumed run may not have is another run.
+    """
+    directory, steps = config.directory, total_steps(config)
+    record = run_record.read(directory)
+    if not (config.save.resume and steps and (directory / "summary.json").is_file()) or record is None or record.verb != config.verb:
+        return False
+    try:
+        tree = yaml_text.read((directory / "config.yaml").read_text())
+        saved = type(config).model_validate_json(json.dumps(completed(tree, type(config))))
+    except (OSError, ValueError, ConfigError):
+        return False
+    if compare(saved.model_dump(mode="json"), config.model_dump(mode="json"), record.inputs):
+        return False
+    if steps > total_steps(saved) or _patience(config) != _patience(saved):
+        return False
+    key = steps_key(config)
+    lower = f"{key}={steps}, and " if steps < record.step else ""
+    larger = "" if key is None else f"a larger {key} goes on, "
+    done = f"{lower}this run has finished, after {record.step} steps: nothing to do ({larger}save.resume=false starts over)"
+    print(f"{config.name}: {done}", file=sys.stderr, flush=True)
+    return True
+
+
+def _patience(config: TrainingSettings) -> int:
+    if isinstance(config, TrainConfig):
+        return config.train.patience
+    return config.learn.patience if isinstance(config, LearnConfig) else 0
