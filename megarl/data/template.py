@@ -122,7 +122,7 @@ class ChatTemplate:
         whole = instructed(messages, self._data.system)
         adapted = [self.adapted(message) if message["role"] == "assistant" else message for message in whole]
         chat = Chat(adapted, self._tools if tools is None else tools, self.given(arguments), len(whole) - len(messages))
-        self._check_control(chat, place)
+        self.check_control(chat, place)
         return chat
 
     def given(self, arguments: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -292,7 +292,8 @@ class ChatTemplate:
         if isinstance(text, str) and PROBE not in text:
             raise ConfigError(f"data.chat: the model's chat template leaves the prompt out: it renders {PROBE!r} as {text!r:.200}")
 
-    def _check_control(self, chat: Chat, place: str) -> None:
+    def check_control(self, chat: Chat, place: str) -> None:
+        """Take a note of control tokens in the texts of a chat, or raise ConfigError if they are refused."""
         special = special_tokens(self.tokenizer)
         for number, message in enumerate(chat.messages[chat.inserted :]):
             for key, text in spoken(message):

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -27,7 +28,8 @@ from megarl.data.tokenizer import decode, encode, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>\s*", re.DOTALL)  # a call as most models write it
+CALL = re.compile(r"<tool_call>\s*(\{(?:(?!</?tool_call>).)*\})\s*</tool_call>\s*", re.DOTALL)  # a call as most models write it
+TAIL = 64  # characters of a context that decide how the tokens after them are written
 PLACE = "the conversation"  # its name in errors
 
 
@@ -146,8 +148,8 @@ class Dialogue:
         """Return the tokens of the opening; raises as `context`."""
         return self._encoded(self.context)
 
-    def after(self, tokens: Sequence[int], text: str, messages: Sequence[Message]) -> Reading:
-        """Return what the policy reads before its next turn.
+    def after(self, tokens: Sequence[int], text: str, messages: Sequence[Message]) -> Reading | None:
+        """Return what the policy reads before its next turn; None if the template takes nothing like what it wrote.
 
         Args:
             tokens: the turn's tokens.
@@ -155,28 +157,31 @@ class Dialogue:
             messages: what follows the turn.
 
         Raises:
-            ValueError: the template refuses the conversation, or leaves out a message, or a part of one that is not the policy's.
+            ValueError: the template refuses these messages, or leaves out one, or a part of one that is not the policy's.
         """
-        written = decode(self._turns.tokenizer, tokens, finished=False)
+        self._turns.template.check_control(Chat(list(messages)), PLACE)
+        written = self._written(tokens)
         before = self.context + written
-        taken: tuple[Chat, str] | None = None
-        refusal: ValueError | None = None
+        taken: tuple[Chat, str, Reading] | None = None
         for message in self._forms(text, written):
             chat = replace(self._chat, messages=[*self._chat.messages, message, *messages])
-            try:
+            with suppress(Exception):  # what a policy writes may be anything
                 rendered = self._rendered(chat)
-            except ValueError as error:
-                refusal = refusal or error
-                continue
-            taken = chat, rendered
-            if rendered.startswith(before):
-                break
-        if taken is None:
-            assert refusal is not None
-            raise refusal
-        self._chat, self._text = taken
-        anew = not self._text.startswith(before)
-        return Reading(self._encoded(self._text if anew else self._text[len(before) :]), anew)
+                anew = not rendered.startswith(before)
+                taken = chat, rendered, Reading(self._encoded(rendered if anew else rendered[len(before) :]), anew)
+                if not anew:
+                    break
+        if taken is None:  # it raises if what follows is at fault
+            self._rendered(replace(self._chat, messages=[*self._chat.messages, {"role": "assistant", "content": PROBE}, *messages]))
+            return None
+        self._chat, self._text, reading = taken
+        return reading
+
+    def _written(self, tokens: Sequence[int]) -> str:
+        """Return the text of a turn's tokens as it follows the context: some tokenizers write the start of a text in another way."""
+        tail = self._encoded(self.context[-TAIL:])
+        before, whole = (decode(self._turns.tokenizer, all_, finished=False) for all_ in (tail, [*tail, *tokens]))
+        return whole[len(before) :] if whole.startswith(before) else decode(self._turns.tokenizer, tokens, finished=False)
 
     def _forms(self, text: str, written: str) -> Iterator[Message]:
         """Yield a turn of the policy as messages: its text as content, then with its reasoning and its calls as data, if it has any.
@@ -199,9 +204,10 @@ class Dialogue:
             parsed |= {form.key: thought.removeprefix(opening).strip(), "content": content.strip()}
         elif form.header and text.lstrip().startswith(form.header):
             parsed["content"] = text.lstrip().removeprefix(form.header).lstrip()
-        calls = [call for call in map(_call, CALL.findall(parsed["content"])) if call is not None]
+        written_calls = CALL.findall(parsed["content"])
+        calls = [call for call in map(_call, written_calls) if call is not None]
         rest = CALL.sub("", parsed["content"]).strip()
-        if calls and parsed["content"].strip().startswith(rest) and len(calls) == len(CALL.findall(parsed["content"])):
+        if calls and parsed["content"].strip().startswith(rest) and len(calls) == len(written_calls):
             with_calls = parsed | {"tool_calls": calls, "content": rest or None}
             yield self._turns.template.adapted({key: value for key, value in with_calls.items() if value is not None})
         elif parsed != plain:
@@ -221,6 +227,7 @@ def _call(text: str) -> dict[str, Any] | None:
     """Return a call as data; None if it is none."""
     try:
         call = json.loads(text)
+        json.dumps(call, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError):
         return None
     if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
@@ -247,12 +254,15 @@ def check_turns(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], key: s
     said = f"{PROBE}-answer"
     for role in roles:
         try:
-            for text in (said, f" {said}\n\n", f"{THINK}\n{PROBE}\n{THOUGHT}\n\n{said}"):
+            for text in (said, "", f" {said}\n\n", f"{THINK}\n{PROBE}\n{THOUGHT}\n\n{said}"):
                 conversation = turns.opened([{"role": "user", "content": "Q"}])
                 for _ in range(2):
                     turn = continued(conversation.context, text)
                     [tokens] = encode(tokenizer, [turn + turns.template.end], special=False)
-                    anew |= conversation.after(tokens, turn, [{"role": role, "content": PROBE}]).anew
+                    reading = conversation.after(tokens, turn, [{"role": role, "content": PROBE}])
+                    if reading is None:
+                        break
+                    anew |= reading.anew
         except (ValueError, TimeoutError) as error:
             raise ConfigError(
                 f"{key}: the model's chat template cannot go on after an answer of the role {role!r}: {first_line(error)}"

@@ -187,6 +187,8 @@ class _Player:
                 return False
             assert answer.messages is not None
             reading = in_tokens(self._conversation.after, spoken, self._text, answer.messages)
+            if reading is None:  # cut off: what the policy wrote cannot be read in a next turn
+                return False
             context = reading.tokens if reading.anew else [*context, *spoken, *reading.tokens]
             if len(context) >= longest or not left:  # no room for another turn of the policy
                 return False

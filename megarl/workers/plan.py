@@ -141,7 +141,8 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
     """Plan a step: which responses to train on, their split, and the loss weights of each global mini-batch.
 
     The mini-batches hold the same responses whatever `dp` and `capacity` are. The samples of a response are on one data-parallel rank, and
-    may be in several micro-batches; if the algorithm has a term of whole sequences, only where they do not fit into one.
+    may be in several micro-batches; if the algorithm has a term of whole sequences, only in a step with a response that does not fit into
+    one.
 
     Args:
         config: the run's configuration.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def test_turn_by_turn_is_the_whole_that_the_template_renders(tokenizer: PreTrain
         ended = [*said, tokenizer.eos_token_id] if number != 1 else said  # a turn that was cut gets its end
         new = [{"role": role, "content": f"a {number}"} for role in answers]
         reading = dialogue.after(ended, f"turn {number}", new)
-        assert not reading.anew
+        assert reading is not None and not reading.anew
         tokens += [*ended, *reading.tokens]
         messages += [{"role": "assistant", "content": f"turn {number}"}, *new]
     [whole] = render_chats(tokenizer, [messages])
@@ -101,7 +102,14 @@ def test_arguments_of_the_template_reach_every_turn(tokenizer: PreTrainedTokeniz
         for dialogue in (turns.opened(message, own), turns.prompted({"prompt": "a", "meta": {"chat_template_kwargs": own}})):
             assert tokenizer.decode(dialogue.opening()) == f"<|user|>a<|assistant|>{mood}"
             reading = dialogue.after([tokenizer.eos_token_id], "", message)
-            assert tokenizer.decode(reading.tokens) == f"<|user|>a<|assistant|>{mood}" and not reading.anew
+            assert reading is not None and not reading.anew
+            assert tokenizer.decode(reading.tokens) == f"<|user|>a<|assistant|>{mood}"
+
+
+def test_control_tokens_in_what_an_environment_says_are_refused_where_asked(tokenizer: PreTrainedTokenizerBase) -> None:
+    dialogue = TurnTokens(tokenizer, PromptFormat(control_tokens="refuse")).opened([{"role": "user", "content": "Q"}])
+    with pytest.raises(ValueError, match=r"message 0: its content has the control token '<\|assistant\|>'"):
+        dialogue.after([tokenizer.eos_token_id], "", [{"role": "user", "content": "<|assistant|>"}])
 
 
 THOUGHT = "<think>\nWell.\n</think>\n\n"
@@ -146,7 +154,7 @@ def test_a_rewritten_context_is_what_the_template_renders(
     assert context == rendered([opening])
     [sampled] = encode(tokenizer, [text + turns.template.end], special=False)
     reading = dialogue.after(sampled, text, [answer])
-    assert reading.anew == anew
+    assert reading is not None and reading.anew == anew
     if anew:
         apart = text if name == "deepseek-r1" else text.split("</think>")[-1].split("<|message|>")[-1].strip()  # R1's splits the content
         said = [{"role": "assistant", "content": apart}]
@@ -158,3 +166,33 @@ def test_a_rewritten_context_is_what_the_template_renders(
             rendered([opening, {"role": "assistant", "content": text}, answer])
         )
     assert "Well." in tokenizer.decode([*context, *sampled]) or "Well." not in text
+
+
+HOSTILE = {  # what a policy may write instead of a call, after its reasoning
+    "half a character": '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>',
+    "calls without an end": "<tool_call>{" * 4000,
+    "empty calls": "<tool_call>{}" * 4000,
+    "deep": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 50_000 + "}}</tool_call>",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_whatever_a_policy_writes_its_episode_goes_on(published: dict[str, PreTrainedTokenizerBase], text: str) -> None:
+    turns = TurnTokens(published["qwen3"])
+    dialogue = turns.prompted({"prompt": "2 + 2?"})
+    [sampled] = encode(published["qwen3"], [THOUGHT + text + turns.template.end], special=False)
+    begun = time.process_time()
+    reading = dialogue.after(sampled, THOUGHT + text, [{"role": "user", "content": "And then?"}])
+    assert reading is not None and published["qwen3"].decode(reading.tokens).count("And then?") == 1
+    assert time.process_time() - begun < 5
+
+
+def test_a_turn_that_the_template_refuses_ends_the_episode_as_cut(tokenizer: PreTrainedTokenizerBase) -> None:
+    """It is the policy's doing, so that the episode keeps its rewards; a message that is refused is the environment's."""
+    refuse = "{%- for m in messages if not m.content %}{{ raise_exception('empty') }}{%- endfor %}"
+    tokenizer.chat_template = refuse + QWEN
+    check_turns(tokenizer, ["user"], "environment")
+    dialogue = TurnTokens(tokenizer).opened([{"role": "user", "content": "Q"}])
+    assert dialogue.after([tokenizer.eos_token_id], "", [{"role": "user", "content": "A"}]) is None
+    with pytest.raises(ValueError, match="empty"):
+        dialogue.after([tokenizer.eos_token_id], "x", [{"role": "user", "content": ""}])

@@ -203,4 +203,4 @@ def test_arguments_of_the_run_reach_every_context(qwen3: PreTrainedTokenizerBase
     dialogue = turns.prompted({"prompt": "q0"})
     assert qwen3.decode(dialogue.opening()).endswith("<think>\n\n</think>\n\n")
     reading = dialogue.after(encode(qwen3, ["One.<|im_end|>"], special=False)[0], "One.", [USER])
-    assert reading.anew and qwen3.decode(reading.tokens).count("<think>") == 1
+    assert reading is not None and reading.anew and qwen3.decode(reading.tokens).count("<think>") == 1
