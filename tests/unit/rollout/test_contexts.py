@@ -198,6 +198,13 @@ def test_an_episode_that_fails_keeps_what_was_sampled(tiny_model: Path) -> None:
     assert len(one.sample.starts) == 1 and one.turns == 2 and one.sample.turn_rewards == () and one.reward == 0.0
 
 
+def test_a_turn_that_the_template_refuses_cuts_the_episode_and_keeps_its_rewards(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.chat_template = "{%- for m in messages if not m.content %}{{ raise_exception('empty') }}{%- endfor %}" + BRACKETS
+    one, asked, _ = played(tokenizer, ["[a] one", "", "never"], [USER, USER])
+    assert one.error is None and one.sample.finish_reason == "length" and len(asked) == one.turns == 2 and one.reward == 3.0
+
+
 def test_arguments_of_the_run_reach_every_context(qwen3: PreTrainedTokenizerBase) -> None:
     turns = TurnTokens(qwen3, PromptFormat(template_args={"enable_thinking": False}))
     dialogue = turns.prompted({"prompt": "q0"})
