@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from megarl.data.messages import SPOKEN, Message
+from megarl.data.messages import CALL_KEYS, SPOKEN, Message
 
-STRUCTURE = {"role", "name", "id", "tool_call_id", "type", "weight"}  # keys of a message that templates may well leave out
+STRUCTURE = {"role", "name", "id", "tool_call_id", "type", "weight"}  # keys of a message that `probed` leaves as they are
+UNNAMED = (STRUCTURE - {"name"}) | {"content", "tool_calls"}  # keys of a message that `reduced` keeps
 PROBE = "f7Zq0"  # a text that no template contains
 PROBE_TOOL: dict[str, Any] = {
     "type": "function",
@@ -59,8 +60,8 @@ def shape(chat: Chat) -> Any:
 
 
 def _message_shape(message: Message) -> Any:
-    calls = [type(call.get("function", call).get("arguments")).__name__ for call in message.get("tool_calls", ())]
-    return message["role"], *(key for key, value in message.items() if value), *calls
+    values = [*message.items(), *(("", call.get("function", call).get("arguments")) for call in message.get("tool_calls", ()))]
+    return message["role"], *((key, type(value).__name__, bool(value)) for key, value in values), *sorted(_others(message))
 
 
 def probed(chat: Chat) -> tuple[Chat, list[tuple[int, str, str]]]:
@@ -87,6 +88,35 @@ def probed(chat: Chat) -> tuple[Chat, list[tuple[int, str, str]]]:
     return replace(chat, messages=messages, tools=None if chat.tools is None else [PROBE_TOOL]), marks
 
 
+def reduced(chat: Chat) -> Iterator[tuple[str, Chat]]:
+    """Yield (key, the chat without it in the messages of one role) for each key of messages and calls that `probed` leaves as it is."""
+    for role, key in dict.fromkeys((message["role"], key) for message in chat.messages for key in sorted(_others(message))):
+        changed = [_without(message, key) if message["role"] == role else message for message in chat.messages]
+        yield key, replace(chat, messages=changed)
+
+
+def _others(message: Message) -> set[str]:
+    """Return the keys of a message that say something and are no text, its name, and further keys of its calls as "tool_calls.key"."""
+    keys = {key for key, value in message.items() if key not in UNNAMED and (key == "name" or not isinstance(value, str)) and value != []}
+    parts = [part for call in message.get("tool_calls", ()) for part in (call, call.get("function", {}))]
+    return {key for key in keys if message[key] != {}} | {f"tool_calls.{key}" for part in parts for key in part.keys() - CALL_KEYS}
+
+
+def _without(message: Message, key: str) -> Message:
+    of_call = key.removeprefix("tool_calls.")
+    if of_call == key:
+        return _dropped(message, key)
+    if "tool_calls" not in message:
+        return message
+    calls = [_dropped(call, of_call) for call in message["tool_calls"]]
+    calls = [{**call, "function": _dropped(call["function"], of_call)} if "function" in call else call for call in calls]
+    return {**message, "tool_calls": calls}
+
+
+def _dropped(value: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: inner for name, inner in value.items() if name != key}
+
+
 def omission(chat: Chat, marks: Sequence[tuple[int, str, str]], text: str | Exception) -> tuple[Omission, set[str]]:
     """Return what a template leaves out of a chat of marks.
 
@@ -109,5 +139,6 @@ def omission(chat: Chat, marks: Sequence[tuple[int, str, str]], text: str | Exce
                 return Omission(number, f"what the role {chat.messages[number]['role']!r} says"), set()
             if key == "tool_calls" or (key in SPOKEN and number == last):
                 return Omission(number, f"its {key}"), set()
-            unused |= {key} - set(SPOKEN)
+            if key not in SPOKEN or chat.messages[number]["role"] != "assistant":  # templates may leave out earlier reasoning
+                unused.add(key)
     return NOTHING, unused

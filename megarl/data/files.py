@@ -134,7 +134,13 @@ def _reader(path: Path, key: str) -> Callable[[Path, str, str], Rows]:
 
 
 def _jsonl(path: Path, key: str, answer: str) -> Rows:
+    last = 0  # empty lines at the end are no rows
     for number, (place, line) in enumerate(lines_of(path, f"{key}: {path}"), 1):
+        if not line.strip():
+            continue
+        for empty in range(last + 1, number):
+            yield empty, ConfigError(f"{key}: {path}:{empty}: empty line")
+        last = number
         try:
             yield number, _row_of(line, place, answer)
         except ConfigError as error:
@@ -143,8 +149,6 @@ def _jsonl(path: Path, key: str, answer: str) -> Rows:
 
 def _row_of(line: bytes, place: str, answer: str) -> dict[str, Any]:
     """Return the row of a line. Raise ConfigError if it is none."""
-    if not line.strip():
-        raise ConfigError(f"{place}: empty line")
     try:
         row = parse_json(line)
     except ValueError as error:  # not JSON, or not UTF-8

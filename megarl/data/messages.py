@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ Message = dict[str, Any]  # one message of a chat: role, content, and what else 
 
 TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"  # columns of a row: schemas of tools, arguments of the chat template
 SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message with what it says, besides `tool_calls`
+MEDIA = {"image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos"}  # keys of a message with more than texts
+CALL_KEYS = {"id", "type", "index", "name", "function", "arguments"}  # keys of a call
 
 
 def checked(prompt: Any, place: str, filled: bool = False) -> str | list[Message]:
@@ -46,6 +49,8 @@ def _checked(message: Any, place: str, filled: bool) -> Message:
     if isinstance(message, dict):
         message = without_nulls(message) if filled else {key: value for key, value in message.items() if value is not None}
         message = {key: value for key, value in message.items() if key != "tool_calls" or value != []}
+        if media := [key for key in message if key in MEDIA and message[key] not in ("", [], {})]:
+            raise ConfigError(f"{place}: {media[0]} is not taken: only texts are read and learned")
     alone = isinstance(message, dict) and message.get("role") == "assistant" and ("tool_calls" in message or says_something(message))
     if (
         not isinstance(message, dict)
@@ -59,20 +64,40 @@ def _checked(message: Any, place: str, filled: bool) -> Message:
     if "function_call" in message:
         raise ConfigError(f"{place}: function_call is not taken; write it as one of tool_calls")
     if "tool_calls" in message:
-        _check_calls(message["tool_calls"], f"{place}: tool_calls")
+        message = {**message, "tool_calls": _checked_calls(message["tool_calls"], f"{place}: tool_calls")}
     weight = message.get("weight", 1)
     if weight not in (0, 1) or ("weight" in message and weight and message["role"] != "assistant"):
         raise ConfigError(f"{place}: weight={weight!r:.40}: only 0 and 1 are taken, and 1 only of the assistant's messages")
     return message
 
 
-def _check_calls(calls: Any, place: str) -> None:
+def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Return the calls of a message; the arguments of one without any are an empty object, however that is written."""
+    taken = list[dict[str, Any]]()
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(calls, list) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ConfigError(f"{place} must be a list of calls, each with a text 'name'")
-        if not isinstance(function.get("arguments", ""), str | dict):
-            raise ConfigError(f"{place}: the arguments of {function['name']!r:.80} must be an object, or one as JSON")
+        changed = {**function, "arguments": _checked_arguments(function, place)}
+        taken.append({**call, "function": changed} if "function" in call else changed)
+    return taken
+
+
+def _checked_arguments(function: dict[str, Any], place: str) -> dict[str, Any] | str:
+    arguments, name = function.get("arguments"), f"{function['name']!r:.80}"
+    if arguments is None and (others := sorted(function.keys() - CALL_KEYS)):
+        raise ConfigError(f"{place}: the call of {name} has {', '.join(others)} and no arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    wrong = f"{place}: the arguments of {name} must be an object, or one as JSON"
+    try:
+        value = parse_json(arguments.encode()) if isinstance(arguments, str) else arguments
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{wrong}, and {arguments!r:.80} is not: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{wrong}, not {arguments!r:.80}")
+    return arguments if isinstance(arguments, str) else value
 
 
 def says_something(message: Message) -> bool:

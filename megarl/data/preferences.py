@@ -129,16 +129,35 @@ def _pair(place: str, columns: dict[str, Any], source: PreferenceSource, key: st
     prompt: str | list[Message] = before
     if not before or find(columns, source.prompt_key) is not None:
         given = checked(at(columns, source.prompt_key, place, f"{key}.prompt_key"), place, filled)
-        question: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        if not before:
-            prompt = given
-        elif before[0]["role"] not in ("system", "user"):  # the responses go on where the prompt ends
-            prompt = [*question, *before]
-        if not before or prompt is not before or all(message in before for message in question):
-            used.append(source.prompt_key)
+        prompt = _joined(given, before, f"{place}: {source.prompt_key}") if before else given
+        used.append(source.prompt_key)
     intake.note(UNUSED, columns.keys() - {*used, *(name.partition(".")[0] for name in used)})
     row = Row(place, prompt, "", {}, tools_of(columns, place, filled), arguments_of(columns, place))
     return _Pair(row, chosen, rejected, _margin(find(columns, source.margin_key), place, source.margin_key))
+
+
+def _joined(prompt: str | list[Message], before: list[Message], place: str) -> list[Message]:
+    """Return the conversation before the responses.
+
+    Args:
+        prompt: the row's own prompt.
+        before: the messages of chosen and rejected before the response.
+        place: the start of an error's message.
+
+    Raises:
+        ConfigError: the messages neither go on where the prompt ends, nor have it among them, nor begin with how it ends.
+    """
+    question: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if before[0]["role"] not in ("system", "user"):
+        return [*question, *before]
+    if isinstance(prompt, str) and any(message["role"] == "user" and message["content"].strip() == prompt.strip() for message in before):
+        return before
+    if any(question == before[start : start + len(question)] for start in range(len(before))):
+        return before
+    for count in range(min(len(question), len(before)), 0, -1):
+        if question[-count:] == before[:count]:
+            return [*question, *before[count:]]
+    raise ConfigError(f"{place}: chosen and rejected begin with messages of their own, which do not go on from this prompt")
 
 
 def _side(value: Any, name: str, place: str, filled: bool) -> tuple[list[Message], Message]:

@@ -129,6 +129,7 @@ class Renderer:
                 raise ConfigError(f"{row.place}: the column {name} needs {SECTION}.chat=true")
         if len(row.messages) > 1:
             raise ConfigError(f"{row.place}: a chat of {len(row.messages)} messages needs {SECTION}.chat=true")
+        self.intake.note("keys of messages that nothing uses", row.messages[0].keys() - {"role", "content"})
         return self._template.replace("{prompt}", _text(row))
 
     @property

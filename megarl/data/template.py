@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import PromptFormat
 from megarl.data.bounds import in_memory, within_cpu_time
-from megarl.data.chat import PROBE, PROBE_TOOL, Chat, Omission, calling, omission, probed, shape
+from megarl.data.chat import PROBE, PROBE_TOOL, Chat, Omission, calling, omission, probed, reduced, shape
 from megarl.data.intake import Intake
 from megarl.data.messages import Message, instructed, spoken
 from megarl.data.tokenizer import first_line, special_tokens, unended
@@ -160,6 +160,7 @@ class ChatTemplate:
         texts = self.texts([chat for chat, _ in probes], generation) if probes else []
         for kind, (chat, marks), text in zip(fresh, probes, texts, strict=True):
             self._omissions[kind], unused = omission(chat, marks, text)
+            unused |= {key for key, other in reduced(chat) if self.texts([other], generation) == [text]}
             self._intake.note("keys of messages that the chat template leaves out", unused)
         return [self._omissions[kind] for kind in kinds]
 

@@ -128,9 +128,10 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def unended(text: str, *ends: str) -> str:
-    """Return a text without the end token, one of `ends`, that it already has at its end."""
-    bare = text.rstrip()
-    return next((bare.removesuffix(end) for end in ends if bare.endswith(end)), text)
+    """Return a text without the end tokens, of `ends`, that it already has at its end."""
+    while (end := next((end for end in ends if text.rstrip().endswith(end)), None)) is not None:
+        text = text.rstrip().removesuffix(end)
+    return text
 
 
 def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int, place: str, limit_key: str) -> None:

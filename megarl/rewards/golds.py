@@ -1,7 +1,8 @@
 r"""Reference answers and boxed answers as math-verify must be given them, so that it reads the value that was written.
 
-math-verify 0.9.0 reads `1e-05` as e - 5, `1 000` as 0, `12.` and `90°` not at all, `10 dollars` as a product of letters, and rounds
-6.02 x 10^23 to a double before it compares. What is certain is rewritten here, on both sides alike; what is not is refused (`fault_of`).
+math-verify 0.9.0 reads `1e-05` as e - 5, `1 000` as 0, `2024-01-15` as 2008 and `BCA` as the product abc, drops whatever stands in
+`\text{}` at the end, and rounds 6.02 x 10^23 to a double before it compares. What is certain is rewritten here,
+on both sides alike (`numeral`, `split_unit`, `expression`), or compared as text (`textual`); what is not is refused (`fault_of`).
 
 This module is imported in the sandbox and by checks, so it imports nothing heavy.
 """
@@ -22,28 +23,50 @@ LONGEST, LARGEST_POWER = 1000, 1000  # characters of a numeral, and its power of
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SCALE_TEXT = re.compile(rf"\\(?:text|textrm|mathrm|mbox)\s*\{{\s*((?:{'|'.join(SCALES)})\b[^{{}}]*)\}}$")
 DIGITS = r"(?:[1-9]\d{0,2}(?P<gap>,|[ _]|\\,|\{,\})\d{3}(?:(?P=gap)\d{3})*(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
-POWER = r"[eE](?P<e>[+-]?\d{1,4})|\s*(?:\\times|\\cdot|[×⋅*x])\s*10\s*(?:\^|\*\*)\s*(?P<ten>[+-]?\d{1,4}|\{[+-]?\d{1,4}\}|\([+-]?\d{1,4}\))"
-CURRENCY = r"(?:USD|EUR|GBP|INR|JPY|CNY|(?:US|AU|CA|HK|NT|A|C|S)?\\?\$|\\text\{\\?\$\}|[€£¥₹₩₽]|\\pounds|\\euro(?:\{\})?|Rs\.?)"
-UNIT = r"(?:\\(?:text|textrm|mathrm|mbox|rm)\s*\{[^{}\\%]*\}|[A-Za-z][A-Za-z ./]*)(?:\^?\{?[23]\}?)?"
-SPACE = r"(?:\s|\\[ ,;:!])*"
-TAIL = re.compile(rf"(?<=[\d}}]){SPACE}(?P<unit>{UNIT})$")
-TIME = re.compile(r"(?P<hour>\d\d?):(?P<minute>[0-5]\d)\s*(?P<half>[AaPp])?(?:\.?[Mm]\.?)?")
-NUMERAL = re.compile(
-    rf"(?P<sign>[+-]?)\s*(?:{CURRENCY}{SPACE})?(?P<inner>[+-]?)(?P<digits>{DIGITS})(?:{POWER})?"
-    rf"(?:{SPACE}(?:{CURRENCY}|(?P<scale>{'|'.join(SCALES)})?{SPACE}(?P<unit>{UNIT})?))?"
+POWER = (
+    r"\s?[eE](?P<e>[+-]?\d{1,4})|\s*(?:\\times|\\cdot|[×⋅*x])\s*10\s*(?:\^|\*\*)\s*(?P<ten>[+-]?\d{1,4}|\{[+-]?\d{1,4}\}|\([+-]?\d{1,4}\))"
 )
+MONEY = {"$": "dollar", "USD": "dollar", "€": "euro", "EUR": "euro", "£": "pound", "GBP": "pound", "¥": "yen", "₹": "rupee",
+         "Rs.": "rupee", "Rs": "rupee", "₩": "won", "₽": "rouble", "pounds": "pound", "euro": "euro"}  # fmt: skip
+CURRENCY = rf"(?:(?:US|AU|CA|HK|NT|[ACS])(?=\\?\$))?(?P<money>\\text\{{\\?\$\}}|\\?(?:{'|'.join(map(re.escape, MONEY))}))"
+UNITS = {  # all that is taken off a number, by its spellings
+    **{unit: f"{unit} {word} {word}s" for unit, word in zip(("g", "kg", "mg"), ("gram", "kilogram", "milligram"), strict=True)},
+    **{f"{prefix}m": f"{prefix}m {name}meter {name}meters {name}metre {name}metres" for prefix, name in
+       (("", ""), ("k", "kilo"), ("c", "centi"), ("m", "milli"), ("d", "deci"))},
+    "L": "L l liter liters litre litres", "mL": "mL ml milliliter milliliters", "in": "in inch inches",
+    "ft": "ft foot feet", "yd": "yd yard yards",
+    "mi": "mi mile miles", "mi/h": "mph", "km/h": "kmh kmph kph", "lb": "lb lbs", "oz": "oz ounce ounces",
+    "ton": "ton tons", "s": "s sec secs second seconds",
+    "min": "min mins minute minutes", "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
+    "year": "yr yrs year years", "deg": "deg degree degrees", "degC": "degC Celsius", "degF": "degF Fahrenheit",
+    "rad": "rad radian radians",
+    "dollar": "dollar dollars USD", "cent": "cent cents", "euro": "euro euros EUR", "pound": "pound pounds GBP",
+    "yen": "yen", "rupee": "rupee rupees",
+    "J": "J joule joules", "N": "N newtons", "W": "W watts", "Hz": "Hz", "mol": "mol moles",
+    **{word: f"{word} {word}s" for word in
+       ("unit", "way", "student", "apple", "cup", "gallon", "acre", "point", "mark", "coin", "book", "ticket")},
+    "people": "people person persons", "men": "men", "women": "women", "child": "child children",
+}  # fmt: skip
+NAMES = {name: unit for unit, names in UNITS.items() for name in names.split()}
+MARKED = r"\\(?:text|textrm|textnormal|mathrm|mbox|rm)\s*\{(?P<inner>[^{}\\%]*)\}"
+SPACE = r"(?:\s|\\[ ,;:!])*"
+RAISED_TO = r"(?:\^\{?[23]\}?)?"
+TAIL = re.compile(
+    rf"(?<=[\d}}.)]){SPACE}(?P<scale>\b(?:{'|'.join(SCALES)}))?{SPACE}"
+    rf"(?P<unit>(?:{MARKED}|[A-Za-z][A-Za-z .]*){RAISED_TO}(?:/[A-Za-z]+{RAISED_TO})?)$"
+)
+DEGREES = re.compile(r"(?:\^\s*\{?\s*\\circ|\\degree)\s*\}?\s*(?:\\(?:text|mathrm)\s*\{\s*(?P<marked>[CF])\s*\}|(?P<plain>[CF]))?$")
+NOT_PLAIN = re.compile(r"[A-Za-z]|(?<=.)[+-]")  # after which letters are no unit for certain, unless they are in \text{}
+TIME = re.compile(r"(?P<hour>\d\d?):(?P<minute>[0-5]\d)\s*(?P<half>[AaPp])?(?:\.?[Mm]\.?)?")
+NUMERAL = re.compile(rf"(?P<sign>[+-]?)\s*(?P<digits>{DIGITS})(?:{POWER})?(?:{SPACE}(?P<scale>{'|'.join(SCALES)}))?")
+BASE = re.compile(r"(?:\d[\dA-Z]*|[A-F\d]{2,})_(?:\w|\{[^{}]*\})")
+CODE = re.compile(  # dates, scores, telephone numbers, versions, lists of numbers, feet and inches
+    r"\d+-\d+|\d+(?:[-/:]\d+){2,}|(?!\d{1,3}(?:\.\d{3})+$)\d+(?:\.\d+){2,}|\d+(?:\s+\d+)+|\d+\s*'(?:\s*\d+\s*(?:\"|''))?"
+)
+WORDS = re.compile(r"[A-Za-zÀ-ÿ][A-Za-zÀ-ÿ',;\s-]+")
 MIXED = re.compile(r"(?P<sign>[+-]?)(?P<whole>\d+)\s+(?P<over>\d+)/(?P<under>\d+)")
 REPEATING = re.compile(r"(?P<sign>[+-]?)(?P<whole>\d*)\.(?P<once>\d*)(?:\\overline\s*\{(?P<bar>\d+)\}|\((?P<again>\d+)\))")
-SHORT_UNITS = re.compile(
-    "[kcmn]m|[km]?g|lbs?|oz|m[lL]|cc|ft|in|yd|mi|hrs?|mins?|secs?|ms|[mk]ph|kmh|[kM]?Hz|kWh?|kJ|k?Pa|mol|eV|[KMGT]B|sq|"
-    "cups?|tsp|tbsp|tons?|days?|men|pcs|USD|EUR|GBP|INR|JPY|CNY|CAD|AUD"
-)
 FUNCTIONS = "pi|log|ln|a?(?:rc)?(?:sin|cos|tan)h?|cot|sec|csc|exp"
-NO_UNITS = re.compile(  # words after a number that change what it means
-    f"{FUNCTIONS}|sqrt|mod|choose|and|or|to|percent|percentage|pct|hundred|[mbtr]+illion|thousand|dozen|half|halves|thirds?|quarters?|inf|"
-    "infinity|infty|than|more|less|least|most|about|times|plus|minus|over|squared|cubed|base|remainder|if|when|where|for|factorial",
-    re.IGNORECASE,
-)
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(?P<digits>\d+(?:\.\d*)?|\.\d+)[eE](?P<e>[+-]?\d{1,3})(?!\w|\.\d)")
 
 SIGNS = str.maketrans(
@@ -54,6 +77,8 @@ SIGNS = str.maketrans(
 )
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 BARE = re.compile(rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])")
+GLUED = re.compile(f"(?:{FUNCTIONS}|sqrt)[a-z]")
+INFINITE = ("inf", "infinity", "infty")
 ROOT = re.compile(r"\\?(?<![A-Za-z])sqrt(?:\s*\(([^()]*)\))?(?![A-Za-z])")
 OPAQUE = ("\\text", "\\mathrm", "\\operatorname", "\\mbox")
 WRAPPERS = re.compile(r"\*\*(?P<bold>.+)\*\*|\\(?:textbf|mathbf|boldsymbol|bm|text|mathrm)\s*\{(?P<inner>[^{}]*)\}", re.DOTALL)
@@ -100,24 +125,21 @@ def numeral(text: str) -> str | None:
     """
     if len(text) > LONGEST:
         return None
-    text = _signed(text).strip()
-    if (wrapped := WRAPPERS.fullmatch(text)) is not None:
-        text = (wrapped["bold"] or wrapped["inner"] or "").strip()
-    text = SCALE_TEXT.sub(r" \1", re.sub(r"\s*\^\s*\{?\\circ\}?$", "", text))
-    if (match := MIXED.fullmatch(without_unit(text))) is not None and int(match["under"]):
+    text = split_unit(text)[0]
+    if (match := MIXED.fullmatch(text)) is not None and int(match["under"]):
         whole, over, under = (int(match[name]) for name in ("whole", "over", "under"))
         return f"{match['sign'].strip('+')}\\frac{{{whole * under + over}}}{{{under}}}"
     if (match := REPEATING.fullmatch(text)) is not None:
         return _repeating(match)
     match = NUMERAL.fullmatch(text)
-    if match is None or (match["sign"] and match["inner"]) or not _is_unit(match["unit"]):
+    if match is None:
         return None
     power = int((match["e"] or match["ten"] or "0").strip("{}()")) + SCALES.get(match["scale"] or "", 0)
     if abs(power) > LARGEST_POWER:
         return None
     digits = re.sub(r"[^\d.]", "", match["digits"]).rstrip(".")
     number = Decimal(digits).scaleb(power) if power else Decimal(digits)
-    return ("-" if "-" in (match["sign"], match["inner"]) else "") + format(number, "f")
+    return match["sign"].strip("+") + format(number, "f")
 
 
 def value_of(digits: str) -> Fraction:
@@ -129,12 +151,7 @@ def value_of(digits: str) -> Fraction:
 
 def expression(text: str) -> str:
     """Return LaTeX, rewritten for math-verify: words, Unicode signs, powers of ten, names of functions; the rest as it is."""
-    if re.fullmatch(r"[A-Za-z][A-Za-z' -]*", text) and not BARE.search(text) and any(map(is_word, re.findall("[A-Za-z]+", text))):
-        return f"\\text{{{text}}}"  # otherwise a product of letters, equal to that of any other order of them
-    if (time := TIME.fullmatch(text)) is not None and (time["half"] or gcd(int(time["hour"]), int(time["minute"])) > 1):
-        half = f"{time['half'].lower()}m" if time["half"] else ""
-        return f"\\text{{{time['hour']}:{time['minute']}{half}}}"  # otherwise 12:30 would be 2/5; a ratio is 2:5
-    text = without_unit(_signed(text))
+    text = split_unit(text)[0]
     text = re.sub(r"√\s*(\d+|[A-Za-z]|\([^()]*\))", lambda root: f"\\sqrt{{{root[1].strip('()')}}}", text)
     text = re.sub(r"(?<![\d.])\d{1,3}(?:\\,\d{3})+(?!\d)", lambda groups: groups[0].replace("\\,", ""), text)
     if not any(name in text for name in OPAQUE):
@@ -143,10 +160,56 @@ def expression(text: str) -> str:
     return plain_powers(text)
 
 
-def without_unit(text: str) -> str:
-    """Return a text without the unit after the number or the fraction at its end, if there is one for certain."""
-    match = TAIL.search(text) if len(text) <= LONGEST else None
-    return text[: match.start()] if match is not None and _is_unit(match["unit"]) else text
+def split_unit(text: str) -> tuple[str, str | None]:
+    r"""Return a text without its unit, and the unit's name, as in ("12", "m^2") for `12 \text{ m}^2`; None if it has none of `UNITS`."""
+    text = _signed(text).strip()
+    if len(text) > LONGEST:
+        return text, None
+    if (wrapped := WRAPPERS.fullmatch(text)) is not None:
+        text = (wrapped["bold"] or wrapped["inner"] or "").strip()
+    text = DEGREES.sub(lambda match: rf"\text{{deg{match['marked'] or match['plain'] or ''}}}", SCALE_TEXT.sub(r" \1", text))
+    unit = None
+    if (match := TAIL.search(text)) is not None and (name := _unit(match["unit"])) is not None:
+        rest = f"{text[: match.start()]} {match['scale'] or ''}".strip()
+        plain = re.sub(r"\\[a-z]+|pi|\^\{?-?\d+|[eE][+-]?\d+", "", text[: match.start()].rpartition("=")[2].strip())
+        if match["inner"] is not None or NOT_PLAIN.search(plain) is None:
+            text, unit = rest, name
+    before = re.fullmatch(rf"(?P<sign>[+-]?)\s*{CURRENCY}{SPACE}(?P<rest>[+-]?[\d.].*)", text, re.DOTALL)
+    after = re.fullmatch(rf"(?P<sign>)(?P<rest>.*\d){SPACE}{CURRENCY}", text, re.DOTALL)
+    if (match := before or after) is not None and not (match["sign"] and match["rest"][0] in "+-"):
+        money = MONEY[re.sub(r"\\text|[\\{}]", "", match["money"])]
+        return match["sign"] + match["rest"], money if unit in (None, money) else None
+    return text, unit
+
+
+def _unit(text: str) -> str | None:
+    """Return the name of a unit, the same for all its spellings; None if it is none of `UNITS`."""
+    parts = list[str]()
+    for part in re.sub(r"\bper\b", "/", re.sub(MARKED, r"\g<inner>", text)).split("/"):
+        match = re.fullmatch(r"(?:(?P<kind>square|sq|cubic|cu)\.?\s+)?(?P<name>[A-Za-z]+)\.?\s*(?:\^\{?(?P<power>[23])\}?)?", part.strip())
+        name = None if match is None else NAMES.get(match["name"]) or (NAMES.get(match["name"].lower()) if len(match["name"]) > 2 else None)
+        if match is None or name is None:
+            return None
+        power = match["power"] or {"s": "2", "c": "3"}.get((match["kind"] or " ")[0])
+        parts.append(name if power is None else f"{name}^{power}")
+    return "/".join(parts)
+
+
+def textual(text: str) -> str | None:
+    """Return an answer that is compared as text in its normal form; None for one that is mathematics.
+
+    Words and lists of letters are texts, in their order, in upper or lower case; so are codes of digits, and numerals with a base.
+    """
+    text = re.sub(r"\s*(?:\\cdot|\\ |~)\s*", " ", text.translate(SIGNS)).strip()
+    if (wrapped := WRAPPERS.fullmatch(text)) is not None:
+        text = (wrapped["bold"] or wrapped["inner"] or "").strip()
+    if (time := TIME.fullmatch(text)) is not None:  # a ratio is 2:5, and 12:30 is none
+        clock = time["half"] or gcd(int(time["hour"]), int(time["minute"])) > 1
+        return f"{time['hour']}:{time['minute']}{(time['half'] or '').lower()}" if clock else None
+    words = WORDS.fullmatch(text) and not BARE.search(text) and text.lower() not in INFINITE and not GLUED.fullmatch(text)
+    if not words and not BASE.fullmatch(text) and (not CODE.fullmatch(text) or re.fullmatch(DIGITS, text)):
+        return None
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)|[{}]", "", re.sub(r"\s+", " ", text)).casefold()
 
 
 def _signed(text: str) -> str:
@@ -174,16 +237,9 @@ def fault_of(text: str) -> str | None:
         return "is empty"
     if re.fullmatch(r"[+-]?[\d.]+[eE][+-]?\d+", text) and numeral(text) is None:
         return f"is beyond the limit of 10^{LARGEST_POWER}"
-    return None
-
-
-def ends_in_variable(latex: str) -> bool:
-    r"""Return whether a letter at the end, as in `\pi r^2 h`, is a variable for certain: it then stands beside another one.
-
-    math-verify takes c, d, g, h, l, m, o, s and t after a digit, a brace or a space for units, and drops them.
-    """
-    side = latex.rpartition("=")[2].strip()
-    return re.search(r"[\d}\s][a-z]$", side) is not None and re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side[:-1])) is not None
+    if re.fullmatch(r"\D*(?:\d+,\d+\s?[eE][+-]?\d+|\d{1,3}(?:\.\d{3})+,\d+)", text):
+        return "has a decimal comma, which is unclear"
+    return "joins the name of a function and a letter, which is unclear" if GLUED.fullmatch(text) else None
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -193,17 +249,6 @@ def _repeating(match: re.Match[str]) -> str:
     return f"{match['sign'].strip('+')}\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _is_unit(text: str | None) -> bool:
-    """Return whether what follows a number can only be its unit; None: nothing follows."""
-    if text is None:
-        return True
-    marked = text.startswith("\\")
-    words = re.findall(r"[A-Za-z]+", re.sub(r"\\[a-z]+", "", text))
-    if any(map(NO_UNITS.fullmatch, words)):
-        return False
-    return marked or text.strip() in ("m/s", "m/s^2") or any(is_word(word) or SHORT_UNITS.fullmatch(word) for word in words)
-
-
 def is_word(letters: str) -> bool:
-    """Return whether a run of letters is a word: of at least four, and not in the order of the alphabet, as in the product abcd."""
-    return letters.lower() in ("yes", "no", "odd", "any", "all") or (len(letters) >= 4 and list(letters) != sorted(letters))
+    """Return whether letters beside digits may be a word: three at least, and not in the order of the alphabet, as in the product abcd."""
+    return len(letters) >= 3 and list(letters) != sorted(letters)

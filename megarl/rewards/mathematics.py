@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -16,16 +16,20 @@ from megarl.rewards.golds import (
     SHOWN,
     bad,
     bare,
-    ends_in_variable,
     expression,
     fault_of,
     is_word,
     numeral,
     plain_powers,
+    split_unit,
     texts_of,
+    textual,
     value_of,
 )
 
+DOLLARS = re.compile(r"(?<!\\)\$([^$\\]*(?:\\.[^$\\]*)*)\$(?!\d)")
+JOINED = re.compile(r"(?:[\s,;]|\band\b|\bor\b)*")
+BOXES = re.compile(r"\\boxed\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[\s$,;]*(?:and|or)?[\s$,;]*\\boxed")  # of which none is the answer alone
 DECIMALS, SMALL = 6, 1e-4  # math-verify's decimals in comparisons of floats; below SMALL, as many significant digits
 
 
@@ -33,90 +37,113 @@ DECIMALS, SMALL = 6, 1e-4  # math-verify's decimals in comparisons of floats; be
 class Gold:
     """One acceptable answer, as it was read."""
 
+    text: str | None  # what it is compared as, unless it is mathematics
     number: Fraction | None  # exactly, if it is a number in digits
     readings: list[Any]  # math-verify's: expressions, and the text
     decimals: int  # after the point, to which floats are compared
-    units: bool  # whether a letter after a number may be a unit, which math-verify drops
+    unit: str | None
 
 
 class MathVerify:
     """Scores a response 1 if its answer equals one of the row's answers, else 0.
 
-    Numbers in digits are compared exactly first; everything else, and numbers that differ, by math-verify.
+    Words and codes are compared as text, numbers in digits exactly; everything else, and numbers that differ, by math-verify. Of two
+    different units none is right; a response may leave the unit out.
     """
 
     def __init__(self) -> None:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-        from math_verify.parser import normalize_latex
 
         # math-verify's time limits use signal.alarm, of which a process has only one, and ours uses it; without them it warns at each call.
         for module in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(module).setLevel(logging.ERROR)
         settings = LatexExtractionConfig().normalization_config
-        self._kinds = {
-            units: [LatexExtractionConfig(normalization_config=replace(settings, units=units)), ExprExtractionConfig()]
-            for units in (True, False)
-        }
-        boxed = replace(settings, basic_latex=False, units=False, malformed_operators=False, nits=False, boxed="last")
-        self._boxed: Callable[[str], str] = lambda text: str(normalize_latex(text, boxed))
+        # Units are ours: math-verify drops whatever stands in \text{} at the end, and letters such as h, s and t.
+        self._kinds = [LatexExtractionConfig(normalization_config=replace(settings, units=False)), ExprExtractionConfig()]
         self._parse, self._verify = parse, verify
         self._gold = lru_cache(4096)(self._read)
 
     def __call__(self, prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
         """Raises BadGold if an answer of the row cannot be read."""
         golds = [self._gold(text) for text in texts_of(answer)]
-        boxed = self._content(response)
-        digits = None if boxed is None else numeral(boxed)
+        boxed = last_box(response)
+        own = bare(response if boxed is None else boxed)
+        if not own:
+            return 0.0, {}
+        text, (_, unit) = textual(own), split_unit(own)
+        if text is not None and text in [gold.text for gold in golds]:
+            return 1.0, {}
+        golds = [gold for gold in golds if gold.text is None and (gold.unit == unit or None in (gold.unit, unit))]
+        if not golds or (text is not None and any(character.isdigit() for character in text)):
+            return 0.0, {}
+        digits = None if boxed is None else numeral(own)
         if digits is not None and value_of(digits) in [gold.number for gold in golds]:
             return 1.0, {}
-        latex = boxed if boxed is None or fault_of(boxed) is not None else digits or expression(boxed)
-        text = plain_powers(response) if latex is None or latex == boxed else _box(latex)
-        readings = {units: self._readings(text, units) for units in {gold.units for gold in golds}}
-        compared = (self._verify(gold.readings, readings[gold.units], float_rounding=gold.decimals, timeout_seconds=None) for gold in golds)
+        latex = None if boxed is None or fault_of(own) is not None else digits or expression(own)
+        readings = self._readings(plain_powers(response) if latex is None else _box(latex))
+        compared = (self._verify(gold.readings, readings, float_rounding=gold.decimals, timeout_seconds=None) for gold in golds)
         return float(any(compared)), {}
 
     def check_gold(self, answer: Answer) -> None:
         """Raise BadGold unless every answer of a row is read as it is written, and scores 1 as a response."""
         for text in texts_of(answer):
-            gold, response = self._gold(text), _marked(self._own(text))
+            gold, response = self._gold(text), _box(self._own(text))
             if self("", response, text, {})[0] != 1.0:
                 raise bad(text, f"is read by math-verify as {_shown(gold.readings[0])}, for which {response!r:.{SHOWN}} would score 0")
 
-    def _content(self, text: str) -> str | None:
-        r"""Return what the last \boxed{} holds; None if there is none."""
-        return bare(self._boxed(text)) if "\\boxed" in text or "\\fbox" in text else None
-
     def _own(self, text: str) -> str:
-        r"""Return the answer within a text: what follows GSM8K's `####`, or what the last \boxed{} holds."""
+        r"""Return the answer within a gold: what follows GSM8K's `####`, or what the last \boxed{} holds. Raises BadGold for several."""
         last = text.rpartition("####")[2]
-        content = self._content(last)
-        return bare(last) if content is None else content
+        if (content := last_box(last)) is not None:
+            if BOXES.search(last):
+                raise bad(text, "has several answers, each in a \\boxed{}")
+            return bare(content)
+        own = bare(last)
+        spans = DOLLARS.findall(own)
+        if not spans or numeral(own) is not None:
+            price = re.fullmatch(r"[A-Za-z][^\d$]*\s(\$[\d.,]*\d)", own)  # as in "The cost is $5"
+            return own if price is None else price[1]
+        outside = DOLLARS.sub(" ", own).strip(" .")
+        whole = DOLLARS.sub(r"\1", own)
+        if JOINED.fullmatch(outside) or split_unit(whole)[1] is not None:
+            return bare(whole)
+        if len(spans) > 1 or re.search(r"[\d$]", outside):
+            raise bad(text, "has several formulas")
+        return bare(spans[0])
 
     def _read(self, text: str) -> Gold:
         own = self._own(text)
         if (fault := fault_of(own)) is not None:
             raise bad(text, fault)
+        if (words := textual(own)) is not None:
+            return Gold(words, None, [own], DECIMALS, None)
         digits = numeral(own)
-        latex = digits or expression(own)
-        units = not ends_in_variable(latex)
-        readings = self._readings(_marked(latex), units)
+        readings = self._readings(_box(digits or expression(own)))
         if not readings or isinstance(readings[0], str):
             raise bad(text, "is no mathematical expression that math-verify can read")
         if digits is None and _misread(readings):
             raise bad(text, f"is read by math-verify as {_shown(readings[0])}")
-        return Gold(None if digits is None else value_of(digits), readings, _decimals(readings[0]), units)
+        return Gold(None, None if digits is None else value_of(digits), readings, _decimals(readings[0]), split_unit(own)[1])
 
-    def _readings(self, text: str, units: bool) -> list[Any]:
-        return list(self._parse(text, self._kinds[units], parsing_timeout=None))
+    def _readings(self, text: str) -> list[Any]:
+        return list(self._parse(text, self._kinds, parsing_timeout=None))
+
+
+def last_box(text: str) -> str | None:
+    r"""Return what the last \boxed{} of a text holds, whatever stands before it: nothing if it is not closed; None without any."""
+    starts = [match.end() for match in re.finditer(r"\\f?box(?:ed)?\s*\{", text)]
+    if not starts:
+        return None
+    content, depth = text[starts[-1] :], 1
+    for place, character in enumerate(content):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return content[:place]
+    return ""
 
 
 def _box(latex: str) -> str:
     return f"\\boxed{{{latex}}}"
-
-
-def _marked(text: str) -> str:
-    r"""Return a text whose mathematics is marked: what is in dollars, or else all of it. A bare `x^2+1` would be read as the number 1."""
-    return text if re.search(r"(?<!\\)\$", text) and numeral(text) is None else _box(text)
 
 
 def _misread(readings: list[Any]) -> bool:

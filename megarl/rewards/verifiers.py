@@ -189,7 +189,7 @@ def _number(value: Any) -> float:
     """Return `value` as a float; NaN if it is not a number."""
     if not isinstance(value, Real) and callable(item := getattr(value, "item", None)):
         try:
-            value = item()
+            value = math.nan if getattr(value, "mask", False) else item()  # numpy.ma.masked.item() is 0.0
         except Exception:  # several elements, or none
             return math.nan
     try:

@@ -128,7 +128,7 @@ def test_several_sources_are_mixed_by_weight(load: Load, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ("", "empty line"),
+        (f"\n{json.dumps(ROW)}", "empty line"),
         ("{", "not JSON: .*"),
         ({"prompt": "x", "chosen": "a"}, r"no value for data\.train\.rejected_key='rejected'; the row has prompt, chosen"),
         ({"prompt": "x", "chosen": None, "rejected": "a"}, r"no value for data\.train\.chosen_key='chosen'; .*"),

@@ -131,6 +131,56 @@ def test_a_number_is_read_exactly(number: float) -> None:
         assert digits is not None and value_of(digits) == Fraction(repr(number))
 
 
+KINDS: dict[str, tuple[list[str], list[str]]] = {  # gold: right responses, wrong ones
+    "12": (
+        ["12 m^2", "12 \\text{ cm}^3", "12 \\text{ people}", "12\\%"],
+        ["12 tenths", "12\\text{ not}", "12\\mathrm{x}", "12\\text{x}", "12\\mathrm{e}^2", "12 sinx", "12 zyxw", "12 lakh", "12_3"],
+    ),
+    "500 g": (["500", "500 grams", "500\\text{ g}"], ["500 kg", "500 mg"]),
+    "5 hours": (["5", "5 h"], ["5 minutes"]),
+    "$5": (["5", "5 dollars"], ["€5", "5 cents"]),
+    "12 m^2": (["12", "12\\text{ m}^2", "12 square meters"], ["12 m", "12 m^3"]),
+    "25°C": (["25", "25^{\\circ}C", "25^\\circ\\text{C}"], ["24", "25°F"]),
+    "-5 °C": (["-5", "-5^\\circ C"], ["5"]),
+    "2\\sqrt{3} cm": (["2\\sqrt{3}"], ["2\\sqrt{3} m"]),
+    "4m": (["4m", "4"], ["4n"]),
+    "xy": (["xy", "x \\cdot y"], ["yx"]),
+    "BCA": (["BCA"], ["ABC"]),
+    "CO": (["CO"], ["OC"]),
+    "B, A, C": (["B,A,C"], ["A, B, C"]),
+    "cat": (["cat", "\\text{cat}"], ["act"]),
+    "1010": (["1010"], ["1010_2"]),
+    "1010_2": (["1010_2", "1010_{2}"], ["1010", "1010_3"]),
+    "2024-01-15": (["2024-01-15"], ["2008", "2024-15-01"]),
+    "3/4/2024": (["3/4/2024"], ["3/8096", "4/3/2024"]),
+    "3/4": (["0.75"], ["4/3"]),
+    "12-5": (["12-5"], ["7"]),
+    "100 - 50": (["50"], ["100"]),
+    "555-1234": (["555-1234"], ["-679"]),
+    "1 2 3": (["1 2 3"], ["123", "6"]),
+    "1.2.3": (["1.2.3"], ["0.36", "1.2"]),
+    "5'10\"": (["5'10\""], ["510"]),
+    "1 e5": (["100000"], ["5"]),
+    "$3$ or $4$": (["3 or 4", "4, 3"], ["3", "4"]),
+    "$x=1$ and $y=2$": (["x=1, y=2"], ["2"]),
+    "$\\frac{1}{2}$ cm": (["0.5"], ["1"]),
+}
+
+
+def test_texts_units_and_lists_keep_what_was_written() -> None:
+    """The kinds of golds that math-verify alone would take for others."""
+    for gold, (right, wrong) in KINDS.items():
+        MATH.check_gold(gold)
+        assert [boxed for boxed in right if score(gold, boxed) != 1.0] == [], gold
+        assert [boxed for boxed in wrong if score(gold, boxed) != 0.0] == [], gold
+
+
+@pytest.mark.parametrize("before", ["\\boxed{13}. Wait, ", "\\boxed{13}, ", "$\\boxed{13}$ or "])
+def test_the_answer_is_the_last_box(before: str) -> None:
+    for last, value in (("\\boxed{12}", 1.0), ("\\boxed{14}", 0.0), ("\\boxed{12", 0.0)):
+        assert MATH("", before + last, "12", {})[0] == value
+
+
 UNREADABLE: dict[str, tuple[Answer, str]] = {
     "empty": ("", "is empty"),
     "no mathematics": ("???", "is no mathematical expression that math-verify can read"),
@@ -140,6 +190,12 @@ UNREADABLE: dict[str, tuple[Answer, str]] = {
     "a system of equations": ("\\begin{cases} x=1 \\\\ y=2 \\end{cases}", "is read by math-verify as 2"),
     "too large": ("1e999999", "is beyond the limit of 10^1000"),
     "one of a list": (["3", ""], "is empty"),
+    "an operator": ("7 mod 3", "is read by math-verify as 7*m*o*d*3"),
+    "a function": ("2 sinx", "is read by math-verify as 2*i*n*s*x"),
+    "a function alone": ("sinx", "joins the name of a function and a letter, which is unclear"),
+    "a decimal comma": ("1,5e3", "has a decimal comma, which is unclear"),
+    "several boxes": ("\\boxed{3}, \\boxed{4}", "has several answers, each in a \\boxed{}"),
+    "several formulas": ("$a$ if $b > 1$", "has several formulas"),
     "an object": ({"target": 24}, "is neither a text nor a number, nor a list of them"),
     "a boolean": (True, "is neither a text nor a number, nor a list of them"),
 }

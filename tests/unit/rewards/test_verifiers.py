@@ -88,7 +88,18 @@ def test_what_is_a_score_what_abstains_and_what_is_neither() -> None:
     for none in (None, {"score": None, "part": 1.0}):
         with pytest.raises(Abstained):
             read_return(none)
-    for bad in ("1", np.array([1.0, 2.0]), np.array([]), torch.ones(2), np.array("1"), np.float32("nan"), torch.tensor(1j), [1.0]):
+    strange = (np.ma.masked, np.ma.array([0.5], mask=[True]), np.datetime64("2020"))
+    for bad in (
+        *strange,
+        "1",
+        np.array([1.0, 2.0]),
+        np.array([]),
+        torch.ones(2),
+        np.array("1"),
+        np.float32("nan"),
+        torch.tensor(1j),
+        [1.0],
+    ):
         with pytest.raises(BadReturn, match="not a finite number$"):
             read_return(bad)
 
