@@ -86,7 +86,12 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(90, "tests/e2e/test_pairs.py"),
         _distributed(40, "export"),
     ),
-    (_tests(1000, SLURM, name="slurm-nodes", words=NODES), _tests(120, "tests/e2e/test_routing.py"), _distributed(60, "plan")),
+    (
+        _tests(1000, SLURM, name="slurm-nodes", words=NODES),
+        _tests(120, "tests/e2e/test_routing.py"),
+        _distributed(60, "plan"),
+        _distributed(60, "split_episodes"),
+    ),
     (
         _tests(480, FAULTS, name="faults-stopped", words="any_process[one- and SIGSTOP"),
         _tests(500, FAULTS, name="faults-joined", words="cluster_of_others"),
