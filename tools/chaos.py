@@ -24,9 +24,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import psutil
@@ -184,8 +185,9 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def assert_same(job: Job, straight: Job) -> None:
     """Assert that every row and the weights are those of the undisturbed run."""
-    mine = [{name: value for name, value in row.items() if not name.startswith("events/restart")} for row in numbers(job)]
-    assert mine == numbers(straight), f"{job.runs}: its metrics are not those of {straight.runs}"
+    for mine, other in zip_longest(numbers(job), numbers(straight), fillvalue=dict[str, Any]()):
+        different = {name: (mine.get(name), other.get(name)) for name in mine | other if mine.get(name) != other.get(name)}
+        assert not different, f"{job.runs}: not the metrics of {straight.runs} in step {mine.get('step')}: {different}"
     assert weights(job, "model", "critic") == weights(straight, "model", "critic"), f"{job.runs}: other weights than {straight.runs}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.e2e.job import RESTARTED, TIMED, Job
+from tests.e2e.job import RESTARTED, STARVED, TIMED, Job
 
 
 def numbers(job: Job) -> list[dict[str, Any]]:
@@ -22,6 +22,7 @@ def weights(job: Job, *models: str) -> dict[str, bytes]:
 def outcome(job: Job) -> dict[str, Any]:
     """What the summary says of the run as a whole, the clock, the memory and what was replaced aside."""
     summary = json.loads((job.runs / "job" / "summary.json").read_text())
+    summary["alarms"] = {name: text for name, text in summary.get("alarms", {}).items() if name not in STARVED}
     return {name: value for name, value in summary.items() if name not in ("starts", "wall_s", "gpu_s", "peak_rss_mb", "restarts")}
 
 

@@ -22,8 +22,12 @@ from megarl.reaper import members
 ROOT = Path(__file__).parents[2]
 MARK = "MEGARL_TEST_JOB"
 RESTARTED = "events/restart"  # metrics of what failed and was replaced
+STARVED = ("ranks_starved", "engines_starved")  # alarms that measure the clock
 # Metrics that measure the clock, or the memory.
-TIMED = ("timing_s/", "perf/tokens_per_second", "perf/time_per_step", "perf/tflops_per_gpu", "perf/memory_", "perf/idle_", "time")
+TIMED = (
+    *("timing_s/", "perf/tokens_per_second", "perf/time_per_step", "perf/tflops_per_gpu", "perf/memory_", "perf/idle_", "time"),
+    *(f"events/{alarm}" for alarm in STARVED),
+)
 
 # What a launcher or another system may have left in the environment; every test here shows that a run does not depend on it.
 FOREIGN = {
