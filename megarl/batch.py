@@ -13,6 +13,7 @@ import bisect
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,12 @@ class Sample:
     def loss_tokens(self) -> int:
         """The number of response tokens that are trained on."""
         return self.response_length if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def version_tokens(self) -> list[int]:
+        """The number of loss tokens of each span of `weight_versions`."""
+        bounds = pairwise([*(span.start for span in self.weight_versions), self.response_length])
+        return [end - begin if self.loss_mask is None else int(np.count_nonzero(self.loss_mask[begin:end])) for begin, end in bounds]
 
 
 @dataclass(frozen=True)

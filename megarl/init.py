@@ -200,10 +200,12 @@ def columns_of(data: Path) -> DataColumns:
     if all(find(row, name) is not None for row in rows for name in ("chosen", "rejected")):
         return DataColumns("dpo", tools=tools)
 
-    def held(names: Sequence[str]) -> str | None:
+    def common(names: Sequence[str]) -> str | None:
         return next((name for name in names if all(find(row, name) is not None for row in rows)), None)
 
-    prompt, answer, conversation = held(PROMPTS), held(ANSWERS), held(CONVERSATIONS)
+    prompt, conversation = common(PROMPTS), common(CONVERSATIONS)
+    labels = {name for name in ANSWERS if any(isinstance(find(row, name), bool) for row in rows)}  # verdicts, no answers
+    answer = common([name for name in ANSWERS if name not in labels])
     if prompt is not None and answer is not None:
         return DataColumns("train", prompt, answer, all(_mathematical(str(find(row, answer))) for row in rows), tools)
     if conversation is not None:

@@ -19,7 +19,8 @@ class EpisodeSummary:
     error: str | None  # how the environment failed; None: it did not
     info: Mapping[str, float]  # the numbers in the environment's last `info`
     opening: str  # the text that the policy read first
-    transcript: str  # everything after the opening: the policy's turns and the environment's answers
+    transcript: str  # everything after the opening, once: the policy's turns as sampled, and the environment's answers
+    unreadable: bool = False  # it ended since the policy cannot read what it wrote, as template and tokenizer take it
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class Response:
     episode: EpisodeSummary | None = None  # set if an environment answered
     weight_versions: Sequence[VersionSpan] = ()  # as in its Sample
     starts: Sequence[int] = ()  # as in its Sample
+    sampled: Sequence[int] = ()  # the loss tokens of each span of `weight_versions`; empty: all tokens are
+
+    @property
+    def version_tokens(self) -> list[tuple[int, int]]:
+        """The number of loss tokens of each span of `weight_versions`, and its version."""
+        bounds = pairwise([*(span.start for span in self.weight_versions), self.length])
+        tokens = self.sampled or [end - begin for begin, end in bounds]
+        return [(count, span.version) for count, span in zip(tokens, self.weight_versions, strict=True)]
 
     @property
     def entries(self) -> list[int]:

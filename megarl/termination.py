@@ -78,6 +78,20 @@ def poll() -> None:
 
 
 @contextmanager
+def withheld() -> Iterator[None]:
+    """Keep SIGTERM from the processes that this thread starts inside the block, and from those that they start.
+
+    A scheduler may send it to every process of a run at once, to warn the run: Slurm before a preemption, `timeout`, systemd. The run needs
+    them to save itself, and ends them by SIGKILL.
+    """
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # children inherit it
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+
+
+@contextmanager
 def _raised_where(now: Callable[[], bool], polled: bool = False) -> Iterator[None]:
     global _may_raise, _polled
     before, _may_raise, _polled = (_may_raise, _polled), now, polled

@@ -2,10 +2,10 @@
 
     python -m tools.chaos --faults 100 --out /tmp/chaos
 
-Every run goes through its phases on the real stack while its processes are killed or stopped, or its disk is full or slow. If a fault ends
-the run, the same command is started again, as a scheduler would. At the end, a run's weights and metrics are compared with those of an
-undisturbed run with the same layout; a difference is an error. The seed is a new one each time, and printed: given again, it breaks the
-same things in the same phases.
+Every run goes through its phases on the real stack while its processes are killed, stopped or asked to end, or its disk is full or slow.
+If a fault ends the run, the same command is started again, as a scheduler would. At the end, a run's weights and metrics are compared with
+those of an undisturbed run with the same layout; a difference is an error. The seed is a new one each time, and printed: given again, it
+breaks the same things in the same phases.
 
 Needs root, for the disk. With --write, what a whole run of the tool has shown goes into megarl/cluster/README.md.
 """
@@ -21,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
@@ -58,7 +59,7 @@ LAST = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What is broken: a process, by a signal, or the disk of the run's directory."""
+    """What is broken: a process, or every one, by a signal, or the disk of the run's directory."""
 
     victim: str
     number: signal.Signals | None = None
@@ -68,12 +69,16 @@ class Fault:
 
 
 WORKER = "reward worker"
+EVERYBODY = "every process"  # as Slurm warns the steps of a job that it preempts
+GRACE_S = 60  # for a warned run to save itself and end
+SAVED = re.compile(r"stopped by SIGTERM: saved at step \d+; started again, the run resumes")
 PROCESSES = {"rank": "model rank", "actor": "rollout actor", "core": "vLLM core", "gcs_server": "GCS", "raylet": "raylet"}
 FAULTS = (
     *(Fault(name, number) for name in PROCESSES for number in (signal.SIGKILL, signal.SIGSTOP)),
     Fault("driver", signal.SIGKILL),
     Fault("driver", signal.SIGTERM),
     Fault("driver", signal.SIGSTOP),
+    Fault(EVERYBODY, signal.SIGTERM),
     Fault(WORKER, signal.SIGKILL),
     Fault(WORKER, signal.SIGSTOP),
     Fault("full disk"),
@@ -111,7 +116,7 @@ class Run:
     """One run that is broken again and again, and restarted whenever that ends it."""
 
     def __init__(self, job: Job, disk: FaultyDisk) -> None:
-        self.job, self._disk = job, disk
+        self.job, self._disk, self._warned = job, disk, list[int]()
         self._start()
 
     def _start(self) -> None:
@@ -142,11 +147,17 @@ class Run:
             time.sleep(0.01)
         seen = time.monotonic() - begun
         assert job.process.returncode != 0 and job.gone(), f"{fault} in {phase}: ended with {job.process.returncode}:\n{job.text()[-3000:]}"
+        asked = fault.number == signal.SIGTERM
+        if asked:
+            saved = SAVED.search(job.text(), text) and job.process.returncode == 143 and seen <= GRACE_S
+            assert saved, f"{fault} in {phase}: ended with {job.process.returncode} after {seen:.1f} s:\n{job.text()[-3000:]}"
+            assert not (left := [one for pid in self._warned if (one := title(pid))]), f"{fault} in {phase}: left {left}"
         self._disk.mend()
         last = (job.text().splitlines() or ["nothing"])[-1]
         self._start()
         job.wait_for("a step", lambda: STEP.search(job.text()) is not None, 0.01)
         kept = int(STEP.findall(job.text())[0]) - 1
+        assert kept >= before or not asked, f"{fault} in {phase}: {before} steps were done, and {kept} kept"
         return Outcome(fault, phase, seen, time.monotonic() - begun, max(0, before - kept), last)
 
     def _break(self, fault: Fault, processes: Processes) -> None:
@@ -155,6 +166,13 @@ class Run:
             if fault.victim == "hanging disk":
                 time.sleep(PAUSE_S)
                 self._disk.thaw()
+            return
+        if fault.victim == EVERYBODY:
+            below = [one.pid for one in psutil.Process(processes.driver).children(recursive=True)]  # those in sandboxes lack the job's mark
+            self._warned = sorted({*below, *self.job.pids()}, reverse=True)  # the driver, which acts on it, is the last to hear
+            for number, pid in product((signal.SIGCONT, fault.number), self._warned):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
             return
         if fault.victim in ("driver", "rank", "actor", "core"):
             pid = int(getattr(processes, fault.victim))

@@ -78,7 +78,15 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(700, FAULTS, name="faults-two-ranks", words="any_process[tp2- or shares or two_ranks"),
         _tests(700, FAULTS, name="faults-recovery", words="start_again"),
     ),
-    (_tests(760, "tests/e2e/test_ahead.py"), _distributed(70, "family_training")),
+    (
+        _tests(900, "tests/e2e/test_ahead.py"),
+        _tests(90, "tests/e2e/test_watch.py"),
+        _tests(240, "tests/e2e/test_steps.py"),
+        _distributed(70, "family_training"),
+        _distributed(40, "fused_logprobs"),
+        _distributed(30, "family_stages"),
+        _distributed(30, "convert"),
+    ),
     (_tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"), _distributed(70, "learner")),
     (
         _tests(400, FAULTS, name="faults-killed", words="(any_process[one- and not SIGSTOP) or helper"),
@@ -112,15 +120,14 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(240, "tests/e2e/test_members.py"),
         _distributed(120, "family_weights"),
     ),
-    (_tests(360, "tests/rollout"), _tests(360, "tests/examples"), _distributed(45, "checkpoint"), _distributed(25, "value_model")),
     (
+        _tests(360, "tests/rollout"),
+        _tests(360, "tests/examples"),
         _distributed(360, "replayed_steps"),
-        _tests(90, "tests/e2e/test_watch.py"),
-        _tests(240, "tests/e2e/test_steps.py"),
-        _distributed(40, "fused_logprobs"),
-        _distributed(30, "family_stages"),
-        _distributed(30, "convert"),
+        _distributed(45, "checkpoint"),
+        _distributed(25, "value_model"),
     ),
+    (_tests(1200, "tests/e2e/test_soak.py"),),
 )
 PROOFS = {proof.name: proof for part in PARTS for proof in part}
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import signal
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from ray._private.node import Node
 from ray._raylet import GcsClient, NodeID, persist_port
 from ray.exceptions import RpcError
 
+from megarl import termination
 from megarl.patching import expect
 from megarl.text import one_line
 
@@ -41,8 +40,8 @@ class RayNotStarted(Exception):
 def mend(timeout_s: float, one_of_many: bool = False) -> None:
     """Prepare Ray to start a session's processes on this machine, with every wait bounded by `timeout_s`.
 
-    With `one_of_many`, on a node of a job, every port that other nodes connect to is chosen here, below the kernel's ephemeral ports; and
-    Ray's processes do not receive SIGTERM.
+    With `one_of_many`, on a node of a job, every port that other nodes connect to is chosen here, below the kernel's ephemeral ports.
+    Neither Ray's processes nor what they start receive SIGTERM.
     """
     # Neither the dashboard's server, which Ray starts and waits for even without a dashboard, nor the autoscaler, since the cluster does
     # not grow: together a quarter of the CPU time of Ray's start.
@@ -59,16 +58,14 @@ def mend(timeout_s: float, one_of_many: bool = False) -> None:
     )
     if one_of_many:
         os.environ["RAY_GCS_SERVER_PORT"] = str(_free_ports(1)[0])
-    _start_without_agents(blocked=[signal.SIGTERM] if one_of_many else [])
+    _start_without_agents()
     _wait_for_raylet(timeout_s, chosen_ports=one_of_many)
 
 
-def _start_without_agents(blocked: Sequence[signal.Signals]) -> None:
+def _start_without_agents() -> None:
     """Replace the raylet's two agents, without which it does not start, by processes that do nothing and end with it.
 
     One agent serves the dashboard, the other makes environments for actors that ask for them: half of the CPU time of Ray's start.
-    `blocked`: signals that Ray's processes and all that they start do not receive. Slurm warns of a preemption by a SIGTERM to every
-    process of a step (unless proctrack/cgroup keeps it to the tasks), and a run needs Ray and its ranks to be saved.
     """
     asked, agents = f"if {ASKED}() is not None:", (f'"{agent}={{}}".format(' for agent in AGENTS)
     expect(services.start_raylet, asked, *agents, "start_ray_process(")
@@ -79,13 +76,9 @@ def _start_without_agents(blocked: Sequence[signal.Signals]) -> None:
 
     def start_ray_process(command: list[str], *arguments: Any, **options: Any) -> Any:
         without = [f"{name}=cat" if (name := word.partition("=")[0]) in AGENTS else word for word in command]
-        usual = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # children inherit it
-        try:
+        with termination.withheld():
             started = _start_ray_process(without, *arguments, **options)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-        if blocked:
-            started.process.terminate = started.process.kill  # Ray would wait a second for each of them to end by SIGTERM
+        started.process.terminate = started.process.kill  # Ray would wait a second for each of them to end by SIGTERM
         return started
 
     services.start_ray_process = start_ray_process

@@ -61,6 +61,13 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
 }
+# What Ray keeps about past work for a dashboard, which a private session lacks. Each is in proportion to the length of a run.
+FORGETFUL = {
+    "RAY_task_events_report_interval_ms": "0",  # its server would keep the last 100,000 calls: 46 kB a step of a tiny run
+    "RAY_event_stats_print_interval_ms": "0",  # each process would log a page of statistics a minute; with -1, Ray 2.60 logs in a loop
+    "RAY_ROTATION_MAX_BYTES": str(16 << 20),  # of a log; Ray's own logs would take 3 GB for each process
+    "RAY_ROTATION_BACKUP_COUNT": "1",
+}
 # Caches of compiled kernels: by default in the home directory, where the processes of all nodes would write and lock the same files.
 CACHES = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer", "VLLM_CACHE_ROOT": "vllm"}
 ANSWER_S = 30.0  # longest wait for an answer from the cluster that is joined
@@ -214,7 +221,7 @@ def hosting(start_timeout_s: float, interface: str | None, token: str, allocatio
     """
     one_of_many = allocation is not None
     with ray_settings(private=True):
-        os.environ.update(HEALTH if one_of_many else {}, RAY_AUTH_TOKEN=token)
+        os.environ.update({**FORGETFUL, **(HEALTH if one_of_many else {})}, RAY_AUTH_TOKEN=token)
         _set_mode(token=True)
         local = interface in (None, "lo")
         ray_constants.ENABLE_RAY_CLUSTER = not local

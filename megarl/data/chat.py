@@ -117,7 +117,14 @@ def _dropped(value: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: inner for name, inner in value.items() if name != key}
 
 
-def omission(chat: Chat, marks: Sequence[tuple[int, str, str]], text: str | Exception) -> tuple[Omission, set[str]]:
+class Unused(NamedTuple):
+    """What a template leaves out and only needs to be named."""
+
+    keys: set[str]  # of messages
+    thoughts: dict[str, int]  # keys of earlier reasoning, with the first message of each: the template may write it of a last message
+
+
+def omission(chat: Chat, marks: Sequence[tuple[int, str, str]], text: str | Exception) -> tuple[Omission, Unused]:
     """Return what a template leaves out of a chat of marks.
 
     Args:
@@ -128,17 +135,19 @@ def omission(chat: Chat, marks: Sequence[tuple[int, str, str]], text: str | Exce
     Returns:
         The first thing that is missing, and the other keys of messages that are.
     """
+    last, unused = len(chat.messages) - 1, Unused(set(), {})
     if isinstance(text, Exception):
-        return NOTHING, set()
+        return NOTHING, unused
     if chat.tools is not None and PROBE_TOOL["function"]["name"] not in text:
-        return Omission(-1, "the schemas"), set()
-    last, unused = len(chat.messages) - 1, set[str]()
+        return Omission(-1, "the schemas"), unused
     for number, key, mark in marks:
         if mark not in text:
             if key == "content":
-                return Omission(number, f"what the role {chat.messages[number]['role']!r} says"), set()
+                return Omission(number, f"what the role {chat.messages[number]['role']!r} says"), unused
             if key == "tool_calls" or (key in SPOKEN and number == last):
-                return Omission(number, f"its {key}"), set()
-            if key not in SPOKEN or chat.messages[number]["role"] != "assistant":  # templates may leave out earlier reasoning
-                unused.add(key)
+                return Omission(number, f"its {key}"), unused
+            if key in SPOKEN and chat.messages[number]["role"] == "assistant":
+                unused.thoughts.setdefault(key, number)
+            else:
+                unused.keys.add(key)
     return NOTHING, unused

@@ -35,6 +35,8 @@ def at(row: dict[str, Any], dotted: str, place: str, key: str) -> Any:
     """
     value = find(row, dotted)
     if value is None:
+        if _holds(row, dotted):
+            raise ConfigError(f"{place}: {key}={dotted!r} is null")
         raise ConfigError(f"{place}: no value for {key}={dotted!r}; the row has {one_line(', '.join(row)) or 'no columns'}")
     return value
 
@@ -47,6 +49,12 @@ def find(row: dict[str, Any], dotted: str) -> Any:
     for name in dotted.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+def _holds(row: dict[str, Any], dotted: str) -> bool:
+    """Whether a row has a column, which may be null."""
+    outer, _, name = dotted.rpartition(".")
+    return dotted in row or (bool(outer) and name in (find(row, outer) or ()))
 
 
 def find_in_table(table: pyarrow.Table, dotted: str) -> pyarrow.ChunkedArray | None:

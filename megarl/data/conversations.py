@@ -14,7 +14,7 @@ from megarl.data.intake import Intake, TooLong
 from megarl.data.prompts import Renderer
 from megarl.data.rendering import Reply
 from megarl.data.rows import Row
-from megarl.data.tokenizer import check_size, encode
+from megarl.data.tokenizer import check_known, check_size, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,12 +31,14 @@ class Conversation:
         prompt_length: number of tokens before the assistant's first one that is learned.
         loss_mask: bool [response], true for the tokens that are learned; None: all are.
         place: its row's name in messages.
+        unread: what the row says after the last message that is learned, and nothing reads.
     """
 
     tokens: np.ndarray
     prompt_length: int
     loss_mask: np.ndarray | None = None
     place: str = field(default="", repr=False, compare=False)
+    unread: str = field(default="", repr=False, compare=False)
 
 
 def sample(conversation: Conversation) -> Sample:
@@ -52,6 +54,7 @@ class Script:
     place: str  # its name in error messages
     turns: Sequence[Reply]
     name: str = "conversation"  # the whole, or the one learned text after a prompt ("response"), in messages
+    unread: str = ""  # as of `Conversation`
 
     def check_size(self, tokenizer: PreTrainedTokenizerBase, most: int, limit_key: str) -> None:
         """Raise TooLong if there are more characters than `most` tokens can have; see `megarl.data.tokenizer.check_size`."""
@@ -112,7 +115,7 @@ def tokenised(
         ids = [part if number % 2 == 0 else [*part, ends[script.turns[number // 2].end]] for number, part in enumerate(parts)]
         tokens = np.array(list(chain.from_iterable(ids)), dtype=np.int32)
         mask = np.repeat(np.arange(len(ids) - 1) % 2 == 0, [len(part) for part in ids[1:]])
-        return Conversation(tokens, len(ids[0]), None if mask.all() else mask, script.place)
+        return Conversation(tokens, len(ids[0]), None if mask.all() else mask, script.place, script.unread)
 
     fitting = intake.made(items, sized)
     turns = [turn for _, group in fitting for script in group for turn in script.turns]
@@ -137,4 +140,5 @@ def plain_script(renderer: Renderer, row: Row, response: str, name: str = "respo
         ConfigError: the prompt needs a chat template.
     """
     read = renderer.plain(row)
+    check_known(renderer.tokenizer, response, f"{row.place}: {name if name in ('chosen', 'rejected') else f'the {name}'}")
     return Script(row.place, [Reply(read, renderer.response(read, response), renderer.end)], name)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -150,8 +151,11 @@ def _jsonl(path: Path, key: str, answer: str) -> Rows:
 def _row_of(line: bytes, place: str, answer: str) -> dict[str, Any]:
     """Return the row of a line. Raise ConfigError if it is none."""
     try:
-        row = parse_json(line)
-    except ValueError as error:  # not JSON, or not UTF-8
+        row = parse_json(line.rstrip())
+    except json.JSONDecodeError as error:
+        part = "; each line must hold one whole object" if line.strip() in (b"[", b"{") else ""
+        raise ConfigError(f"{place}: not JSON: {error.msg} at column {error.colno}{part}") from None
+    except ValueError as error:  # a key twice, or not UTF-8
         raise ConfigError(f"{place}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: must hold an object, not {type(row).__name__}")

@@ -68,6 +68,7 @@ class Intake:
         self._left_out = list[str]()  # why, for the first `KEPT` of all
         self.rows, self._control, self._place = 0, "", ""
         self._notes = defaultdict[str, set[str]](set)
+        self._unread, self._first_unread = 0, ""
 
     @classmethod
     def of(cls, data: SourceFormat) -> Intake:
@@ -123,6 +124,11 @@ class Intake:
         self._place = place
         self._control = self._control or f"{token!r} in {place}"
 
+    def note_unread(self, place: str) -> None:
+        """Note a row with messages after the last one that is learned."""
+        self._unread += 1
+        self._first_unread = self._first_unread or place
+
     def note(self, what: str, names: Iterable[str]) -> None:
         """Note names in the rows of which the same is to be said, such as columns that nothing uses."""
         self._notes[what].update(names)
@@ -152,9 +158,17 @@ class Intake:
             total = self.overlong + kept
             yield f"{self.overlong:,} of {total:,} are longer than {limit}, and left out (data.overlong=drop)"
         if self.bad:
-            yield f"{self.bad:,} bad rows are left out (data.on_bad_row=drop){reasons}"
+            yield f"{_count(self.bad, 'bad row is', 'bad rows are')} left out (data.on_bad_row=drop){reasons}"
         if self.rows:
-            yield f"{self.rows:,} rows have control tokens inside their texts, the first {self._control} (data.control_tokens=allow)"
+            rows = _count(self.rows, "row has", "rows have")
+            yield f"{rows} control tokens inside their texts, the first {self._control} (data.control_tokens=allow)"
+        if self._unread:
+            rows = _count(self._unread, "row has", "rows have")
+            yield f"{rows} messages after the last one that is learned, which nothing reads, the first {self._first_unread}"
         for what, names in self._notes.items():
             if names:
                 yield f"{what}: {one_line(', '.join(sorted(names)), 300)}"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"

@@ -2,8 +2,9 @@
 
 A million rows as prompts would take several gigabytes, and minutes of tokenising at every start and resume. Here the rows stay in a table,
 and most rows that would be refused are found before the start without tokenising all of them: operations on whole columns show which rows
-are empty, malformed, chats of several messages, or have enough bytes to be too long. These are checked fully, and so is a sample from all
-over the file. A row can then be refused when it is drawn only if the chat template objects to its text, or the tokenizer makes it longer.
+are empty, malformed, chats of several messages, have enough bytes to be too long, or characters that the tokenizer may not have. These are
+checked fully, and so is a sample from all over the file. A row can then be refused when it is drawn only if the chat template objects to
+its text, or the tokenizer makes it longer.
 
 Axes: P prompts, N of them.
 """
@@ -27,7 +28,7 @@ from megarl.data.lazy import LazySequence
 from megarl.data.messages import ARGUMENTS, TOOLS
 from megarl.data.prompts import CHUNK, Prompt, Renderer
 from megarl.data.rows import Row, row_of
-from megarl.data.tokenizer import special_tokens
+from megarl.data.tokenizer import doubtful_characters, special_tokens
 
 if TYPE_CHECKING:
     import pyarrow
@@ -70,9 +71,10 @@ class LargeFile(LazySequence[Prompt]):
         made = [prompt.id for prompt in self._make(sample)]
         room = renderer.most - 2 * renderer.added if made else -1
         special = None if renderer.chat_template is None else special_tokens(renderer.tokenizer).pattern
+        patterns = [pattern for pattern in (special, doubtful_characters(renderer.tokenizer)) if pattern is not None]
         with self._readable():
             table.validate(full=True)  # finds invalid UTF-8, among others
-            suspects = np.setdiff1d(np.flatnonzero(_suspicious(table, source, room, special)[self._row_P]), sample)
+            suspects = np.setdiff1d(np.flatnonzero(_suspicious(table, source, room, "|".join(patterns) or None)[self._row_P]), sample)
         for first in range(0, len(suspects), CHUNK):
             made += [prompt.id for prompt in self._make(suspects[first : first + CHUNK])]
         self._row_P = np.delete(self._row_P, np.setdiff1d(np.union1d(sample, suspects), np.array(made, dtype=np.int64)))
@@ -152,14 +154,14 @@ def _saved(path: Path, key: str) -> pyarrow.Table | None:
 def _suspicious(table: pyarrow.Table, source: FileSource, room: int, special: str | None) -> np.ndarray:
     """Return which rows might be refused, or are to be counted.
 
-    Something is missing, it is not a single user message or has more bytes than fit, it contains a special token, or it has tools or
+    Something is missing, it is not a single user message or has more bytes than fit, it contains something special, or it has tools or
     arguments of its own. A text cannot have more tokens than bytes, unless the tokenizer lengthens it first.
 
     Args:
         table: the rows.
         source: names the columns.
         room: the number of bytes that fit.
-        special: pattern of special tokens; None: they are not looked for.
+        special: pattern of special tokens, and of characters that the tokenizer may not have; None: nothing is looked for.
 
     Returns:
         bool [rows]; all rows count if the columns' types say too little.
@@ -209,7 +211,7 @@ def _bad_chats(chats: pyarrow.ListArray, room: int, special: str | None) -> np.n
 
 
 def _bad_texts(texts: pyarrow.Array, room: int, special: str | None) -> np.ndarray:
-    """Return which texts are null or blank, have more bytes than `room`, or contain a special token."""
+    """Return which texts are null or blank, have more bytes than `room`, or contain something special."""
     import pyarrow
     from pyarrow import compute
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.strict_json import parse_json
+from megarl.text import one_line
 
 Message = dict[str, Any]  # one message of a chat: role, content, and what else it has
 
@@ -35,8 +36,10 @@ def checked(prompt: Any, place: str, filled: bool = False) -> str | list[Message
     if not isinstance(prompt, list):
         raise ConfigError(f"{place}: the prompt must be a text or a list of chat messages, not {type(prompt).__name__}")
     messages = checked_chat(prompt, place, filled)
-    if not messages or (not says_something(messages[-1]) and messages[-1]["role"] != "tool"):
-        raise ConfigError(f"{place}: the prompt is empty")
+    if not messages:
+        raise ConfigError(f"{place}: there are no messages")
+    if not says_something(messages[-1]) and messages[-1]["role"] != "tool":
+        raise ConfigError(f"{place}: message {len(messages) - 1}, the last, is empty")
     return messages
 
 
@@ -51,24 +54,37 @@ def _checked(message: Any, place: str, filled: bool) -> Message:
         message = {key: value for key, value in message.items() if key != "tool_calls" or value != []}
         if media := [key for key in message if key in MEDIA and message[key] not in ("", [], {})]:
             raise ConfigError(f"{place}: {media[0]} is not taken: only texts are read and learned")
-    alone = isinstance(message, dict) and message.get("role") == "assistant" and ("tool_calls" in message or says_something(message))
-    if (
-        not isinstance(message, dict)
-        or not isinstance(message.get("role"), str)
-        or not isinstance(message.get("content", "" if alone else None), str)
-    ):
-        raise ConfigError(f"{place} of the prompt needs a text 'role' and a text 'content'")
+    if why := _malformed(message):
+        raise ConfigError(f"{place} {why}")
     for key in SPOKEN:
         if message["role"] == "assistant" and not isinstance(message.get(key, ""), str):
             raise ConfigError(f"{place}: {key} must be a text, not {type(message[key]).__name__}")
-    if "function_call" in message:
-        raise ConfigError(f"{place}: function_call is not taken; write it as one of tool_calls")
     if "tool_calls" in message:
         message = {**message, "tool_calls": _checked_calls(message["tool_calls"], f"{place}: tool_calls")}
     weight = message.get("weight", 1)
     if weight not in (0, 1) or ("weight" in message and weight and message["role"] != "assistant"):
         raise ConfigError(f"{place}: weight={weight!r:.40}: only 0 and 1 are taken, and 1 only of the assistant's messages")
     return message
+
+
+def _malformed(message: Any) -> str | None:
+    """Return why it is no message with a role and what that says; None if it is one."""
+    if not isinstance(message, dict):
+        return f"must be an object with a role and a content, not {type(message).__name__}"
+    keys = one_line(", ".join(message), 100) or "nothing"
+    if not isinstance(message.get("role"), str):
+        other = "; ShareGPT's from and value are role and content here, human is user, gpt assistant" if "from" in message else ""
+        return f"needs a text 'role', and has {keys}{other}"
+    if "function_call" in message:
+        return "has function_call, which is not taken; write it as one of tool_calls"
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message["role"] == "assistant" and says_something(message)):
+        return None
+    if content is None:
+        return f"needs a text 'content', and has {keys}"
+    kind = type(content).__name__
+    remedy = {"list": "join the texts of its parts", "dict": "write it as JSON"}.get(kind, "write it as a text")
+    return f"has a content that is no text but a {kind}; {remedy}"
 
 
 def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:

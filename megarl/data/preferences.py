@@ -14,7 +14,7 @@ from megarl.data.files import taken_rows
 from megarl.data.intake import UNUSED, Intake
 from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
-from megarl.data.prompts import Renderer, check_turn
+from megarl.data.prompts import Renderer
 from megarl.data.rendering import Lesson, Reply, batches, replies
 from megarl.data.rows import Row
 from megarl.data.template import ChatTemplate
@@ -46,7 +46,13 @@ class _Pair:
 
 
 def load_preferences(
-    source: PairSource, tokenizer: PreTrainedTokenizerBase, data: PreferenceData, max_tokens: int, key: str, limit_key: str
+    source: PairSource,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PreferenceData,
+    max_tokens: int,
+    key: str,
+    limit_key: str,
+    margins: bool = True,
 ) -> list[Preference]:
     """Return every pair of a source, tokenised as a rollout would have produced it.
 
@@ -57,6 +63,7 @@ def load_preferences(
         max_tokens: maximum length of a prompt and a response to it, including the end token.
         key: the source's dotted key, such as "data.train".
         limit_key: the setting that gives the limit, for messages.
+        margins: whether the loss reads the pairs' margins; else a column of them is one that nothing uses, and they are 0.
 
     Raises:
         ConfigError: one line: the first row that is refused, for example since it lacks a response or has two equal ones; a source without
@@ -64,7 +71,7 @@ def load_preferences(
     """
     if isinstance(source, PreferenceMixture):
         parts = [
-            (load_preferences(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source", limit_key), part.weight)
+            (load_preferences(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source", limit_key, margins), part.weight)
             for n, part in enumerate(source.parts)
         ]
         return list(Mixture(parts, source.seed, key))
@@ -78,7 +85,7 @@ def load_preferences(
             raise ConfigError(f"{pair.row.place}: chosen and rejected are the same response")
         return Preference(better, worse, pair.margin)
 
-    pairs = intake.each(taken_rows(source, key, intake.refuse), lambda item: _pair(*item, source, key, intake))
+    pairs = intake.each(taken_rows(source, key, intake.refuse), lambda item: _pair(*item, source, key, intake, margins))
     for batch in batches(pairs, CHUNK, lambda pair: pair.row.size):
         scripts = intake.made(batch, lambda pair: _plain(renderer, pair)) if template is None else _rendered(template, batch, intake)
         preferences += intake.made(tokenised(tokenizer, scripts, max_tokens, limit_key, intake, template is None), preference)
@@ -92,7 +99,8 @@ def _rendered(template: ChatTemplate, pairs: Sequence[_Pair], intake: Intake) ->
     """Return the pairs' prompts and responses as the chat template writes them."""
 
     def lessons(pair: _Pair) -> tuple[_Pair, list[Lesson]]:
-        check_turn(pair.row)
+        if pair.row.messages[-1]["role"] == "assistant":
+            raise ConfigError(f"{pair.row.place}: the prompt ends with the assistant's message, which belongs to chosen and rejected")
         wholes = [replace(pair.row, prompt=[*pair.row.messages, response]) for response in (pair.chosen, pair.rejected)]
         return pair, [Lesson.of(template, whole, [len(pair.row.messages)]) for whole in wholes]
 
@@ -118,14 +126,14 @@ def _plain(renderer: Renderer, pair: _Pair) -> tuple[_Pair, list[Script]]:
     return pair, [plain_script(renderer, pair.row, side["content"], name) for name, side in sides.items()]
 
 
-def _pair(place: str, columns: dict[str, Any], source: PreferenceSource, key: str, intake: Intake) -> _Pair:
-    """Return the pair of a row. Raise ConfigError if it is malformed."""
+def _pair(place: str, columns: dict[str, Any], source: PreferenceSource, key: str, intake: Intake, margins: bool) -> _Pair:
+    """Return the pair of a row; the arguments are `load_preferences`'s. Raise ConfigError if it is malformed."""
     filled = source.path.suffix != ".jsonl"
     before, chosen = _side(at(columns, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place, filled)
     other, rejected = _side(at(columns, source.rejected_key, place, f"{key}.rejected_key"), "rejected", place, filled)
     if before != other:
         raise ConfigError(f"{place}: chosen and rejected answer different prompts")
-    used = [source.chosen_key, source.rejected_key, source.margin_key, *source.where, TOOLS, ARGUMENTS]
+    used = [source.chosen_key, source.rejected_key, *[source.margin_key] * margins, *source.where, TOOLS, ARGUMENTS]
     prompt: str | list[Message] = before
     if not before or find(columns, source.prompt_key) is not None:
         given = checked(at(columns, source.prompt_key, place, f"{key}.prompt_key"), place, filled)
@@ -133,7 +141,8 @@ def _pair(place: str, columns: dict[str, Any], source: PreferenceSource, key: st
         used.append(source.prompt_key)
     intake.note(UNUSED, columns.keys() - {*used, *(name.partition(".")[0] for name in used)})
     row = Row(place, prompt, "", {}, tools_of(columns, place, filled), arguments_of(columns, place))
-    return _Pair(row, chosen, rejected, _margin(find(columns, source.margin_key), place, source.margin_key))
+    margin = _margin(find(columns, source.margin_key), place, source.margin_key) if margins else 0.0
+    return _Pair(row, chosen, rejected, margin)
 
 
 def _joined(prompt: str | list[Message], before: list[Message], place: str) -> list[Message]:

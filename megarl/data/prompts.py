@@ -16,7 +16,7 @@ from megarl.data.messages import ARGUMENTS, TOOLS, Message
 from megarl.data.rendering import continued, prompt_texts
 from megarl.data.rows import Row
 from megarl.data.template import ChatTemplate
-from megarl.data.tokenizer import check_size, encode, unended
+from megarl.data.tokenizer import check_known, check_size, encode, unended
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,7 +119,7 @@ class Renderer:
             return item, template.chat(row.messages, row.place, row.tools, row.arguments)
 
         chats = self.intake.made(rows, chat)
-        texts = prompt_texts(template, [(row.place, chat) for (row, _), chat in chats])
+        texts = prompt_texts(template, [(row.place, chat) for (row, _), chat in chats], known=True)
         return self.intake.taken(zip([item for item, _ in chats], texts, strict=True))
 
     def plain(self, row: Row) -> str:
@@ -130,6 +130,7 @@ class Renderer:
         if len(row.messages) > 1:
             raise ConfigError(f"{row.place}: a chat of {len(row.messages)} messages needs {SECTION}.chat=true")
         self.intake.note("keys of messages that nothing uses", row.messages[0].keys() - {"role", "content"})
+        check_known(self.tokenizer, _text(row), f"{row.place}: the prompt")
         return self._template.replace("{prompt}", _text(row))
 
     @property

@@ -16,10 +16,10 @@ from itertools import groupby
 from typing import TypeVar
 
 from megarl.data.chat import Chat, Omission
-from megarl.data.messages import SPOKEN, Message, spoken
+from megarl.data.messages import ARGUMENTS, SPOKEN, TOOLS, Message, spoken
 from megarl.data.rows import Row
 from megarl.data.template import ChatTemplate
-from megarl.data.tokenizer import first_line
+from megarl.data.tokenizer import first_line, unknown_characters
 from megarl.errors import ConfigError
 
 THINK, THOUGHT = "<think>", "</think>"  # around reasoning that is part of a text
@@ -35,19 +35,34 @@ class Lesson:
     """A conversation to learn from."""
 
     place: str  # its name in error messages
-    chat: Chat  # up to the last message that is learned
+    chat: Chat  # the whole of it
     learned: Sequence[int]  # the assistant's messages that are learned
 
     @classmethod
     def of(cls, template: ChatTemplate, row: Row, learned: Sequence[int]) -> Lesson:
         """The lesson of a row whose `messages` are a whole conversation; `learned`: numbers among them. Raises as `ChatTemplate.chat`."""
-        chat = template.chat(row.messages[: learned[-1] + 1], row.place, row.tools, row.arguments)
+        chat = template.chat(row.messages, row.place, row.tools, row.arguments)
         return cls(row.place, chat, [number + chat.inserted for number in learned])
+
+    @property
+    def end(self) -> int:
+        """The number of messages up to the last one that is learned. Those after it are checked, but nothing reads them."""
+        return self.learned[-1] + 1
 
     @property
     def size(self) -> int:
         """About how many characters its renderings have."""
-        return (len(self.learned) + 1) * sum(len(text) for message in self.chat.messages for _, text in spoken(message))
+        return (len(self.learned) + 2) * sum(len(text) for message in self.chat.messages for _, text in spoken(message))
+
+    @property
+    def unread_messages(self) -> Sequence[Message]:
+        """The messages after the last one that is learned."""
+        return self.chat.messages[self.end :]
+
+    @property
+    def unread(self) -> str:
+        """What these messages say, a line for each text."""
+        return "\n".join(f"{message['role']}: {text}" for message in self.unread_messages for _, text in spoken(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +93,13 @@ def batches(items: Iterable[Item], most: int, size: Callable[[Item], int]) -> It
         yield group
 
 
-def prompt_texts(template: ChatTemplate, chats: Sequence[tuple[str, Chat]]) -> list[str | ConfigError]:
+def prompt_texts(template: ChatTemplate, chats: Sequence[tuple[str, Chat]], known: bool = False) -> list[str | ConfigError]:
     """Render prompts up to where the assistant speaks.
 
     Args:
         template: the chat template.
         chats: place, which starts an error's message, and chat of each prompt.
+        known: refuse characters that the tokenizer does not have.
 
     Returns:
         The text of each prompt, or why it is refused: the template refuses it, or leaves something out.
@@ -91,15 +107,34 @@ def prompt_texts(template: ChatTemplate, chats: Sequence[tuple[str, Chat]]) -> l
     Raises:
         ConfigError: the template takes too much time.
     """
-    texts, omissions = _in_time(template, chats, lambda given: (template.texts(given), template.omissions(given)))
-    return [_attempt(_prompt, place, chat, text, omission) for (place, chat), text, omission in zip(chats, texts, omissions, strict=True)]
+
+    def of(place: str, chat: Chat, text: str | ConfigError) -> str:
+        rendered = _result(text)
+        if known:
+            _check_known(template, place, chat, rendered)
+        return rendered
+
+    return [_attempt(of, *one, text) for one, text in zip(chats, _wholes(template, chats, "prompt"), strict=True)]
 
 
-def _prompt(place: str, chat: Chat, text: str | Exception, omission: Omission) -> str:
-    rendered = _text(place, text, "prompt")
-    _check_omission(place, chat, omission)
-    _check_context(place, chat, len(chat.messages), rendered)
-    return rendered
+def _wholes(template: ChatTemplate, chats: Sequence[tuple[str, Chat]], name: str) -> list[str | ConfigError]:
+    """Return the texts of chats, or why they are refused.
+
+    Args:
+        template: the chat template.
+        chats: place and chat of each.
+        name: what a chat is called in errors: a prompt, which goes on to where the assistant speaks, or a conversation.
+    """
+    generation = name == "prompt"
+    texts, omissions = _in_time(template, chats, lambda given: (template.texts(given, generation), template.omissions(given, generation)))
+
+    def of(place: str, chat: Chat, text: str | Exception, omission: Omission) -> str:
+        rendered = _text(place, text, name)
+        _check_omission(place, chat, omission)
+        _check_context(place, chat, len(chat.messages), rendered)
+        return rendered
+
+    return [_attempt(of, *one, text, omission) for one, text, omission in zip(chats, texts, omissions, strict=True)]
 
 
 def _text(place: str, text: str | Exception, name: str = "conversation") -> str:
@@ -126,18 +161,27 @@ def replies(template: ChatTemplate, lessons: Sequence[Lesson]) -> list[list[Repl
     whole = [(lesson.place, lesson.chat.until(number + 1)) for lesson in lessons for number in lesson.learned]
     before = iter(_in_time(template, chats, partial(_before, template)))
     after = iter(_in_time(template, whole, lambda given: template.texts(given, generation=False)))
-    chats = [(lesson.place, lesson.chat) for lesson in lessons]
+    chats = [(lesson.place, lesson.chat.until(lesson.end)) for lesson in lessons]
     omissions = _in_time(template, chats, lambda given: template.omissions(given, generation=False))
+    longer = [(lesson.place, lesson.chat) for lesson in lessons if lesson.unread_messages]
+    unread = iter(_wholes(template, longer, "conversation") if longer else ())
 
-    def of(lesson: Lesson, omission: Omission, texts: list[tuple[str | Exception, str | Exception]]) -> list[Reply]:
+    def of(
+        lesson: Lesson, omission: Omission, texts: list[tuple[str | Exception, str | Exception]], whole: str | ConfigError
+    ) -> list[Reply]:
         pairs = [(_text(lesson.place, before), _text(lesson.place, after)) for before, after in texts]
         _check_omission(lesson.place, lesson.chat, omission)
         turns = [_reply(template, lesson, number, *pair) for number, pair in zip(lesson.learned, pairs, strict=True)]
         _check_context(lesson.place, lesson.chat, lesson.learned[-1], turns[-1].read)
+        for turn in turns:
+            _check_known(template, lesson.place, lesson.chat, turn.read, turn.text)
+        _result(whole)
         return turns
 
     return [
-        _attempt(of, lesson, omission, [(next(before), next(after)) for _ in lesson.learned])
+        _attempt(
+            of, lesson, omission, [(next(before), next(after)) for _ in lesson.learned], next(unread) if lesson.unread_messages else ""
+        )
         for lesson, omission in zip(lessons, omissions, strict=True)
     ]
 
@@ -238,6 +282,25 @@ def _check_omission(place: str, chat: Chat, omission: Omission) -> None:
         raise ConfigError(f"{place}: {part}: the chat template leaves out {omission.what}")
 
 
+def _check_known(template: ChatTemplate, place: str, chat: Chat, *texts: str) -> None:
+    """Raise ConfigError if the tokenizer does not have a character that the row gave.
+
+    Args:
+        template: the chat template.
+        place: the row's name in errors.
+        chat: the row.
+        *texts: its rendering, in parts.
+    """
+    unknown = "".join(unknown_characters(template.tokenizer, text) for text in texts)
+    if not unknown:
+        return
+    given = [(f"{chat.named(number)}: its {key}", value) for number, message in enumerate(chat.messages) for key, value in message.items()]
+    for name, value in (*given, (TOOLS, chat.tools or ""), (ARGUMENTS, dict(chat.arguments))):
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        if part := "".join(dict.fromkeys(one for one in text if one in unknown)):
+            raise ConfigError(f"{place}: {name} has characters that the tokenizer does not have: {part!r:.80}")
+
+
 def _check_context(place: str, chat: Chat, count: int, text: str) -> None:
     """Raise ConfigError if something is missing in the text of the first messages, of which the assistant's may have been rewritten."""
     for number, message in enumerate(chat.messages[:count]):
@@ -257,6 +320,13 @@ def _lost(message: Message, text: str) -> str:
 
 
 Result = TypeVar("Result")
+
+
+def _result(result: Result | ConfigError) -> Result:
+    """Return a result. Raises what is none."""
+    if isinstance(result, ConfigError):
+        raise result
+    return result
 
 
 def _attempt(make: Callable[..., Result], *given: object) -> Result | ConfigError:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Item = Conversation | Preference | Prompt
 
-READ, LEARNED, MASKED, SCORED, ANSWER = "read", "learned", "masked", "scored", "answer"
-WIDTH = max(map(len, (READ, LEARNED, MASKED, SCORED, ANSWER)))
-COLOURS = {LEARNED: "\x1b[32m", SCORED: "\x1b[32m", ANSWER: "\x1b[36m", MASKED: "\x1b[2m"}
+READ, LEARNED, MASKED, SCORED, ANSWER, UNREAD = "read", "learned", "masked", "scored", "answer", "unread"
+WIDTH = max(map(len, (READ, LEARNED, MASKED, SCORED, ANSWER, UNREAD)))
+COLOURS = {LEARNED: "\x1b[32m", SCORED: "\x1b[32m", ANSWER: "\x1b[36m", MASKED: "\x1b[2m", UNREAD: "\x1b[2m"}
 PLAIN = "\x1b[0m"
 
 Line = tuple[str, str]
@@ -60,6 +60,7 @@ def row_lines(tokenizer: PreTrainedTokenizerBase, row: Sequence[Item], by: str =
         else:
             split = f", sample {number + 1} of {len(row)} (the chat template rewrites what came before)" if len(row) > 1 else ""
             yield from _sample_lines(tokenizer, sample(item), item.place + split, by, most)
+            yield from _text_lines(UNREAD, item.unread, most) if item.unread else ()
 
 
 def spans(tokenizer: PreTrainedTokenizerBase, one: Sample, by: str = LEARNED) -> Iterator[tuple[str, str, int]]:

@@ -178,7 +178,12 @@ def _learned(
     made = list[Conversation]()
     for batch in batches(lessons, CHUNK, lambda lesson: lesson.size):
         turns = intake.taken(zip(batch, replies(template, batch), strict=True))
-        scripts = [Script(lesson.place, sample, name) for lesson, replied in turns for sample in samples(replied)]
+        scripts = list[Script]()
+        for lesson, replied in turns:
+            *others, last = samples(replied)
+            scripts += [*(Script(lesson.place, sample, name) for sample in others), Script(lesson.place, last, name, lesson.unread)]
+            if lesson.unread_messages:
+                intake.note_unread(lesson.place)
         made += _tokenised(scripts, template.tokenizer, most, intake)
     return made
 

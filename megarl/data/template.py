@@ -160,9 +160,15 @@ class ChatTemplate:
         texts = self.texts([chat for chat, _ in probes], generation) if probes else []
         for kind, (chat, marks), text in zip(fresh, probes, texts, strict=True):
             self._omissions[kind], unused = omission(chat, marks, text)
-            unused |= {key for key, other in reduced(chat) if self.texts([other], generation) == [text]}
-            self._intake.note("keys of messages that the chat template leaves out", unused)
+            keys = unused.keys | {key for key, other in reduced(chat) if self.texts([other], generation) == [text]}
+            keys |= {key for key, number in unused.thoughts.items() if not self._writes(chat, number, key)}
+            self._intake.note("keys of messages that the chat template leaves out", keys)
         return [self._omissions[kind] for kind in kinds]
+
+    def _writes(self, chat: Chat, number: int, key: str) -> bool:
+        """Whether the template writes the text of a key, which no other text contains, in a message that is the last one."""
+        [text] = self.texts([chat.until(number + 1)], generation=False)
+        return isinstance(text, str) and chat.messages[number][key] in text
 
     @cached_property
     def end(self) -> str:

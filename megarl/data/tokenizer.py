@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import takewhile
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MOST_CONFIG = 64 << 20  # bytes
+RARE = "".join(map(chr, range(0x12000, 0x12040)))  # cuneiform, which only a tokenizer that falls back to bytes has
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -132,6 +134,64 @@ def unended(text: str, *ends: str) -> str:
     while (end := next((end for end in ends if text.rstrip().endswith(end)), None)) is not None:
         text = text.rstrip().removesuffix(end)
     return text
+
+
+class _Alphabet(dict[str, bool]):
+    """Whether a tokenizer has a character, found out once for each: its tokens decode to it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, character: str) -> bool:
+        self[character] = _plain(_written(self._tokenizer, character)) == _plain(character)
+        return self[character]
+
+
+@lru_cache(maxsize=8)
+def _alphabet(tokenizer: PreTrainedTokenizerBase) -> _Alphabet | None:
+    """Return the characters of a tokenizer; None if it has all that there are."""
+    return None if RARE in _written(tokenizer, RARE) else _Alphabet(tokenizer)
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return the text that the tokens of a text decode to."""
+    return decode(tokenizer, encode(tokenizer, [text], special=False)[0], finished=False)
+
+
+def _plain(text: str) -> str:
+    """Return a text without the differences that tokenizers level: those of white space, compatible characters and case."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return the characters of a text that the tokenizer does not have, so that its tokens decode to something else."""
+    if (alphabet := _alphabet(tokenizer)) is None or not (unknown := {one for one in set(text) if not alphabet[one]}):
+        return ""
+    if _plain(_written(tokenizer, text)) == _plain(text):  # it has them in tokens of several characters
+        return ""
+    return "".join(one for one in dict.fromkeys(text) if one in unknown)
+
+
+def doubtful_characters(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the pattern of characters that the tokenizer may not have: all but its ASCII ones; None if it has all that there are."""
+    if (alphabet := _alphabet(tokenizer)) is None:
+        return None
+    return "[^" + "".join(f"\\x{number:02x}" for number in range(128) if alphabet[chr(number)]) + "]"
+
+
+def check_known(tokenizer: PreTrainedTokenizerBase, text: str, place: str) -> None:
+    """Check that the tokenizer has every character of a text.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: the text.
+        place: the text's name in messages.
+
+    Raises:
+        ConfigError: it does not; the message starts with `place`.
+    """
+    if unknown := unknown_characters(tokenizer, text):
+        raise ConfigError(f"{place} has characters that the tokenizer does not have: {unknown!r:.80}")
 
 
 def check_size(tokenizer: PreTrainedTokenizerBase, text: str, most: int, place: str, limit_key: str) -> None:

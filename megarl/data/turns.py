@@ -3,25 +3,30 @@
 The context of a turn is what the chat template renders of the conversation at that turn. Where that begins with the very text that was read
 and written so far, the context keeps the tokens that were read and sampled, and only what follows is tokenised. Where the template renders
 an earlier message in another way (many leave out earlier reasoning, or trim texts), the whole rendering is a new context: a new sample
-begins there, and the samples before it keep the tokens that were sampled.
+begins there, and the samples before it keep the tokens that were sampled. What the policy wrote stays the text that it was: its control
+tokens are those that it sampled as such (see `megarl.data.spelled`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.config import ConfigError, PromptFormat
 from megarl.data.chat import PROBE, Chat
 from megarl.data.messages import SPOKEN, Message, arguments_of, tools_of
 from megarl.data.rendering import THINK, THOUGHT, continued, prompt_texts
+from megarl.data.spelled import Spelled, unmarked
 from megarl.data.template import ChatTemplate
 from megarl.data.tokenizer import decode, encode, first_line
 
@@ -32,6 +37,8 @@ CALL = re.compile(r"<tool_call>\s*(\{(?:(?!</?tool_call>).)*\})\s*</tool_call>\s
 TAIL = 64  # characters of a context that decide how the tokens after them are written
 PLACE = "the conversation"  # its name in errors
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -39,6 +46,7 @@ class Reading:
 
     tokens: list[int]
     anew: bool  # they are a whole context; else they follow the turn before
+    follows: str  # the text that follows the turn before, in either case
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,24 @@ class TurnTokens:
     ) -> None:
         self.tokenizer = tokenizer
         self._data, self._tools = data or PromptFormat(), tools
+
+    async def apart(self, work: Callable[..., Result], *given: Any) -> Result:
+        """Return `work(*given)`, something of this object or of its conversations: one at a time, in a thread that holds up no event loop.
+
+        Args:
+            work: what to call.
+            *given: its arguments.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "turns")
+
+    @cached_property
+    def spelled(self) -> Spelled:
+        """Keeps what spells a control token plain text."""
+        return Spelled(self.tokenizer, self.template.ends)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -149,7 +175,7 @@ class Dialogue:
         return self._encoded(self.context)
 
     def after(self, tokens: Sequence[int], text: str, messages: Sequence[Message]) -> Reading | None:
-        """Return what the policy reads before its next turn; None if the template takes nothing like what it wrote.
+        """Return what the policy reads before its next turn; None if it cannot read what it wrote, as template and tokenizer take it.
 
         Args:
             tokens: the turn's tokens.
@@ -162,20 +188,36 @@ class Dialogue:
         self._turns.template.check_control(Chat(list(messages)), PLACE)
         written = self._written(tokens)
         before = self.context + written
-        taken: tuple[Chat, str, Reading] | None = None
-        for message in self._forms(text, written):
+        taken: tuple[Chat, str] | None = None
+        goes_on = False
+        for message in self._forms(*(self._turns.spelled.turn(tokens, form) for form in (text, written))):
             chat = replace(self._chat, messages=[*self._chat.messages, message, *messages])
             with suppress(Exception):  # what a policy writes may be anything
-                rendered = self._rendered(chat)
-                anew = not rendered.startswith(before)
-                taken = chat, rendered, Reading(self._encoded(rendered if anew else rendered[len(before) :]), anew)
-                if not anew:
-                    break
+                taken = chat, self._rendered(chat)
+                goes_on = unmarked(taken[1]).startswith(before)
+            if goes_on:
+                break
         if taken is None:  # it raises if what follows is at fault
             self._rendered(replace(self._chat, messages=[*self._chat.messages, {"role": "assistant", "content": PROBE}, *messages]))
             return None
-        self._chat, self._text, reading = taken
-        return reading
+        self._chat, marked = taken
+        self._text = unmarked(marked)
+        if goes_on:
+            rest = self._text[len(before) :]
+            return Reading(self._encoded(rest), False, rest)
+        context = self._turns.spelled.encoded(marked)
+        return None if context is None else Reading(context, True, self._follows(written, messages))
+
+    def _follows(self, written: str, messages: Sequence[Message]) -> str:
+        """Return what the template writes between a turn and the next one; `written`: the turn with its end token."""
+        opening = takewhile(lambda message: message["role"] != "assistant", self._chat.messages)
+        chat = replace(self._chat, messages=[*opening, {"role": "assistant", "content": PROBE}, *messages])
+        [text] = self._turns.template.texts([chat])
+        _, turn, rest = text.rpartition(PROBE) if isinstance(text, str) else ("", "", "")
+        if not turn:  # a template may want a call before a tool's answer
+            return "\n".join(["", *(str(message.get("content", "")) for message in messages)])
+        end = self._turns.template.end
+        return rest.removeprefix(end) if written.endswith(end) else rest
 
     def _written(self, tokens: Sequence[int]) -> str:
         """Return the text of a turn's tokens as it follows the context: some tokenizers write the start of a text in another way."""
@@ -186,16 +228,16 @@ class Dialogue:
     def _forms(self, text: str, written: str) -> Iterator[Message]:
         """Yield a turn of the policy as messages: its text as content, then with its reasoning and its calls as data, if it has any.
 
-        A token that has ended it and that the template does not write is a part of the content.
+        White space that begins it is the template's or, as it follows the context, a part of the content; so is a token that has ended it
+        and that the template does not write. In calls, which are data, no text is a control token.
 
         Args:
             text: the turn without its end token.
             written: the turn with it.
         """
         plain: Message = {"role": "assistant", "content": text}
-        yield plain
-        if written != text and not written.endswith(self._turns.template.end):
-            yield {**plain, "content": written}
+        for content in dict.fromkeys((text.lstrip(), text, written.removesuffix(self._turns.template.end))):
+            yield {**plain, "content": content}
         form, parsed = self._turns.form(self._chat.arguments), dict(plain)
         head, there, content = text.partition(form.separator) if form.separator else (text, "", "")
         if form.key is not None and there:
@@ -205,7 +247,7 @@ class Dialogue:
         elif form.header and text.lstrip().startswith(form.header):
             parsed["content"] = text.lstrip().removeprefix(form.header).lstrip()
         written_calls = CALL.findall(parsed["content"])
-        calls = [call for call in map(_call, written_calls) if call is not None]
+        calls = [call for one in written_calls if (call := _call(one, self._turns.spelled)) is not None]
         rest = CALL.sub("", parsed["content"]).strip()
         if calls and parsed["content"].strip().startswith(rest) and len(calls) == len(written_calls):
             with_calls = parsed | {"tool_calls": calls, "content": rest or None}
@@ -223,10 +265,10 @@ class Dialogue:
         return encode(self._turns.tokenizer, [text], special=False)[0]
 
 
-def _call(text: str) -> dict[str, Any] | None:
-    """Return a call as data; None if it is none."""
+def _call(text: str, spelled: Spelled) -> dict[str, Any] | None:
+    """Return a call as data; None if it is none. Its texts spell no control token."""
     try:
-        call = json.loads(text)
+        call = spelled.marked(json.loads(text))
         json.dumps(call, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError):
         return None

@@ -95,6 +95,7 @@ class Run:
         self._restarts: list[dict[str, Any]] = []
         self.alarm: str | None = None  # the first alarm of this process, not of the run that it resumes
         self.ended_by: str | None = None  # the alarm that ends this run
+        self.engine_gpus: int | None = 1  # for an engine with the final model; None: it fits on no node
         self._events: dict[str, float] = {}  # for the next row of the metrics
         self._step = self._learned = 0  # the last step, and the number of steps that trained a policy
         self._console = Console(config.name, total_steps(config), self._phases.current)
@@ -418,8 +419,9 @@ class Run:
         if samples.files(self.directory):
             worst = "" if self._failed and not self._judged else " --worst"  # which needs a score
             self._console.note(f"next: megarl samples {shlex.quote(str(self.directory))}{worst}")
-        elif isinstance(self._config, SftConfig | DpoConfig) and (self.directory / "model").is_dir():  # without steps there is none
-            self._console.note(f'next: megarl generate {shlex.quote(str(self.directory / "model"))} "a prompt"')
+        elif isinstance(self._config, SftConfig | DpoConfig) and (self.directory / "model").is_dir() and self.engine_gpus is not None:
+            gpus = f" --tp {self.engine_gpus}" if self.engine_gpus > 1 else ""
+            self._console.note(f'next: megarl generate {shlex.quote(str(self.directory / "model"))}{gpus} "a prompt"')
         if self._failed and not self._judged:
             raise RewardUnavailable(f"the reward function has failed on every response of this run: {next(iter(self._failed.values()))}")
 

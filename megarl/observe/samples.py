@@ -50,7 +50,7 @@ class SampleRecord:
     parts: dict[str, float]
     error: str | None  # why there is no score
     finish_reason: str  # "stop" or "length"
-    length: int  # tokens of the response
+    length: int  # tokens of the response; of an episode, those that the policy wrote
     sample: int  # index among the responses to the prompt
     greedy: bool
     turns: int  # number of the policy's turns in an episode
@@ -120,7 +120,7 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
         parts=score.parts,
         error=score.error,
         finish_reason="stop" if response.finished else "length",
-        length=response.length,
+        length=response.length if played is None else response.loss_tokens,
         sample=response.index,
         greedy=greedy,
         turns=1 if played is None else played.turns,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -64,7 +65,7 @@ def read_json_lines(path: Path, skipped: int = 0) -> list[dict[str, float]]:
         if not line.endswith(b"\n"):
             break
         try:
-            rows.append({name: float(value) for name, value in parse_json(line).items()})
+            rows.append({sys.intern(name): float(value) for name, value in parse_json(line).items()})  # one text for all rows
             if not math.isfinite(rows[-1]["step"]):
                 raise ValueError
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GB = 1_000_000_000
+MEMORY_GB = 80.0  # of a GPU, if nothing says otherwise
 NODE = 8  # GPUs per node
 
 

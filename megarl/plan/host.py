@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
+from pathlib import Path
 
-from megarl.config import RolloutSettings, TrainConfig
+from megarl.config import ConfigError, PromptFormat, RolloutSettings, TrainConfig
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.turns import check_turns
+from megarl.environments.checks import answering_role
 from megarl.plan.devices import GB, MEAN_LENGTH, NODE
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import stage_layers
@@ -96,16 +102,38 @@ def payload(config: TrainConfig, its: Facts) -> Payload:
     return Payload(
         store=config.cluster.object_store_mb << 20,
         nodes=-(-rollout.replicas * rollout.devices // NODE) if config.cluster.gpus else 1,
-        step=_step(rollout, config.train.prompts_per_step, config.routing.reported, its),
+        step=_step(rollout, config.train.prompts_per_step, config.routing.reported, its) * contexts(config),
         batches=batches(rollout.mode, rollout.max_lag),
     )
+
+
+def contexts(config: TrainConfig) -> int:
+    """The most contexts of a response, each of the greatest length.
+
+    Where the chat template rewrites turns, or is not there to be asked, an episode reads a new one before every turn; else there is one.
+    """
+    if config.environment is None:
+        return 1
+    role, arguments = answering_role(config.environment), json.dumps(config.data.template_args, default=str)
+    rewrites = _rewrites(config.model.path, role, config.data.system, arguments)
+    return min(config.environment.max_turns, config.rollout.max_response_tokens) if rewrites else 1
+
+
+@lru_cache(maxsize=8)
+def _rewrites(model: Path, role: str, system: str | None, arguments: str) -> bool:
+    """Whether the chat template of a model may rewrite turns; the arguments are those of `check_turns` and its prompts."""
+    try:
+        data = PromptFormat(system=system, template_args=json.loads(arguments))
+        return check_turns(load_tokenizer(model), [role], "environment", data)
+    except ConfigError:
+        return True
 
 
 def routes(config: TrainConfig, its: Facts, critic: Facts, group: GroupMemory) -> int:
     """The most bytes of routed experts that a rank of a group holds in a step, if all responses have the greatest length.
 
     A rank holds the experts of its own stage's layers, for all tokens of its responses, on each tensor-parallel and context-parallel rank
-    alike. If only a sample is reported, each response in it brings a whole micro-batch, and all of them may be on one rank.
+    alike. If only a sample is reported, each context in it brings a whole micro-batch, and all of them may be on one rank.
 
     Args:
         config: the run's configuration.
@@ -115,9 +143,10 @@ def routes(config: TrainConfig, its: Facts, critic: Facts, group: GroupMemory) -
     """
     roles, settings, train = group.name.split("+"), config.routing, config.train
     asked = train.prompts_per_step * config.rollout.samples_per_prompt
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens - 1  # the last token is never fed
+    parts = contexts(config)
+    longest = parts * (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens - 1)  # a context's last token is never fed
     tokens = train.mini_batches * -(-(asked // train.mini_batches) // group.layout.dp) * longest
-    sampled = min(tokens, ceil(asked * settings.sample) * train.micro_batch_tokens)
+    sampled = min(tokens, ceil(asked * settings.sample) * parts * train.micro_batch_tokens)
 
     def chosen(model: Facts) -> list[int]:
         """The number of a token's routed experts on each stage."""

@@ -16,12 +16,11 @@ from megarl.config import ConfigError, RunSettings, load, optimizers
 from megarl.imports import find
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
-from megarl.plan.devices import DEVICES, device_of
+from megarl.plan.devices import DEVICES, MEMORY_GB, device_of
 from megarl.plan.search import FittingLayout, nearest, search
 from megarl.plan.whole import Plan, build, models_of
 from megarl.stdout import say
 
-MEMORY_GB = 80.0  # of a GPU, if nothing says otherwise
 MOST = 1_000_000  # upper limit of --gpus and --gpu-gb
 PLANNED = ("train", "sft", "rm", "dpo")
 

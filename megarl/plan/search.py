@@ -13,10 +13,10 @@ from megarl.cluster.demand import assign_roles
 from megarl.config import Layout, LearnConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.errors import ConfigError
 from megarl.models.families import family_of
-from megarl.plan.devices import GB, NODE, Device
+from megarl.plan.devices import GB, MEMORY_GB, NODE, Device
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.remedies import overrides, quantized, ways
-from megarl.plan.whole import Models, Plan, build
+from megarl.plan.whole import Models, Plan, build, models_of
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 ENGINES = (1, 2, 4, 8)  # tensor parallel sizes of an engine
@@ -108,6 +108,17 @@ def _smaller(config: RunSettings, models: Models, device: Device, memory_gb: flo
     return "; with rollout.quantization=fp8 there are layouts that fit" * bool(
         search(quantized(config), models, device, memory_gb, gpus, most=1)
     )
+
+
+def smallest_engine(config: RunSettings) -> int | None:
+    """Return how many of the run's GPUs `megarl generate` needs for the run's model: an engine on them. None if a node has too few."""
+    if not config.cluster.gpus:
+        return 1
+    hf, memory = models_of(config)["model"], (config.cluster.gpu_memory_gb or MEMORY_GB) * GB
+    sizes = family_of(hf).sizes(hf)
+    divided = (tp for tp in ENGINES if sizes.heads % tp == 0 and sizes.expert_ffn % tp == 0)
+    engines = (plan_engine(hf, RolloutSettings(tp=tp), "bfloat16", memory) for tp in divided)
+    return next((engine.tp for engine in engines if engine.room), None)
 
 
 def _engines(config: RunSettings, hf: dict[str, Any], memory_gb: float) -> list[list[EngineShape]]:

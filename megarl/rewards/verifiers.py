@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from functools import cache
-from numbers import Real
+from numbers import Rational, Real
 from typing import Any
 
 from megarl.data.answers import Answer
@@ -178,6 +178,8 @@ def _finite(value: Any, what: str) -> float:
     if value is None:
         raise Abstained(f"{what} None")
     number = _number(value)
+    if not math.isfinite(number) and isinstance(value, Rational):  # of so many digits that Python may refuse to show them
+        raise BadReturn(f"{what} a number beyond the limit of {LARGEST:g}")
     if not math.isfinite(number):
         raise BadReturn(f"{what} {value!r:.80} ({type(value).__name__}), not a finite number")
     if abs(number) > LARGEST:

@@ -12,6 +12,7 @@ from typing import Any
 from megarl.rewards.verifiers import Abstained, BadReturn, Verifier, load, load_gold_check
 from megarl.sandbox.bounded import LONGEST_TEXT, Answer, Late, imported, in_time, serve
 from megarl.sandbox.channel import Channel
+from megarl.sandbox.inside import terminations
 
 MOST_PARTS, LONGEST_NAME = 64, 100
 Outcome = tuple[float | None, dict[str, float], str | None]
@@ -25,7 +26,10 @@ def work(channel: Channel, answer: Answer) -> None:
         return
     while True:
         for number, sample in pickle.loads(channel.receive()):
-            answer(number, *_score(verifier, sample, timeout_s))
+            before, outcome = terminations(), _score(verifier, sample, timeout_s)
+            if terminations() != before:  # a program that it runs may have died of the signal
+                outcome = _score(verifier, sample, timeout_s)
+            answer(number, *outcome)
 
 
 def _score(verifier: Verifier, sample: tuple[str, str, Any, dict[str, Any]], timeout_s: float) -> Outcome:

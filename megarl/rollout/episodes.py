@@ -17,7 +17,7 @@ import numpy as np
 from megarl.batch import Sample
 from megarl.data.messages import arguments_of
 from megarl.data.turns import Dialogue, TurnTokens
-from megarl.environments.hosts import Episode, Host, in_tokens
+from megarl.environments.hosts import Episode, Host, Rendered, in_tokens
 from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.rollout.engine import Request, RolloutTimeout
 from megarl.rollout.generate import Sampling, request_for, request_seed
@@ -54,6 +54,8 @@ class Played:
     reward: float  # the sum over all turns; 0 if the episode failed
     turns: int
     error: str | None = None  # how the environment failed
+    unreadable: bool = False  # it ended since the policy cannot read what it wrote, as template and tokenizer take it
+    follows: Sequence[str] = ()  # for each context but the first, the text that follows the turn before it
     info: Mapping[str, float] = field(default_factory=dict)  # from the environment's last answer
 
 
@@ -140,6 +142,8 @@ class _Player:
         self._ask, self._tokens, self._text_of = ask, tokens, text_of
         self._start, self._number, self._sampling, self._limits = start, number, sampling, limits
         self._contexts: list[list[Sample]] = [[]]  # the turns in each context
+        self._follows: list[str] = []
+        self._unreadable = False
         self._rewards: list[tuple[int, float]] = []
         self._conversation: Dialogue
         self._text, self._info = "", dict[str, float]()
@@ -157,10 +161,10 @@ class _Player:
         task = self._start.task or {}
         if opening.messages is not None:
             arguments = arguments_of(task.get("meta", {}), "the row")
-            self._conversation = in_tokens(self._tokens.opened, opening.messages, arguments)
-            context = in_tokens(self._conversation.opening)
+            self._conversation = await self._rendered(self._tokens.opened, opening.messages, arguments)
+            context = await self._rendered(self._conversation.opening)
         elif self._start.tokens:
-            self._conversation, context = in_tokens(self._tokens.prompted, task), self._start.tokens
+            self._conversation, context = await self._rendered(self._tokens.prompted, task), self._start.tokens
         else:
             raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
         if len(context) > self._limits.prompt_tokens:
@@ -186,14 +190,20 @@ class _Player:
             if number == self._limits.turns:
                 return False
             assert answer.messages is not None
-            reading = in_tokens(self._conversation.after, spoken, self._text, answer.messages)
-            if reading is None:  # cut off: what the policy wrote cannot be read in a next turn
+            reading = await self._rendered(self._conversation.after, spoken, self._text, answer.messages)
+            if reading is None:
+                self._unreadable = True
                 return False
             context = reading.tokens if reading.anew else [*context, *spoken, *reading.tokens]
             if len(context) >= longest or not left:  # no room for another turn of the policy
                 return False
             if reading.anew:
                 self._contexts.append([])
+                self._follows.append(reading.follows)
+
+    async def _rendered(self, render: Callable[..., Rendered], *said: Any) -> Rendered:
+        """Return `render(*said)`, without holding up the other episodes. Raises EnvironmentFailed as `in_tokens` does."""
+        return await self._tokens.apart(in_tokens, render, *said)
 
     def _take(self, answer: Turn) -> None:
         tokens = sum(len(turns[-1].tokens) for turns in self._contexts)
@@ -205,7 +215,8 @@ class _Player:
         contexts = [turns for turns in self._contexts if turns]
         sample = chained([joined(turns, finish_reason) for turns in contexts]) if contexts else _NOTHING
         sample = replace(sample, turn_rewards=() if error is not None else tuple(self._rewards))
-        return Played(sample, self._text, reward, sum(map(len, contexts)), error, self._info)
+        turns = sum(map(len, contexts))
+        return Played(sample, self._text, reward, turns, error, self._unreadable, self._follows[: len(contexts) - 1], self._info)
 
 
 _NOTHING = Sample(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), "abort", loss_mask=np.zeros(1, np.bool_))

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 from typing import NoReturn
 
 from megarl.sandbox.calls import allow_only
@@ -30,6 +32,7 @@ from megarl.sandbox.kernel import (
 )
 from megarl.sandbox.signals import judge, listener, parent_and_group
 
+END = signal.SIGUSR2  # ends a keeper and what it keeps; a scheduler sends SIGTERM only to warn the run
 REQUEST_BYTES = 1 << 30  # maximum size of a message from the run
 FILES, PROCESSES = 256, 256
 FILE_BYTES = 1 << 30
@@ -55,16 +58,16 @@ def enter(descriptor: int) -> Channel:
 
     This sets limits, gives up privileges, and closes off files and network. `descriptor`: its end of the channel.
     """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # blocked in a Slurm job (megarl/cluster/ray_start.py)
     channel = Channel(socket.socket(fileno=descriptor), REQUEST_BYTES)
     confinement = pickle.loads(channel.receive())
     assert isinstance(confinement, Confinement)
     if confinement.parent is not None:
-        end_with_parent()
+        end_with_parent(END)
         if os.getppid() != confinement.parent:  # the parent died before the signal was set
             os._exit(0)
         _keep(channel, confinement.asked_about_signals)
         give_up_capabilities()
+    _count_terminations()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     if confinement.user is not None:
         os.setgroups([])
@@ -82,6 +85,33 @@ def enter(descriptor: int) -> Channel:
     if confinement.families is not None:
         allow_only(confinement.families)
     return channel
+
+
+_terminations = 0
+
+
+def terminations() -> int:
+    """The number of times that this process has received SIGTERM. Children that it had started may have died of it."""
+    return _terminations
+
+
+def _count_terminations() -> None:
+    """Outlive SIGTERM, which was withheld until here. It has its usual meaning for children: the user's code ends them by it."""
+
+    def count(number: int, frame: FrameType | None) -> None:
+        global _terminations
+        _terminations += 1
+
+    def forget() -> None:
+        if signal.getsignal(signal.SIGTERM) is count:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        receive()
+
+    receive = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
+    wait = partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+    signal.signal(signal.SIGTERM, count)
+    os.register_at_fork(before=wait, after_in_parent=receive, after_in_child=forget)
+    receive()
 
 
 def _limit(kind: int, most: int) -> None:
@@ -129,7 +159,7 @@ def _keep(channel: Channel, asked_about_signals: bool) -> None:
         return
     channel.close()
     there.close()
-    signal.signal(signal.SIGTERM, lambda number, frame: _end(128 + number))
+    signal.signal(END, lambda number, frame: _end(128 + number))
     with here:
         for asks in socket.recv_fds(here, 1, 1)[1]:
             threading.Thread(target=judge, args=(asks,), daemon=True).start()

@@ -23,10 +23,11 @@ from megarl.config import SandboxSettings
 from megarl.errors import Absent
 from megarl.sandbox.calls import INTERNET, filtered
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
-from megarl.sandbox.inside import Confinement
+from megarl.sandbox.inside import END, Confinement
 from megarl.sandbox.level import PACKAGE, Bubblewrap, Level, bubblewrap, closed, exempt, level, meaning, readable, shut_in
 from megarl.sandbox.signals import kept_inside
 from megarl.scratch import Scratch
+from megarl.termination import withheld
 from megarl.text import printable
 
 PRINTED_BYTES = 1 << 16  # maximum output of one process that is shown
@@ -114,16 +115,17 @@ class SandboxedProcess:
             "PYTHONUNBUFFERED": "1",  # so that output is not lost if it is killed
         }
         try:
-            self._child = subprocess.Popen(
-                command if way.program is None else [*shut_in(way.program, way.places, settings.network, here), *command],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=here if self._scratch is not None else "/",
-                start_new_session=True,  # Ctrl-C is handled by this process alone
-            )
+            with withheld():
+                self._child = subprocess.Popen(
+                    command if way.program is None else [*shut_in(way.program, way.places, settings.network, here), *command],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    cwd=here if self._scratch is not None else "/",
+                    start_new_session=True,  # Ctrl-C is handled by this process alone
+                )
         except BaseException:
             self.channel.close()
             if self._scratch is not None:
@@ -184,8 +186,8 @@ class SandboxedProcess:
             with suppress(psutil.Error):  # it has ended by itself
                 for inner in psutil.Process(self._child.pid).children():
                     inner.kill()
-        # Without namespaces, the keeper ends the others on SIGTERM; SIGKILL would not let it.
-        for number in (signal.SIGTERM, signal.SIGKILL) if self._scratch is not None else (signal.SIGKILL,):
+        # Without namespaces, the keeper ends the others; SIGKILL would not let it.
+        for number in (END, signal.SIGKILL) if self._scratch is not None else (signal.SIGKILL,):
             self._child.send_signal(number)
             try:
                 self._child.wait(END_S)

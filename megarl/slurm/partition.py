@@ -28,6 +28,8 @@ class Partition:
     max_nodes: int | None = None
     accounts: tuple[str, ...] | None = None  # that may use it; None for all
     denied: tuple[str, ...] = ()  # accounts
+    qos: tuple[str, ...] | None = None  # that jobs may have; None for all
+    denied_qos: tuple[str, ...] = ()
 
 
 def partition_of(job: Job) -> Partition:
@@ -57,14 +59,16 @@ def partition_of(job: Job) -> Partition:
             max_nodes=None if most == "UNLIMITED" else int(most),
             accounts=None if (allowed := row.get("AllowAccounts", "ALL")) == "ALL" else _names(allowed),
             denied=_names(row.get("DenyAccounts", "")),
+            qos=None if (allowed := row.get("AllowQos", "ALL")) == "ALL" else _names(allowed),
+            denied_qos=_names(row.get("DenyQos", "")),
         )
     except (KeyError, ValueError):
         answers = one_line(f"{row}, {nodes}", 200)
         raise NoAnswer(f"slurm: cannot read what scontrol and sinfo say of partition {wanted}: {answers}") from None
 
 
-def _names(accounts: str) -> tuple[str, ...]:
-    return tuple(name.lower() for name in accounts.split(",") if name)
+def _names(names: str) -> tuple[str, ...]:
+    return tuple(name.lower() for name in names.split(",") if name)
 
 
 def _gpus(resources: str) -> int:
@@ -87,11 +91,13 @@ def check_partition(job: Job, partition: Partition) -> None:
 
 
 def check_limits(job: Job, partition: Partition) -> None:
-    """Raise ConfigError if the partition takes no jobs, none of this account, or none of this time limit."""
+    """Raise ConfigError if the partition takes no jobs, none of this account or QOS, or none of this time limit."""
     if partition.state != "UP":
         raise ConfigError(f"slurm: partition {partition.name} is {partition.state.lower()}: it starts no jobs (State)")
     if job.account is not None:
         check_account(job.account.lower(), partition)
+    if job.qos is not None:
+        check_qos(job.qos, partition)
     if job.time is None:
         if partition.default_time is not None:
             by = "MaxTime" if partition.default_time == partition.max_time else "DefaultTime"
@@ -110,6 +116,16 @@ def check_account(account: str, partition: Partition) -> None:
     elif account not in partition.accounts and not set(_above(account)) & set(partition.accounts):
         allowed = ", ".join(partition.accounts)
         raise ConfigError(f"slurm: --account {account}: partition {partition.name} takes jobs of {allowed} (AllowAccounts)")
+
+
+def check_qos(qos: str, partition: Partition) -> None:
+    """Raise ConfigError if the partition takes no jobs of a QOS, or of any of several, separated by commas."""
+    wanted = set(_names(qos))
+    if partition.qos is None:
+        if wanted and wanted <= set(partition.denied_qos):
+            raise ConfigError(f"slurm: --qos {qos}: partition {partition.name} takes none of its jobs (DenyQos)")
+    elif not wanted & set(partition.qos):
+        raise ConfigError(f"slurm: --qos {qos}: partition {partition.name} takes jobs of {', '.join(partition.qos)} (AllowQos)")
 
 
 def _above(account: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from megarl.data.sampler import Sampler
 from megarl.lazy_torch import import_meanwhile
 from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.run import BEST, Run
+from megarl.plan.search import smallest_engine
 from megarl.restarts import Restarts
 from megarl.stages.best import Best
 from megarl.stages.context import session
@@ -90,6 +91,7 @@ def learn(
     resume = resume_point(config, config.section, items) if config.learn.steps else None
     with Run(config, None if resume is None else resume.run) as run, session(config, run):
         import_meanwhile()
+        run.engine_gpus = smallest_engine(config)
         tell_first(run, config, first)
         with run.starting("model ranks"):
             learners = start_learners(config, TrainSpec(objective, config.optimizer, config.learn.steps), blank=resume is not None)

@@ -79,7 +79,7 @@ def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
     tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
 
     def pairs(source: PairSource, key: str) -> list[Preference]:
-        return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key)
+        return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key, isinstance(config, RmConfig))
 
     held_out, train = list[Preference](), list[Preference]()
     with where_present("data.eval"):

@@ -46,8 +46,8 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
 def lag_metrics(responses: Sequence[Response], learned: int, frozen: int, most: int) -> dict[str, Metric]:
     """How many policy updates lie between the weights that sampled the responses and those trained on them.
 
-    rollout/lag_share_from_n is the share of tokens with a lag from n to 2n - 1, for n = 1, 2, 4, 8 and so on up to `most`. Tokens in none
-    of these shares have no lag.
+    Tokens are the policy's, each counted once. rollout/lag_share_from_n is the share of those with a lag from n to 2n - 1, for n = 1, 2, 4,
+    8 and so on up to `most`. Tokens in none of these shares have no lag.
 
     Args:
         responses: the step's responses.
@@ -55,15 +55,9 @@ def lag_metrics(responses: Sequence[Response], learned: int, frozen: int, most: 
         frozen: number of earlier steps that did not change the policy; weight versions count them, too.
         most: the largest lag possible in the run's mode.
     """
-    lags_N: list[list[tuple[int, int]]] = []  # for each response: (tokens, lag) of each span
-    for response in responses:
-        starts = [span.start for span in response.weight_versions] + [response.length]
-        lags_N.append(
-            [
-                (end - span.start, learned - max(0, span.version - frozen))
-                for span, end in zip(response.weight_versions, starts[1:], strict=True)
-            ]
-        )
+    lags_N = [  # for each response: (tokens, lag) of each span
+        [(tokens, learned - max(0, version - frozen)) for tokens, version in response.version_tokens] for response in responses
+    ]
     flat = [pair for lags in lags_N for pair in lags]
     tokens = float(sum(count for count, _ in flat))
     shares: dict[str, Metric] = {
@@ -79,9 +73,10 @@ def lag_metrics(responses: Sequence[Response], learned: int, frozen: int, most: 
 
 
 def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
-    """How multi-turn episodes went: turns, contexts, rewards and reported values, episodes that failed or hit a limit.
+    """How multi-turn episodes went: turns, contexts, rewards and reported values, episodes that failed or were cut off.
 
-    Tokens are those that the policy read after the opening; a context that the chat template has rewritten is read anew.
+    environment/unreadable counts those that were cut off since the policy cannot read what it wrote (see `megarl.data.turns`). Tokens are
+    those that the policy read after the opening; a context that the chat template has rewritten is read anew.
     """
     episodes = [(response, response.episode) for response in responses if response.episode is not None]
     if not episodes:
@@ -97,6 +92,7 @@ def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
         "environment/reward/mean": Mean(sum(earned), float(len(earned))),
         "environment/failed": Sum(float(failed)),
         "environment/cut": Sum(float(sum(not response.finished for response, _ in episodes) - failed)),
+        "environment/unreadable": Sum(float(sum(episode.unreadable for _, episode in episodes))),
     }
     reported: dict[str, list[float]] = defaultdict(list)
     for _, episode in episodes:

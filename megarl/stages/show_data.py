@@ -107,7 +107,8 @@ class Reader:
         if isinstance(config, SftConfig):
             return load_demonstrations(source, tokenizer, config.data, config.sft.max_tokens, key)
         if isinstance(config, RmConfig | DpoConfig):
-            return load_preferences(source, tokenizer, config.data, config.learn.max_tokens, key, f"{config.section}.max_tokens")
+            limit_key, margins = f"{config.section}.max_tokens", isinstance(config, RmConfig)
+            return load_preferences(source, tokenizer, config.data, config.learn.max_tokens, key, limit_key, margins)
         assert isinstance(config, TrainConfig | EvalConfig | PairsConfig)
         return PromptReader.of(config).prompts(source, key, tokenizer)
 
@@ -117,8 +118,8 @@ def main(arguments: Sequence[str]) -> int:
     top = argparse.ArgumentParser(
         prog="megarl data",
         description="Shows what the model reads and learns of a configuration's data: the tokens that are trained on, as text. Each line "
-        "begins with what becomes of it: read, learned, masked (read after the first learned token), scored (by a reward model), answer "
-        "(the gold of a prompt). Needs only the tokenizer, and starts no run.",
+        "begins with what becomes of it: read, learned, masked (read after the first learned token), scored (by a reward model), unread "
+        "(messages after the last one that is learned), answer (the gold of a prompt). Needs only the tokenizer, and starts no run.",
     )
     top.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the configuration of any verb")
     top.add_argument("overrides", nargs="*", metavar="a.b=c", help="overrides a configuration value, as YAML")

@@ -91,13 +91,18 @@ def critic_metrics(batch: Batch) -> dict[str, Metric]:
     The return at a position is the Monte Carlo return, `extra_T["outcome"]`, whatever lambda the critic learns from: targets with a small
     lambda follow the critic's own values, with their bias. Positions count from the response's start, not as shares of its length, which
     the critic cannot know before the end; so an unbiased critic has E[value] = E[return] at each of them. critic/position_bias says how far
-    the critic is from that (`observe.metrics.GroupBias`).
+    the critic is from that (`observe.metrics.GroupBias`). Of several contexts each begins with the response's opening: positions and thirds
+    are those in a token's own context, which is what the critic reads; `batch` then has all entries of its contexts.
     """
     here_T = batch.mask_T & ~batch.extra_T["value"].isnan()
     value_T, return_T = batch.extra_T["value"], batch.extra_T["return"]
     explained: dict[str, Metric] = {"critic/explained_variance": Explained(*explained_variance_sums(value_T, return_T, here_T).tolist())}
-    place_T = batch.position_T - batch.spread(batch.start_N)  # in the response, from 0
-    third_T = (place_T * 3) // batch.spread(batch.length_N - batch.start_N).clamp(min=1)
+    place_T, length_T = batch.position_T, batch.spread(batch.length_N)
+    if batch.begin_T is not None:
+        context_T, count_C = batch.contexts()
+        place_T, length_T = place_T - batch.begin_T, count_C[context_T]
+    place_T, length_T = ((value_T - batch.spread(batch.start_N)).clamp(min=0) for value_T in (place_T, length_T))  # in the response, from 0
+    third_T = (place_T * 3) // length_T.clamp(min=1)
     for third, name in enumerate(("early", "middle", "late")):
         sums = explained_variance_sums(value_T, return_T, here_T & (third_T == third))
         explained[f"critic/explained_variance_{name}"] = Explained(*sums.tolist())

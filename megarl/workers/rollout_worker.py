@@ -60,8 +60,6 @@ class Playing:
     rewriting: str | None = None  # for the console: what becomes of turns that the chat template rewrites
 
 
-ANEW = "\n--- the conversation as the chat template renders it from here on ---\n"  # in the transcript, before a further context
-
 EnginePrompts = Sequence[Start]
 """Prompts for one engine; each one's id is its number."""
 
@@ -271,6 +269,7 @@ class RolloutWorker:
                     episode=one.episode,
                     weight_versions=sample.weight_versions,
                     starts=sample.starts,
+                    sampled=sample.version_tokens,
                 )
             )
             payloads.append(replace(sample if one.done else new, routed_experts=None))
@@ -305,12 +304,14 @@ class RolloutWorker:
         ]
 
     def _episode(self, played: Played) -> EpisodeSummary:
-        sample, opening, rest = played.sample, "", ""
+        sample, opening, transcript = played.sample, "", ""
         if played.turns:
             opening = decode(self._tokenizer, sample.tokens[: sample.prompt_length].tolist(), finished=False)
             bounds = pairwise([sample.prompt_length, *sample.starts, len(sample.tokens)])
-            rest = ANEW.join(decode(self._tokenizer, sample.tokens[begin:end].tolist(), finished=False) for begin, end in bounds)
-        return EpisodeSummary(played.reward, played.turns, played.error, played.info, opening, rest)
+            for follows, (begin, end) in zip(("", *played.follows), bounds, strict=True):
+                sampled = begin if sample.loss_mask is None else begin + int(sample.loss_mask[begin - sample.prompt_length :].argmax())
+                transcript += follows + decode(self._tokenizer, sample.tokens[sampled:end].tolist(), finished=False)
+        return EpisodeSummary(played.reward, played.turns, played.error, played.info, opening, transcript, played.unreadable)
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
         """The experts of a sample's tokens, an array [T, L, K] for each pipeline stage."""

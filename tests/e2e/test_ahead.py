@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -15,6 +17,7 @@ from tests.e2e.comparing import assert_same
 from tests.e2e.job import Job
 from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Processes, done, engine_processes, titled
 from tests.e2e.lab import Lab
+from tests.e2e.test_environments import GAME, REWRITES, with_template
 
 EACH = ("algorithm.correction={type: tis}", "routing.replay=r3", "train.steps=4", "train.eval_every=2", "save.every=1", "save.keep_last=4")
 MODES = {
@@ -58,6 +61,38 @@ def test_engines_that_never_wait_keep_their_bound(lab: Lab, tmp_path: Path, tiny
     assert [row["rollout/waiting"] for row in rows] == [8.0] * 4 and rows[-1]["rollout/lag_mean"] > 0
     assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
     assert (job.saves / "step_000002" / "ahead.rest.npz").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["ahead", "free"])
+def test_episodes_whose_template_rewrites_turns_are_learned_from_older_weights(
+    mode: str, lab: Lab, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Each sampled token counts once, in its own context; and a run goes on with the episodes that its checkpoint has."""
+    model, own = with_template(tiny_model, REWRITES, tmp_path / "model"), ("rollout.mode=free", "rollout.max_lag=2")
+    chosen = (*GAME, *EACH, *(own if mode == "free" else ("rollout.mode=ahead",)))
+    straight = lab.run(Job(tmp_path / "straight", model, chosen), own_engine=True)
+    rows = straight.steps()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["environment/contexts/mean"] == row["environment/turns/mean"] > 1 and row["environment/unreadable"] == 0
+        assert row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 and row["reward/mean"] == row["environment/reward/mean"]
+        assert row["response_length/max"] <= 18 and row["rollout/lag_max"] <= (1 if mode == "ahead" else 2)
+    assert rows[0]["training/logprob_gap_mean"] <= 1e-5
+    lags = [(row["rollout/lag_mean"], row["rollout/lag_mixed"]) for row in rows]
+    assert lags == [(0, 0)] + [(1, 0)] * 3 if mode == "ahead" else lags[-1][0] > 0
+    said = [sample["response"] for file in (straight.runs / "job" / "samples").glob("*.jsonl") for sample in map(json.loads, file.open())]
+    assert said and max(len(re.findall(r"<\|user\|>(?:sun|moon|stars)", text)) for text in said) == 2, "what is read anew is shown once"
+
+    cut = tmp_path / "cut"
+    shutil.copytree(straight.runs, cut)
+    for step in (3, 4):
+        shutil.rmtree(cut / "job" / "checkpoints" / f"step_{step:06d}")
+    (cut / "job" / "checkpoints" / "latest").unlink()
+    again = lab.run(Job(cut, model, chosen), own_engine=True)
+    if mode == "ahead":
+        assert_same(again, straight, "model")
+    assert [row["environment/contexts/mean"] == row["environment/turns/mean"] for row in again.steps()] == [True] * 4
 
 
 @pytest.mark.long

@@ -154,6 +154,22 @@ def test_a_cancelled_run_leaves_nothing_and_goes_on_once_submitted_again(
     assert_same(job, straight, "model")
 
 
+@pytest.mark.long
+def test_a_job_whose_driver_is_killed_fails_and_goes_on_once_submitted_again(
+    slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Nobody knows why: as where memory runs out, the next start could end in the same way."""
+    job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
+    first = Submitted(slurm, job)
+    first.wait_for_step(3)
+    [driver] = [pid for pid, words in slurm.processes("n1").items() if " -m megarl.cli train " in words]
+    os.kill(driver, signal.SIGKILL)
+    first.finish("FAILED")
+    assert first.restarts == 0 and "the driver has ended with status 137" in first.text()
+    Submitted(slurm, job).finish()
+    assert_same(job, straight, "model")
+
+
 def requeue(submitted: Submitted) -> None:
     submitted.slurm.say("scontrol", "requeue", submitted.number)
 

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from megarl import termination
 from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings
 from megarl.models.hf import read_config
-from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout, Setup
+from megarl.rollout.engine import EngineDead, Finished, Request, RolloutError, RolloutTimeout, Setup, WeightSyncError
 from megarl.rollout.generate import Generated, Sampling, TokenPrompt, request_seed
 from megarl.rollout.generate import generate as generate_within
 from megarl.rollout.registry import check_engine
@@ -230,6 +232,26 @@ def _shared_memory(pid: int) -> set[str]:
 def test_sockets_stay_on_loopback_and_no_file_is_left(host: Host, tiny: Path, layout: dict[str, Any]) -> None:
     exposed, left = host.run(_footprint, tiny, layout)
     assert exposed == [] and left == []
+
+
+class _Unread(GatheredEngine):
+    """An engine whose processes are there, and then refuse the weights."""
+
+    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        self.segments = {segment for one in psutil.Process().children(recursive=True) for segment in _shared_memory(one.pid)}
+        assert any(os.path.exists(segment) for segment in self.segments)
+        raise WeightSyncError("refused")
+
+
+async def _refuses(tiny: Path) -> list[str]:
+    engine = _Unread("engine 0")
+    with termination.withheld(), pytest.raises(WeightSyncError, match="refused"):  # as from an actor's processes
+        await engine.start(Setup(tiny, "float32", SETTINGS.model_copy(update={"tp": 2}), 1, gpu=False, report_experts=True))
+    return [segment for segment in engine.segments if os.path.exists(segment)]
+
+
+def test_an_engine_that_does_not_come_up_leaves_no_shared_memory(host: Host, tiny: Path) -> None:
+    assert host.run(_refuses, tiny) == []
 
 
 def _listening(pid: int) -> list[str]:

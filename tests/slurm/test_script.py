@@ -84,6 +84,7 @@ SUBMIT = """
     print(partition_of(job))
     wrong = [{"partition": "nowhere"}, {"gpus_per_node": 9}, {"partition": "short", "nodes": 3}, {"partition": "short"}]
     wrong += [{"partition": "short", "time": "1:00:00"}, {"partition": "shut"}, {"partition": "paid", "account": "dev"}]
+    wrong += [{"partition": "paid", "qos": "low"}]
     for one in wrong:
         try:
             asked = replace(job, **one)
@@ -190,7 +191,7 @@ def test_the_shell_in_which_a_run_is_submitted_decides_nothing(
 
 def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
     said, jobs = submitted(slurm, tmp_path, tiny_model, DRIVERS)
-    partition, nowhere, nine, three, default, longer, shut, paid = said
+    partition, nowhere, nine, three, default, longer, shut, paid, low = said
     assert partition.startswith("Partition(name='main', nodes=3, sizes=((2, 8), (2, 8), (2, 8)), state='UP', default_time=None,")
     assert nowhere == "slurm: --partition nowhere: this cluster has main, high, many, short, shut, paid"
     assert nine == "slurm: --gpus-per-node 9: a node of partition main has 8"
@@ -199,6 +200,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
     assert longer == "slurm: --time 1:00:00 is 3600 s: partition short allows 1800 s (MaxTime)"
     assert shut == "slurm: partition shut is down: it starts no jobs (State)"
     assert paid == "slurm: --account dev: partition paid takes jobs of prod (AllowAccounts)"
+    assert low == "slurm: --qos low: partition paid takes jobs of long (AllowQos)"
 
     def text(name: str) -> str:
         return output(tmp_path, name)

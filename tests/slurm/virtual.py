@@ -66,7 +66,7 @@ PartitionName=high Nodes=n[1-{nodes}] MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=many Nodes=m[1-{many}] MaxTime=1-00:00:00 State=UP
 PartitionName=short Nodes=n[1-{nodes}] DefaultTime=5 MaxTime=30 MaxNodes=2 State=UP
 PartitionName=shut Nodes=n[1-{nodes}] State=DOWN
-PartitionName=paid Nodes=n[1-{nodes}] AllowAccounts=prod State=UP
+PartitionName=paid Nodes=n[1-{nodes}] AllowAccounts=prod AllowQos=long State=UP
 SuspendProgram=/bin/true
 ResumeProgram=/bin/true
 """

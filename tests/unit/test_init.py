@@ -212,6 +212,7 @@ def test_of_30_b_it_refuses_gpus_that_are_too_few(folder: Path, large: Path, cap
 
 def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
+    (folder / "verdicts.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
     shutil.copytree(tiny_model, folder / "endless")
     config = json.loads((tiny_model / "config.json").read_text())
     (folder / "endless" / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "model_type"}))
@@ -219,6 +220,10 @@ def test_what_cannot_be_used_is_refused_and_leaves_no_file(folder: Path, tiny_mo
         (
             ["init", str(tiny_model), "text.jsonl"],
             "megarl: error: init: text.jsonl: no known columns in text: a prompt (prompt, question, ",
+        ),
+        (
+            ["init", str(tiny_model), "verdicts.jsonl"],
+            "megarl: error: init: verdicts.jsonl: no known columns in prompt, completion, label: a prompt (",
         ),
         (["init", str(tiny_model), "none.jsonl"], "megarl: error: init: DATA.path: no such file: "),
         (

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import psutil
+
 from megarl.batch import VersionSpan
 from megarl.config import RolloutSettings, TrainRolloutSettings
 from megarl.models.families import family_of
@@ -47,7 +49,6 @@ from megarl.rollout.vllm.requests import check_request, sample_of, sampling_para
 from megarl.sync.fingerprint import Piece, Print, join
 from megarl.text import one_line
 
-_SHUTDOWN_S = 3.0  # the grace period before SIGKILL
 _AGAIN_S = 1.0  # after which the processes of an engine that has lost a member in its start are looked for again
 
 Result = TypeVar("Result")
@@ -171,9 +172,11 @@ class VllmEngine(Engine):
         if llm is not None:
             for process in self._watched:
                 asyncio.get_running_loop().remove_reader(process.sentinel)
-            # SIGKILL: an engine has nothing to save, and its own shutdown takes three times as long as its start. One that has not fully
-            # started gets a grace period: it may have named shared memory, which only it can remove.
-            llm.shutdown(timeout=0 if self._up else _SHUTDOWN_S)
+            # SIGKILL: an engine has nothing to save, and its own shutdown takes three times as long as its start.
+            for process in () if self._up else self._watched:
+                with suppress(psutil.NoSuchProcess):
+                    unlink_shared_memory([process.pid, *(one.pid for one in psutil.Process(process.pid).children(recursive=True))])
+            llm.shutdown(timeout=0)
             for process in self._watched:
                 process.join(ENDED_S)
 

@@ -95,7 +95,7 @@ TABLE = [
     *(
         Case(f"an answer of {value}", "train", prompts(answer("1"), answer(value)), rf"^data\.train\.path: .*rows\.jsonl:2: {line}")
         for value, line in (
-            ("null", "no value for data"),
+            ("null", "data.train.answer_key='reward_model.ground_truth' is null$"),
             ("NaN", "reward_model.ground_truth must be a text, a finite number, or a list or an object of these, not nan$"),
             ("Infinity", "reward_model.ground_truth must be .*, not inf$"),
             ("[1, NaN]", "reward_model.ground_truth must be .*, not nan$"),

@@ -21,10 +21,11 @@ from tests.e2e.job import FOREIGN, Job
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Prints what a process of a session sees of Ray's variables, whether the driver's are there again when it is over, and what a call of Ray
-# then finds.
+# Prints what a process of a session sees of Ray's variables, how many calls Ray's server remembers, whether the driver's variables are back
+# when it is over, and what a call of Ray then finds.
 SEES = """
-    import os, ray
+    import os, time, ray
+    from ray._private.state import state
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
 
@@ -34,6 +35,8 @@ SEES = """
     before = seen()
     with ray_session(ClusterSettings(gpus=False, start_timeout_s=300), actors=1):
         print(*sorted(ray.get(ray.remote(seen).remote(), timeout=300).values()))
+        time.sleep(1.5)  # by default, calls are reported once a second
+        print(len(state._get_all_task_events()))
     print(seen() == before)
     try:
         ray.remote(seen).remote()
@@ -130,8 +133,8 @@ def test_the_environment_leads_no_session_elsewhere_and_the_next_one_sweeps_what
     [left] = place.iterdir()
     done = run(SEES, place, **FOREIGN)
     assert done.returncode == 0, done.stderr
-    seen, restored, late = done.stdout.splitlines()
-    assert (restored, late) == ("True", "RaySystemError False")
+    seen, remembered, restored, late = done.stdout.splitlines()
+    assert (remembered, restored, late) == ("0", "True", "RaySystemError False")
     assert not any(value in seen.split() for name, value in FOREIGN.items() if name.startswith("RAY_"))
     assert f"megarl: cleaned up after a killed run: removed {left}, ended " in done.stderr
     assert members(str(place)) == [] and list(place.iterdir()) == []

@@ -94,7 +94,7 @@ def test_a_line_that_is_no_row_is_a_bad_row_of_every_kind_of_data(
             load("refuse")
     load = dict(kinds)["prompts"]
     assert len(load("drop", skip=3, rows=2)) == 1, "it counts as a row"
-    assert "1 bad rows are left out" in capsys.readouterr().err
+    assert "1 bad row is left out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"^data\.train: nothing is left: 3 are left out, 3 of them as this one: .*a\.jsonl:1: not JSON"):
         load("drop", rows=3)
 

@@ -65,6 +65,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "no messages": {"prompt": []},
     "no content": {"prompt": [{"role": "user", "content": None}]},
     "several turns that the template may refuse": {"prompt": [{"role": "user", "content": "a "}, {"role": "user", "content": "b " * 70}]},
+    "a character that the tokenizer does not have": {"prompt": [{"role": "user", "content": "\u65e5?"}]},
     "another role": {"prompt": [{"role": "assistant", "content": "b"}]},
     "no role": {"prompt": [{"role": None, "content": "a"}, {"role": "user", "content": "b"}]},
     "an answer inside": {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},

@@ -125,17 +125,29 @@ def test_several_sources_are_mixed_by_weight(load: Load, tmp_path: Path) -> None
         load(source=mixture)
 
 
+def test_margins_that_the_loss_does_not_read_are_named(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = PreferenceSource(path=tmp_path / "pairs.jsonl")
+    source.path.write_text(json.dumps({**ROW, "margin": 2}) + "\n")
+    data = PreferenceData(train=source, eval=source)
+    for margins, margin, notes in ((True, 2.0, ""), (False, 0.0, "megarl: data.train: columns that nothing uses: margin\n")):
+        [pair] = load_preferences(source, tokenizer, data, 64, "data.train", "dpo.max_tokens", margins)
+        assert pair.margin == margin and capsys.readouterr().err == notes
+
+
 @pytest.mark.parametrize(
     ("row", "line"),
     [
         (f"\n{json.dumps(ROW)}", "empty line"),
         ("{", "not JSON: .*"),
         ({"prompt": "x", "chosen": "a"}, r"no value for data\.train\.rejected_key='rejected'; the row has prompt, chosen"),
-        ({"prompt": "x", "chosen": None, "rejected": "a"}, r"no value for data\.train\.chosen_key='chosen'; .*"),
+        ({"prompt": "x", "chosen": None, "rejected": "a"}, r"data\.train\.chosen_key='chosen' is null"),
         ({"chosen": "a", "rejected": "b"}, r"no value for data\.train\.prompt_key='prompt'; .*"),
         ({**ROW, "rejected": "tac"}, "chosen and rejected are the same response"),
         ({**ROW, "chosen": " \n"}, "chosen is empty"),
         ({**ROW, "prompt": ""}, "the prompt is empty"),
+        ({**ROW, "prompt": [USER, {"role": "assistant", "content": "?"}]}, "the prompt ends with .*, which belongs to chosen and rejected"),
         ({**ROW, "rejected": 3}, "rejected must be a text or a list of chat messages, not int"),
         ({**ROW, "rejected": [USER]}, "the messages of rejected must end with one of the assistant's"),
         (

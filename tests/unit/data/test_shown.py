@@ -13,7 +13,7 @@ from megarl.config import ConversationSource, FileSource, PreferenceData, Prefer
 from megarl.config.data import DataSettings
 from megarl.data.conversations import sample
 from megarl.data.preferences import load_preferences
-from megarl.data.shown import LEARNED, MASKED, READ, SCORED, Line, coloured, row_lines, rows_of, spans, summary
+from megarl.data.shown import LEARNED, MASKED, READ, SCORED, UNREAD, Line, coloured, row_lines, rows_of, spans, summary
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_conversations
 from tests.unit.data.test_real_templates import ASKS, INLINE, LAYOUTS, LIMIT, REFUSED, SAYS, TOOL, call, lessons, rendered, written
@@ -57,7 +57,9 @@ def test_the_learned_lines_are_what_the_template_writes_for_the_assistant(
         if kind == LEARNED
     ]
     assert pairs == lessons(tokenizer, row)
-    assert all(parts[0][0] == READ and {kind for kind, _ in parts[1:]} <= {LEARNED, MASKED} for parts in shown[0])
+    unread = {"ended": "user: And Turku?", "unweighted-last": "user: And Turku?\nassistant: In Finland."}.get(layout)
+    assert [part for parts in shown[0] for part in parts if part[0] == UNREAD] == ([(UNREAD, unread)] if unread else [])
+    assert all(parts[0][0] == READ and {kind for kind, _ in parts[1:]} <= {LEARNED, MASKED, UNREAD} for parts in shown[0])
 
 
 @pytest.mark.parametrize("layout", ["turns", "calls-turns", "unweighted"])

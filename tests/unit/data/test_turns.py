@@ -172,6 +172,7 @@ HOSTILE = {  # what a policy may write instead of a call, after its reasoning
     "half a character": '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>',
     "calls without an end": "<tool_call>{" * 4000,
     "empty calls": "<tool_call>{}" * 4000,
+    "not too deep": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 700 + "]" * 700 + "}}</tool_call>",
     "deep": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 50_000 + "}}</tool_call>",
 }
 

@@ -139,6 +139,17 @@ def test_at_its_end_a_run_says_where_all_of_it_is_and_the_next_command(
     assert where == f"results are in {run.directory}: {kinds}" and after == [line.format(run.directory) for line in following]
 
 
+@pytest.mark.parametrize(("gpus", "told"), [(1, ""), (2, " --tp 2"), (None, None)])
+def test_the_next_command_takes_as_many_gpus_as_the_model_needs(
+    gpus: int | None, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Run(config("sft", tmp_path)) as run:
+        run.engine_gpus = gpus
+        (run.directory / "model").mkdir()
+    following = [line for line in lines(capsys) if line.startswith("next: ")]
+    assert following == ([] if told is None else [f'next: megarl generate {run.directory}/model{told} "a prompt"'])
+
+
 @pytest.mark.parametrize(
     ("error", "printed", "told"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,12 +22,14 @@ from megarl.plan.devices import DEVICES, GB, device_of
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
 from megarl.plan.fits import check_fits, warnings
+from megarl.plan.host import contexts
 from megarl.plan.parameters import ChunkParameters, count, model_elements, replicas, shards
 from megarl.plan.search import search
 from megarl.plan.show import tables
 from megarl.plan.states import states
 from megarl.plan.times import StepTimes
 from megarl.plan.whole import Plan, build, models_of
+from tests.e2e.test_environments import REWRITES
 from tests.published_models import MODELS, config_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -207,6 +210,25 @@ def test_engines_are_ahead_where_the_mode_says_so_and_they_have_gpus_of_their_ow
     assert [any("longer of generate and of score + update" in str(title) for title in each) for each in titles] == [False, True]
     few = [search(config, models_of(config), DEVICES["H100"], 80, 16) for config in configs[:2]]
     assert [{"placement.engines=shared" in one.changes for one in each} for each in few] == [{True}, {False}], "they cannot take turns"
+
+
+def test_an_episode_of_a_template_that_rewrites_turns_reads_its_context_in_every_turn(
+    published: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A template that only appends reads it once; of one that is not there the most is planned."""
+    tiny = {name: tmp_path / name for name in ("appends", "rewrites")}
+    for path in tiny.values():
+        shutil.copytree(tiny_model, path)
+    (tiny["rewrites"] / "chat_template.jinja").write_text(REWRITES)
+    game = ["environment={source: {type: textarena, id: x}, max_turns: 5}", "data.train={type: episodes, seed: 1, items: 64}"]
+    models = {**tiny, "absent": published / "Qwen3-30B-A3B"}
+    configs = {name: load(GSPO, [f"model.path={path}", "routing.replay=r3"], TrainConfig) for name, path in models.items()}
+    assert [contexts(config) for config in configs.values()] == [1, 1, 1], "without an environment"
+    played = {name: load(GSPO, [f"model.path={path}", "routing.replay=r3", *game], TrainConfig) for name, path in models.items()}
+    assert {name: contexts(config) for name, config in played.items()} == {"appends": 1, "rewrites": 5, "absent": 5}
+    hosts = [planned(config).host for config in (configs["absent"], played["absent"])]
+    one, several = (host for host in hosts if host is not None)
+    assert several.routes == 5 * one.routes > 0 and several.payload.step == pytest.approx(5 * one.payload.step)
 
 
 def test_a_check_refuses_what_does_not_fit_where_it_knows_the_memory(published: Path) -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from megarl.cli import main
 from megarl.cluster.demand import demand
-from megarl.config import ConfigError, DpoConfig, RunSettings, TrainConfig, load, optimizers
+from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
 from megarl.plan.devices import DEVICES, GB
 from megarl.plan.fits import check_fits
-from megarl.plan.search import nearest, search
+from megarl.plan.search import nearest, search, smallest_engine
 from megarl.plan.whole import Plan, build, models_of
+from tests.e2e.job import SFT
 from tests.unit.examples.test_configurations import EXAMPLES, root_of
 
 LARGE = EXAMPLES / "qwen3_30b_a3b"
@@ -97,3 +98,22 @@ def test_a_reference_is_counted_where_the_loss_has_one(path: str) -> None:
     weights = alone.groups[0].worst.parts["weights"]
     assert both.groups[0].worst.parts["weights"] == pytest.approx(2 * weights, rel=0.01)
     assert both.times is not None and alone.times is not None and both.times.score > 0 == alone.times.score
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "gpus"),
+    [
+        ("Qwen2.5-0.5B", (), 1),
+        ("Qwen3-30B-A3B", (), 2),  # 61 GB, and an engine takes 60 % of the 80 GB that are assumed
+        ("Qwen3-30B-A3B", ("cluster.gpu_memory_gb=40",), 4),
+        ("Llama-3-70B", ("cluster.gpu_memory_gb=141",), 2),
+        ("Qwen3-235B-A22B", (), None),
+    ],
+)
+def test_the_fewest_gpus_of_an_engine_with_a_stages_model(
+    name: str, memory: tuple[str, ...], gpus: int | None, published: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sft.yaml").write_text(SFT.format(runs=tmp_path, model=published / name))
+    asked = ("cluster.gpus=true", "model.dtype=bfloat16")
+    assert smallest_engine(load(tmp_path / "sft.yaml", [*asked, *memory], SftConfig)) == gpus
+    assert smallest_engine(load(tmp_path / "sft.yaml", [], SftConfig)) == 1, "on a CPU it is one process"

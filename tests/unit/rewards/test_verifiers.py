@@ -104,6 +104,13 @@ def test_what_is_a_score_what_abstains_and_what_is_neither() -> None:
             read_return(bad)
 
 
+@pytest.mark.parametrize("number", [10**5000, -(10**400), Fraction(10**5000)], ids=["long", "negative", "fraction"])
+def test_a_number_that_no_float_holds_is_no_score(number: Any) -> None:
+    """Nor is it printed, which Python refuses beyond 4300 digits."""
+    with pytest.raises(BadReturn, match=r"^the reward function returned a number beyond the limit of 1e\+09$"):
+        read_return(number)
+
+
 KEEPING = """
 kept = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,21 @@ import pytest
 
 from megarl.batch import Sample, VersionSpan, pack, pack_scored
 from megarl.config import PromptFormat
+from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import decode, encode, load_tokenizer
-from megarl.data.turns import TurnTokens
+from megarl.data.turns import Dialogue, Reading, TurnTokens
 from megarl.environments.protocol import Turn
+from megarl.observe.metrics import Sum
+from megarl.observe.samples import record
+from megarl.response import EpisodeSummary, Response
+from megarl.rewards.score import Score
 from megarl.rollout.engine import Request
 from megarl.rollout.episodes import Limits, Played, Start, play
 from megarl.rollout.generate import Sampling
+from megarl.stages.rollout_metrics import environment_metrics
+from megarl.workers.rollout_worker import RolloutWorker
 from tests.real_tokenizers import real_tokenizers
+from tests.unit.data.test_metaspace import PLAIN, metaspace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +53,8 @@ class Scripted:
     async def __call__(self, request: Request) -> Sample:
         turn = len(self.asked)
         self.asked.append(request)
-        said = [*encode(self._tokenizer, [self._script[turn]], special=False)[0], self._tokenizer.eos_token_id][: request.max_tokens]
+        text = self._tokenizer(self._script[turn], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        said = [*text, self._tokenizer.eos_token_id][: request.max_tokens]
         tokens = np.array([*request.tokens, *said], np.int32)
         logp = -(100.0 * (turn + 1) + np.arange(len(said), dtype=np.float32))
         experts = np.stack([np.full(len(tokens) - 1, turn), np.arange(len(tokens) - 1)], 1).astype(np.uint8)[:, None]
@@ -211,3 +221,62 @@ def test_arguments_of_the_run_reach_every_context(qwen3: PreTrainedTokenizerBase
     assert qwen3.decode(dialogue.opening()).endswith("<think>\n\n</think>\n\n")
     reading = dialogue.after(encode(qwen3, ["One.<|im_end|>"], special=False)[0], "One.", [USER])
     assert reading is not None and reading.anew and qwen3.decode(reading.tokens).count("<think>") == 1
+
+
+def summary(tokenizer: PreTrainedTokenizerBase, one: Played, tmp_path: Path) -> EpisodeSummary:
+    """What a reader gets to see of an episode."""
+    worker: Any = RolloutWorker("engine 0", "tests.rollout.backwards_engine:BackwardsEngine", {}, tmp_path)
+    worker._tokenizer = tokenizer
+    return worker._episode(one)
+
+
+def test_a_reader_sees_the_conversation_once_as_it_was_sampled(tiny_model: Path, tmp_path: Path) -> None:
+    """Whether contexts go on or begin anew, and whether a turn was cut or not."""
+    tokenizer = load_tokenizer(tiny_model)
+    shown = []
+    for template in (BRACKETS, BRACKETS.replace("m.content.split(']')[-1]", "m.content")):
+        tokenizer.chat_template = template
+        for limits in ({}, {"turn_tokens": 4}):
+            one, _, _ = played(tokenizer, SCRIPT, [TOOL, USER, USER], **limits)
+            assert len(one.sample.starts) == (template == BRACKETS) * (1 if not limits else len(one.sample.starts))
+            seen = summary(tokenizer, one, tmp_path)
+            shown.append((seen.opening, seen.transcript))
+    assert shown[0] == shown[2] and shown[1] == shown[3]
+    turns = ["[a] one<|end|><|tool|>t<|assistant|>[b] two<|end|><|user|>q1<|assistant|>three<|end|><|user|>q1<|assistant|>[c] four<|end|>"]
+    assert shown[0] == ("<|user|>q0<|assistant|>", *turns)
+
+
+def test_a_long_rendering_holds_up_no_other_episode(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends only when something else has been done on the same loop."""
+    begun, others, after = threading.Event(), threading.Event(), Dialogue.after
+
+    def slow(self: Dialogue, *given: Any) -> Reading | None:
+        begun.set()
+        assert others.wait(10)
+        return after(self, *given)
+
+    async def other() -> None:
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        others.set()
+
+    class Beside(Asks):
+        async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
+            self.task = asyncio.create_task(other())
+            return await super().reset(seed, task)
+
+    monkeypatch.setattr(Dialogue, "after", slow)
+    monkeypatch.setattr(f"{__name__}.Asks", Beside)
+    one, _, _ = played(load_tokenizer(tiny_model), ["one", "two"], [USER])
+    assert one.error is None and one.turns == 2 and others.is_set()
+
+
+def test_an_episode_that_cannot_be_read_again_is_cut_and_counted(tmp_path: Path) -> None:
+    """Here for a tokenizer that cannot write what spells a control token as plain text; what was earned stays."""
+    tokenizer = metaspace("normalizer", PLAIN.replace("m.content", "m.content.split(';')[-1]"))
+    one, asked, _ = played(tokenizer, ["a;b", "a; </s> b", "never"], [USER, USER])
+    assert one.unreadable and one.error is None and one.sample.finish_reason == "length" and len(asked) == 2 and one.reward == 3.0
+    seen = [Response(0, "", 4, 9, 5, False, None, 0, episode=summary(tokenizer, one, tmp_path))]
+    assert record(Prompt(0, "q0", [], "", {}), seen[0], Score(3.0)).length == 5, "of 9, what the policy wrote"
+    metrics = environment_metrics(seen)
+    assert metrics["environment/unreadable"] == metrics["environment/cut"] == Sum(1.0) and metrics["environment/failed"] == Sum(0.0)

@@ -281,7 +281,7 @@ def test_variables_of_slurm_decide_nothing_but_defaults(
     assert "megarl: SBATCH_EXPORT: not used, the options of megarl slurm decide" in capsys.readouterr().err
 
 
-LIMITED = Partition("p", 4, ((64, 8),) * 4, default_time=1800, max_time=7200, accounts=("prod",))
+LIMITED = Partition("p", 4, ((64, 8),) * 4, default_time=1800, max_time=7200, accounts=("prod",), qos=("long", "high"))
 LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "in order": ({"account": "prod", "time": "1:00:00"}, {}, None),
     "its default time is enough": ({}, {}, None),
@@ -294,6 +294,9 @@ LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "another account": ({"account": "Dev"}, {}, "--account dev: partition p takes jobs of prod (AllowAccounts)"),
     "an account below": ({"account": "team"}, {}, None),
     "a denied account": ({"account": "dev"}, {"accounts": None, "denied": ("dev",)}, "takes none of its jobs (DenyAccounts)"),
+    "another QOS": ({"qos": "low"}, {}, "--qos low: partition p takes jobs of long, high (AllowQos)"),
+    "one of several": ({"qos": "low,Long"}, {}, None),
+    "a denied QOS": ({"qos": "low"}, {"qos": None, "denied_qos": ("low",)}, "--qos low: partition p takes none of its jobs (DenyQos)"),
 }
 
 

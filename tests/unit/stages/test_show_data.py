@@ -76,7 +76,7 @@ def test_the_first_rows_and_what_was_left_out(job: Path, capsys: pytest.CaptureF
     assert lines[0].startswith(f"data.train: {job.parent}/rows.jsonl: 4 rows, 4 samples, ") and rows(lines, job) == [1, 2, 4]
     assert [line for line in lines if line.startswith("learned | ")] == [f"learned | 34 {word}<|end|>" for word in ("one", "two", "four")]
     assert "data.train: 1 of 5 are longer than sft.max_tokens=64, and left out (data.overlong=drop)" in lines
-    assert "data.train: 1 bad rows are left out (data.on_bad_row=drop)" in lines
+    assert "data.train: 1 bad row is left out (data.on_bad_row=drop)" in lines
     reasons = [line for line in lines if line.startswith("left out: ")]
     assert [f"rows.jsonl:{number}: " in reason for number, reason in zip((3, 5), reasons, strict=True)] == [True, True]
     assert not (job.parent / "runs").exists()

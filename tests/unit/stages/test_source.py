@@ -334,6 +334,9 @@ def test_the_share_of_tokens_of_each_lag_is_told(make: Any) -> None:
     told = scalars(lag_metrics([several, one], learned=6, frozen=2, most=8))
     assert shares(told) == {1: 5 / 16, 2: 6 / 16, 4: 4 / 16, 8: 0.0}
     assert (told["rollout/lag_mean"], told["rollout/lag_max"]) == ((4 * 5 + 5 * 1 + 6 * 3) / 16, 5)
+    episode = replace(one, length=40, loss_tokens=6, sampled=[2, 4], weight_versions=[VersionSpan(0, 5), VersionSpan(30, 7)])
+    told = scalars(lag_metrics([episode], learned=6, frozen=2, most=8))
+    assert shares(told) == {1: 4 / 6, 2: 2 / 6, 4: 0.0, 8: 0.0} and told["rollout/lag_mean"] == (2 * 3 + 4 * 1) / 6, "the policy's tokens"
     largest = make("rollout.mode=free", "rollout.max_lag=1024").ctx.config.rollout.most_lag
     assert [name for name in scalars(lag_metrics([one], 6, 0, largest)) if "_share_" in name] == list(LAG_SHARES), "the report shows all"
 

@@ -14,6 +14,7 @@ from megarl.batch import Batch, Sample, pack
 from megarl.config import CriticSettings
 from megarl.observe.alarms import BIAS, BIASED_STEPS, WORSE_STEPS, Alarms
 from megarl.observe.metrics import Explained, Mean, Metric, merge, scalars
+from megarl.rollout.episodes import chained
 from megarl.stages.pretraining import PATIENCE, ValuePretraining
 from megarl.workers.critic import critic_metrics
 
@@ -73,6 +74,24 @@ def test_a_tools_tokens_count_as_places_of_the_response_and_explain_nothing() ->
     shown = scalars(critic_metrics(batch.with_extra(value=value_T, outcome=place_T, advantage=place_T, **{"return": place_T})))
     assert shown["critic_by_position/value_from_1"] == 1.0 and shown["critic_by_position/value_from_2"] == 2.0
     assert shown["critic_by_position/value_from_4"] == 5.5 and "critic/explained_variance_middle" not in shown
+
+
+def test_a_token_of_a_rewritten_context_has_its_place_there() -> None:
+    """The second context reads 6 tokens, of which 3 are the opening, then samples 6: once each, at the places from 4 on."""
+    zeros = np.zeros(6, np.float32)
+    first = Sample(np.arange(5, dtype=np.int32), 3, zeros[:2], "stop")
+    batch = pack([chained([first, Sample(np.arange(12, dtype=np.int32), 6, zeros, "stop")])])
+    assert batch.begin_T is not None and int(batch.mask_T.sum()) == 8
+    place_T = (batch.position_T - batch.begin_T - 1).float()  # from 1
+    value_T = torch.where(batch.mask_T, place_T, torch.inf)
+    metrics = critic_metrics(batch.with_extra(value=value_T, outcome=place_T, advantage=place_T, **{"return": place_T}))
+    means = {name.rpartition("_")[2]: one for name, one in metrics.items() if name.startswith("critic_by_position/value")}
+    assert means == {"1": Mean(1.0, 1.0), "2": Mean(2.0, 1.0), "4": Mean(22.0, 4.0), "8": Mean(17.0, 2.0)}
+    counts = {name: metrics[f"critic/explained_variance_{name}"] for name in ("early", "middle", "late")}
+    assert counts == {name: explained(torch.tensor(own), torch.tensor(own)) for name, own in THIRDS.items()}
+
+
+THIRDS = {"early": [1.0], "middle": [2.0, 4.0, 5.0, 6.0], "late": [7.0, 8.0, 9.0]}  # of 2 and of 9 tokens after the opening
 
 
 def noisy(value: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
