@@ -117,20 +117,20 @@ class ActorGroup:
             while left:
                 remaining = deadline - time.monotonic()
                 ready, _ = ray.wait(list(left), timeout=min(max(0.0, remaining), LOOK_S))
-                for reference in ready:
-                    index = left.pop(reference)
-                    try:
-                        answers[index] = ray.get(reference)
-                    except RayError as error:
-                        failed(index, cause_of(error, f"{self.kind} {index}", doing))
                 stopped: dict[int, Exception] = {**watch.still(doing, self.kind, self.actors)}
                 if not ready and remaining <= 0:
                     late = f"{doing}: no answer within {timeout_s:g} s from {self.kind} "
                     stopped = {index: WorkerLate(f"{late}{index}", timeout_s) for index in left.values()}
                 for reference, index in [*left.items()]:
-                    if index in stopped:
+                    if index in stopped:  # even if it has answered: what it has started may be stopped
                         del left[reference]
                         failed(index, stopped[index])
+                for reference in [one for one in ready if one in left]:
+                    index = left.pop(reference)
+                    try:
+                        answers[index] = ray.get(reference)
+                    except RayError as error:
+                        failed(index, cause_of(error, f"{self.kind} {index}", doing))
                 watch.check(doing, {})
         except Exception:
             cancel(left)

@@ -138,17 +138,21 @@ def test_silent_machines_are_found_together(machines: Machines, watched: Watch) 
         slow.close()
 
 
-def test_a_scan_that_has_died_or_is_stopped_is_no_machine_that_does_not_answer(machines: Machines, watched: Watch) -> None:
+def test_a_scan_that_has_died_or_is_stopped_is_no_machine_that_does_not_answer(
+    machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def died() -> Any:
-        machines.answer["node 7"] = list
         raise ActorDiedError
 
-    for first in (died, None):
-        machines.asked.clear()
+    def kill(actor: Any) -> None:
+        machines.answer[actor.node] = list  # the next scan there answers, however soon it is asked
+        machines.killed.append(actor)
+
+    monkeypatch.setattr(machines, "kill", kill)
+    for number, first in enumerate((died, None), 1):
         machines.answer["node 7"] = first
-        begun = len(machines.killed)
-        within(30, lambda: len(machines.killed) > begun)  # noqa: B023
-        machines.answer["node 7"] = list
+        within(30, lambda: len(machines.killed) == number)  # noqa: B023
+        machines.asked.clear()
         within(30, lambda: len(machines.asked) > 20)
         watched.check("update", {})
     assert not watched._roster.silent
