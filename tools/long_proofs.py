@@ -68,8 +68,8 @@ def _distributed(seconds: int, name: str) -> Proof:
     return _tests(seconds, f"tests/distributed/test_{name}.py")
 
 
-FAULTS, SLURM, NODES = "tests/e2e/test_faults.py", "tests/e2e/test_slurm_jobs.py", "test_a_lost or test_a_killed or test_an_engine"
-RAY = "gcs_server or raylet"
+FAULTS, SLURM = "tests/e2e/test_faults.py", "tests/e2e/test_slurm_jobs.py"
+NODES, RAY = "test_a_lost or test_a_killed or test_an_engine or cut_off", "gcs_server or raylet"
 # The seconds were measured beside other work (2026-11-26, commit b7ba0040), so that an idle machine takes fewer. Those of chaos, faults,
 # Slurm's jobs, hanging disks, steps, the own task and the examples are guesses so far, as is most of tests/unit.
 PARTS: tuple[tuple[Proof, ...], ...] = (
@@ -95,7 +95,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(40, "export"),
     ),
     (
-        _tests(1000, SLURM, name="slurm-nodes", words=NODES),
+        _tests(1100, SLURM, name="slurm-nodes", words=NODES),
         _tests(120, "tests/e2e/test_routing.py"),
         _distributed(60, "plan"),
         _distributed(60, "split_episodes"),
@@ -116,7 +116,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     (_tests(430, "tests/unit"), _tests(150, "tests/e2e/test_engines.py"), _tests(240, "tests/slurm"), _distributed(120, "layouts")),
     (
         _tests(420, "tests/e2e/test_own_task.py"),
-        _tests(400, SLURM, name="slurm-ray", words=RAY),
+        _tests(500, SLURM, name="slurm-ray", words=RAY),
         _tests(240, "tests/e2e/test_members.py"),
         _distributed(120, "family_weights"),
     ),

@@ -33,6 +33,7 @@ QUICK = "cluster.still_timeout_s=3"
 PATIENT = "cluster.still_timeout_s=3600"  # where a rank is held
 ASK_S = 1.0  # between two questions to Slurm
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+SIGUSR1, SIGTERM = KINDS = ("SIGUSR1", "SIGTERM")  # of clusters
 
 
 class Submitted:
@@ -111,6 +112,13 @@ def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
     return lab.run(Job(tmp_path_factory.mktemp("straight"), tiny_model, OVERRIDES))
 
 
+@pytest.fixture
+def kind(request: pytest.FixtureRequest, slurm: Cluster) -> Iterator[str]:
+    """How the cluster warns a job that it preempts: by its own signal, or by SIGTERM to every process of its steps."""
+    with slurm.preempting(request.param):
+        yield request.param
+
+
 @pytest.mark.long
 def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path) -> None:
     job = Job(tmp_path, tiny_model, (*OVERRIDES, PATIENT))
@@ -140,32 +148,40 @@ def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, t
     assert not any(token.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-@pytest.mark.long
-def test_a_cancelled_run_leaves_nothing_and_goes_on_once_submitted_again(
-    slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path
-) -> None:
-    job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
-    first = Submitted(slurm, job)
-    first.wait_for_step(3)
-    slurm.say("scancel", first.number)
-    first.finish("CANCELLED")
-    assert first.restarts == 0
-    Submitted(slurm, job).finish()
-    assert_same(job, straight, "model")
+def named(part: object) -> str:
+    """A parameter's part of a test's name."""
+    return part if isinstance(part, str) else getattr(part, "__name__", "")
 
 
-@pytest.mark.long
-def test_a_job_whose_driver_is_killed_fails_and_goes_on_once_submitted_again(
-    slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path
-) -> None:
+def cancel(submitted: Submitted) -> None:
+    submitted.slurm.say("scancel", submitted.number)
+
+
+def kill_driver(submitted: Submitted) -> None:
     """Nobody knows why: as where memory runs out, the next start could end in the same way."""
+    [driver] = [pid for pid, words in submitted.slurm.processes("n1").items() if " -m megarl.cli train " in words]
+    os.kill(driver, signal.SIGKILL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+@pytest.mark.parametrize(("interrupt", "state", "status"), [(cancel, "CANCELLED", 143), (kill_driver, "FAILED", 137)], ids=named)
+def test_a_run_ends_and_leaves_nothing_and_goes_on_once_submitted_again_after(
+    interrupt: Callable[[Submitted], None],
+    state: str,
+    status: int,
+    kind: str,
+    slurm: Cluster,
+    straight: Job,
+    tmp_path: Path,
+    tiny_model: Path,
+) -> None:
     job = Job(tmp_path, tiny_model, (*OVERRIDES, SLOW, "save.every=2"))
     first = Submitted(slurm, job)
     first.wait_for_step(3)
-    [driver] = [pid for pid, words in slurm.processes("n1").items() if " -m megarl.cli train " in words]
-    os.kill(driver, signal.SIGKILL)
-    first.finish("FAILED")
-    assert first.restarts == 0 and "the driver has ended with status 137" in first.text()
+    interrupt(first)
+    first.finish(state)
+    assert first.restarts == 0 and f"the driver has ended with status {status}" in first.text()
     Submitted(slurm, job).finish()
     assert_same(job, straight, "model")
 
@@ -175,15 +191,7 @@ def requeue(submitted: Submitted) -> None:
 
 
 def preempt(submitted: Submitted) -> None:
-    """Slurm warns the job by its own signal."""
     submitted.slurm.say("sbatch", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-
-
-def preempt_by_sigterm(submitted: Submitted) -> None:
-    """Slurm warns every process of the job's steps, Ray's and the ranks' among them, by SIGTERM."""
-    with submitted.slurm.preempting("SIGTERM"):
-        preempt(submitted)
-        submitted.wait_for("a warning", lambda: "SIGTERM: " in submitted.text())
 
 
 def cut_off(submitted: Submitted) -> None:
@@ -204,14 +212,14 @@ def die(submitted: Submitted) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def signal_ray(kind: str, number: signal.Signals) -> Callable[[Submitted], None]:
+def signal_ray(name: str, number: signal.Signals) -> Callable[[Submitted], None]:
     """One of Ray's own processes on the driver's node, after which Ray may end the driver without a word."""
 
     def interrupt(submitted: Submitted) -> None:
-        pid = next(pid for pid, words in submitted.slurm.processes("n1").items() if Path(words.partition(" ")[0]).name == kind)
+        pid = next(pid for pid, words in submitted.slurm.processes("n1").items() if Path(words.partition(" ")[0]).name == name)
         os.kill(pid, number)
 
-    interrupt.__name__ = f"{number.name} to {kind}"
+    interrupt.__name__ = f"{number.name} to {name}"
     return interrupt
 
 
@@ -225,21 +233,27 @@ def run_out_of_time(submitted: Submitted) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("interrupt", "options"),
+    ("interrupt", "options", "kind"),
     [
-        (requeue, ()),
-        (preempt, ()),
-        (preempt_by_sigterm, ()),
-        (cut_off, ()),
-        (cut_off_head, ()),
-        (run_out_of_time, (PATIENT, "--time", 60, "--grace", 110)),
-        *((signal_ray(kind, number), (QUICK,)) for kind in ("gcs_server", "raylet") for number in (signal.SIGKILL, signal.SIGSTOP)),
+        (requeue, (), SIGUSR1),
+        *((preempt, (), kind) for kind in KINDS),
+        (cut_off, (), SIGUSR1),
+        *((cut_off_head, (), kind) for kind in KINDS),
+        *((run_out_of_time, (PATIENT, "--time", 60, "--grace", 110), kind) for kind in KINDS),
+        *(
+            (signal_ray(name, number), (QUICK,), SIGUSR1)
+            for name in ("gcs_server", "raylet")
+            for number in (signal.SIGKILL, signal.SIGSTOP)
+        ),
+        (signal_ray("raylet", signal.SIGKILL), (QUICK,), SIGTERM),
     ],
-    ids=lambda part: getattr(part, "__name__", ""),
+    indirect=["kind"],
+    ids=named,
 )
 def test_a_run_goes_on_after(
     interrupt: Callable[[Submitted], None],
     options: tuple[str, ...],
+    kind: str,
     slurm: Cluster,
     straight: Job,
     tmp_path: Path,
@@ -252,13 +266,13 @@ def test_a_run_goes_on_after(
     with slurm.healed():
         interrupt(submitted)
         submitted.wait_for_restart(1)
-        print(f"{interrupt.__name__}: again after {time.monotonic() - begun:.1f} s")
+        print(f"{interrupt.__name__}, {kind}: again after {time.monotonic() - begun:.1f} s")
         submitted.limit(60)
         slurm.wait_for("end", lambda: submitted.state in OVER, ASK_S)
     submitted.finish()
     assert_same(job, straight, "model")
-    if interrupt in (preempt, preempt_by_sigterm):
-        assert re.search(r"stopped by SIG(USR1|TERM): saved at step \d+;", submitted.text()), submitted.text()
+    if interrupt is preempt:
+        assert re.search(rf"stopped by {kind}: saved at step \d+;", submitted.text()), submitted.text()
         assert "saved on Slurm's request: queued again" in submitted.text()
     if interrupt is cut_off:
         [lost] = re.findall(r"(n\d): died: queued again", submitted.text())

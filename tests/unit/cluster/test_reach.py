@@ -12,6 +12,7 @@ import pytest
 from megarl.cluster import reach
 from megarl.cluster.actor_group import WorkerLate
 from megarl.cluster.membership import TooFewNodes
+from megarl.cluster.server import StandsStill
 from megarl.parallel.links import LinkTimes, edges
 
 HANGS = "measure: no answer within 120 s from pre-flight 0, pre-flight 1"
@@ -107,6 +108,21 @@ def test_what_fails_on_all_nodes_and_on_no_two_is_told_as_it_is(monkeypatch: pyt
     monkeypatch.setattr(reach, "_measured", measured)
     with pytest.raises(WorkerLate, match=HANGS):
         reach.reach(list("abc"), {name: name for name in "abc"}, 2, 1, False, 300.0)
+
+
+@pytest.mark.parametrize("answered", [0, 1, 2, 3])  # tests: of both nodes together, of each alone, of the two as neighbours
+def test_a_lost_session_is_told_as_it_is_and_no_node_is_blamed(monkeypatch: pytest.MonkeyPatch, answered: int) -> None:
+    tests = list[str]()
+
+    def measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> Any:
+        tests.append("".join(nodes))
+        if len(tests) > answered:
+            raise StandsStill("ending processes: Ray's server has not answered for 13 s", session=True)
+        raise WorkerLate(HANGS)
+
+    monkeypatch.setattr(reach, "_measured", measured)
+    with pytest.raises(StandsStill, match="has not answered for 13 s"):
+        reach.reach(list("ab"), {name: name for name in "ab"}, 2, 1, False, 300.0)
 
 
 def test_ranks_that_are_as_slow_as_over_tcp_are_told_where_there_is_infiniband(tmp_path: Path) -> None:
