@@ -2,21 +2,25 @@
 
     python -m tools.hash_locks
 
-Asks the package index, through uv, for the files of the pinned versions for CPython 3.11 on Linux.
+Asks the package index, through uv, for the files of the pinned versions for CPython 3.12 and 3.11 on Linux, and through pip for the wheels
+that run on 3.11 although their metadata asks for more (setup.sh installs these with --ignore-requires-python).
 torch's CPU build is left out, because it is a different file on every index that has it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 TOOLS = Path(__file__).parent
+NEWER = ("megatron-core",)  # its wheels for 3.11 ask for 3.12
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,31 @@ def pinned(lock: Path) -> dict[str, str]:
 
 def files(versions: dict[str, str], machine: str) -> Iterator[tuple[str, str]]:
     """Yield (package, hash) for every file of these versions that a machine can install."""
+    yield from resolved(versions, "3.12", machine)
+    yield from resolved({package: version for package, version in versions.items() if package not in NEWER}, "3.11", machine)
+    for package in versions.keys() & {*NEWER}:
+        yield package, downloaded(f"{package}=={versions[package]}", "3.11", machine)
+
+
+def resolved(versions: dict[str, str], python: str, machine: str) -> Iterator[tuple[str, str]]:
+    """Yield (package, hash) for every file that uv would choose from."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-deps", "--no-header", "--format", "pylock.toml"]
-    platform = ["--python-version", "3.11", "--python-platform", f"{machine}-manylinux_2_40"]  # recent enough to accept every wheel
+    platform = ["--python-version", python, "--python-platform", f"{machine}-manylinux_2_40"]  # recent enough to accept every wheel
     lock = "".join(f"{package}=={version}\n" for package, version in versions.items())
     text = subprocess.run([*command, "--system-certs", *platform, "-"], input=lock, check=True, capture_output=True, text=True).stdout
     for package in tomllib.loads(text)["packages"]:
         for file in [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]:
             yield canonical(package["name"]), file["hashes"]["sha256"]
+
+
+def downloaded(requirement: str, python: str, machine: str) -> str:
+    """Return the hash of the wheel that pip takes where it does not look at the Python that is asked for."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--ignore-requires-python"]
+    with tempfile.TemporaryDirectory() as folder:
+        platform = ["--python-version", python, "--platform", f"manylinux_2_28_{machine}", "--dest", folder]
+        subprocess.run([*command, *platform, requirement], check=True)
+        [wheel] = Path(folder).iterdir()
+        return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
 def canonical(package: str) -> str:

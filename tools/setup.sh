@@ -1,41 +1,71 @@
 #!/usr/bin/env bash
-# Makes .venv (Python 3.11) with the pinned CPU stack and this package in it; with --gpu .venv-gpu, with that of a node with GPUs. Nothing is
-# done again: the stamp, written last, holds the hash of what was installed. Both commands of the README call it; it can be called by hand, from
-# any directory.
+# Makes .venv with the pinned CPU stack and this package in it; with --gpu .venv-gpu, with that of a node with GPUs. Python is 3.12, or 3.11 where
+# 3.12 is not here or no index has torch's CPU build for it; PYTHON names another command. Nothing is done again: the stamp, written last, holds
+# the hash of what was installed. Both commands of the README call it; it can be called by hand, from any directory.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv=.venv lock=tools/cpu.lock hashes=tools/cpu.hashes
+venv=.venv lock=tools/cpu.lock hashes=tools/cpu.hashes size="a minute, 2.5 GB if nothing is installed yet"
 case "${1:-}" in
     "") ;;
-    --gpu) venv=.venv-gpu lock=tools/gpu.lock hashes=tools/gpu.hashes ;;
+    --gpu) venv=.venv-gpu lock=tools/gpu.lock hashes=tools/gpu.hashes size="10 GB" ;;
     *) echo "setup: error: unknown argument $1 (--gpu is the only one)" >&2; exit 2 ;;
 esac
 
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
 
-find_python() {
-    local candidate
-    for candidate in "${PYTHON:-python3.11}" python3 python; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-            command -v "$candidate" && return
-        fi
+# The commands of the Pythons that serve, the main line first; PYTHON alone, where it is set.
+pythons() {
+    local version command commands
+    for version in 3.12 3.11; do
+        commands=("python$version" python3 python)
+        [[ -z ${PYTHON:-} ]] || commands=("$PYTHON")
+        for command in "${commands[@]}"; do
+            if "$command" -c "import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" 2>/dev/null; then
+                command -v "$command"
+                break
+            fi
+        done
     done
-    return 1
 }
 
+# On a CPU with the first Python for which an index has torch's CPU build, which it then has; with the first of all where none has.
 make_venv() {
-    local python
-    if python=$(find_python); then
-        say "making $venv with $("$python" --version)"
-        "$python" -m venv --clear "$venv"
-    elif command -v uv >/dev/null; then
-        say "making $venv with a Python 3.11 that uv finds or fetches"
-        uv venv --quiet --seed --clear --python 3.11 "$venv" || die "uv has no Python 3.11 either (set PYTHON to one)"
-    else
-        die "no Python 3.11 with venv found (set PYTHON to one, or install uv, which fetches it)"
+    local commands python why=
+    mapfile -t commands < <(pythons)
+    if [[ -z ${commands[0]:-} ]]; then
+        [[ -z ${PYTHON:-} ]] || die "PYTHON=$PYTHON is no Python 3.12 or 3.11 with venv"
+        command -v uv >/dev/null || die "no Python 3.12 or 3.11 with venv found (set PYTHON to one, or install uv, which fetches it)"
+        say "making $venv with a Python 3.12 that uv finds or fetches"
+        uv venv --quiet --seed --clear --python 3.12 "$venv" || die "uv has no Python 3.12 either (set PYTHON to one, or to a 3.11)"
+        begin
+        return
     fi
+    [[ -n ${PYTHON:-} || $("${commands[0]}" --version) == "Python 3.12"* ]] || why=" (no Python 3.12 is here)"
+    for python in "${commands[@]}"; do
+        make_venv_with "$python" "$why"
+        [[ $venv == .venv ]] || return 0
+        if install_cpu_torch; then
+            cpu_torch=there
+            return
+        fi
+        why=" (no index has torch's CPU build for $("$python" --version))"
+    done
+    cpu_torch=nowhere
+    [[ $python == "${commands[0]}" ]] || make_venv_with "${commands[0]}" " (nor for $("$python" --version))"
+}
+
+make_venv_with() {
+    say "making $venv with $("$1" --version)$2"
+    "$1" -m venv --clear "$venv"
+    begin
+}
+
+begin() {
+    check_compiler
+    : >"$venv"/setup.log
+    say "installing $(grep -c == "$lock") pinned packages ($size)"
 }
 
 # One quiet pip run: its whole output goes to the log, its milestones to the console.
@@ -71,18 +101,37 @@ uv_install() {
 }
 
 # The public index holds torch's CUDA build under the same version. uv knows where PyTorch keeps the CPU build; where uv does not get through,
-# pip may, which can be told of proxies and certificates that uv does not read. Every other file must have a hash of the list.
-install_cpu_stack() {
-    local torch indexes
+# pip may, which can be told of proxies and certificates that uv does not read.
+install_cpu_torch() {
+    local torch
     torch=$(grep '^torch==' "$lock")
     mapfile -t indexes < <(pip_indexes)
-    if pip uv && { uv_install "${indexes[@]}" "$torch+cpu" || uv_install "${indexes[@]}" --torch-backend cpu "$torch"; }; then
-        uv_install "${indexes[@]}" --require-hashes -r "$hashes" && return
-    fi
+    if pip uv && { uv_install "${indexes[@]}" "$torch+cpu" || uv_install "${indexes[@]}" --torch-backend cpu "$torch"; }; then return; fi
+    pip "$torch+cpu"
+}
+
+# What torch's CUDA build loads when it is imported. Without Triton: where vLLM finds that, it takes another path on a CPU.
+install_cuda_torch() {
+    local package
+    say "no index has torch's CPU build for $("$venv"/bin/python --version) (PIP_EXTRA_INDEX_URL names others): taking the CUDA build, 3.5 GB more"
+    for package in torch nvidia-{cublas,cuda-cupti,cuda-nvrtc,cuda-runtime,cudnn-cu13,cufft,cufile,curand,cusolver,cusparse,cusparselt-cu13} \
+        nvidia-{nccl-cu13,nvjitlink,nvshmem-cu13,nvtx}; do
+        grep "^$package==" tools/gpu.hashes
+    done >"$venv"/cuda.txt
+    install_hashed "$venv"/cuda.txt
+}
+
+# Every file must have a hash of the list.
+install_hashed() {
+    uv_install "${indexes[@]}" --require-hashes -r "$1" && return
     say "uv could not install them (see $venv/setup.log): trying pip"
-    pip "$torch+cpu" && pip --require-hashes -r "$hashes" && return
-    tail -n 15 "$venv"/setup.log >&2
-    die "could not install the packages of $lock; if torch's CPU build is the problem, set PIP_EXTRA_INDEX_URL to an index that has it"
+    install --require-hashes -r "$1"
+}
+
+# Its wheels for Python 3.11 run there; only their metadata asks for 3.12.
+install_megatron() {
+    grep '^megatron-core==' "$hashes" >"$venv"/megatron.txt
+    install --ignore-requires-python --require-hashes -r "$venv"/megatron.txt
 }
 
 # Transformer Engine's part for torch is C++ that is compiled here: g++, and CUDA's headers from the packages that torch came with.
@@ -90,11 +139,11 @@ install_transformer_engine() {
     local package nvidia
     package=$(grep '^transformer-engine-torch==' "$lock")
     grep '^transformer-engine-torch==' "$hashes" >"$venv"/transformer-engine.txt
-    nvidia=$PWD/$venv/lib/python3.11/site-packages/nvidia
-    say "building $package against $(grep '^torch==' "$lock") (28 files; MAX_JOBS limits how many at a time)"
-    # NVTE_PYTORCH_FORCE_BUILD: else it looks for a wheel elsewhere first.
-    PATH=$PWD/$venv/bin:$PATH CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE install --no-build-isolation \
-        --require-hashes -r "$venv"/transformer-engine.txt
+    nvidia=$("$venv"/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+    say "building $package against $(grep '^torch==' "$lock") (33 files; MAX_JOBS limits how many at a time)"
+    # NVTE_PYTORCH_FORCE_BUILD: else it looks for a wheel elsewhere first. NVTE_WITH_NCCL_EP: that dispatcher needs NCCL 2.30.4, newer than torch's.
+    PATH=$PWD/$venv/bin:$PATH CUDA_HOME=$nvidia/cu13 CPATH=$nvidia/cudnn/include:$nvidia/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE \
+        NVTE_WITH_NCCL_EP=0 install --no-build-isolation --require-hashes -r "$venv"/transformer-engine.txt
 }
 
 # Without a wheel for the machine's C library pip would build from source. Most need glibc 2.28; llguidance, which vLLM imports whenever it
@@ -119,7 +168,7 @@ check_compiler() {
     if ! command -v ${CC:-gcc clang} >/dev/null; then
         lacking "no C compiler (${CC:-gcc})"
     elif [[ ! -f $include/Python.h ]]; then
-        lacking "no $include/Python.h: install python3.11-dev (Debian, Ubuntu) or python3.11-devel (RHEL), or set PYTHON to one of uv's"
+        lacking "no $include/Python.h: install ${include##*/}-dev (Debian, Ubuntu) or ${include##*/}-devel (RHEL), or set PYTHON to one of uv's"
     fi
 }
 
@@ -129,12 +178,11 @@ lacking() {
     "$venv"/bin/python -c 'import pycosat' 2>/dev/null || say "pycosat is built here, and there is $1"
 }
 
-# What a GPU run would meet first, by name.
+# What a GPU run would meet first, by name. Transformer Engine loads only beside a driver (its core is linked to libcuda); `choose` loads it.
 check_gpu_stack() {
     "$venv"/bin/python - <<'EOF' || die "the GPU stack does not work"
 import torch
 import vllm
-import transformer_engine.pytorch
 
 assert torch.version.cuda, f"torch {torch.__version__} is no CUDA build"
 if torch.cuda.is_available():
@@ -142,7 +190,7 @@ if torch.cuda.is_available():
 
     print(f"setup: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, megarl runs on {choose(gpus=True).device}")
 else:
-    print("setup: everything imports; this machine shows no GPU, on which it would run")
+    print("setup: torch and vLLM import; this machine shows no GPU, and Transformer Engine does not load without a driver")
 EOF
 }
 
@@ -160,21 +208,22 @@ if [[ $venv != .venv ]] && ! g++ -std=c++20 -fsyntax-only -x c++ - </dev/null 2>
     die "transformer-engine-torch is built here and needs g++ 10 or later, which knows C++20 (on RHEL 8: gcc-toolset-12)"
 fi
 
-if ! "$venv"/bin/python -m pip --version >/dev/null 2>&1; then
-    make_venv
-fi
-check_compiler
-: >"$venv"/setup.log
+cpu_torch=unknown indexes=()
+if "$venv"/bin/python -m pip --version >/dev/null 2>&1; then begin; else make_venv; fi
 if [[ $venv == .venv ]]; then
-    say "installing $(grep -c == "$lock") pinned packages (a minute, 2.5 GB if nothing is installed yet)"
-    install_cpu_stack
+    case $cpu_torch in
+        unknown) install_cpu_torch || install_cuda_torch ;;
+        nowhere) install_cuda_torch ;;
+    esac
+    grep -v '^megatron-core==' "$hashes" >"$venv"/packages.txt
+    install_hashed "$venv"/packages.txt
 else
-    say "installing $(grep -c == "$lock") pinned packages (10 GB)"
     # "===" takes no other build of the same version (2.13.0+cpu), which pip prefers where an index has one.
-    grep -v '^transformer-engine-torch==' "$hashes" | sed 's/^\(torch[a-z]*\)==/\1===/' >"$venv"/gpu.txt
+    grep -Ev '^(transformer-engine-torch|megatron-core)==' "$hashes" | sed 's/^\(torch[a-z]*\)==/\1===/' >"$venv"/gpu.txt
     install --require-hashes -r "$venv"/gpu.txt
-    install_transformer_engine
 fi
+install_megatron
+[[ $venv == .venv ]] || install_transformer_engine
 "$venv"/bin/python -c 'import torch' 2>>"$venv"/setup.log || die "torch does not import; see $venv/setup.log"
 say "installing megarl"
 install --no-build-isolation -e .

@@ -295,7 +295,7 @@ def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, An
         raise ConfigError(f"model.path: norm_topk_prob=false or num_experts_per_tok=1 is not supported for {family}")
     if n.experts % groups or chosen > groups:
         raise ConfigError(f"model.path: n_group={groups} and topk_group={chosen} do not divide {n.experts} experts")
-    if groups > chosen and topk // chosen != 2:  # moe_utils.py:559 scores a group by its topk // topk_group best experts, the model by two
+    if groups > chosen and topk // chosen != 2:  # moe_utils.py:656 scores a group by its topk // topk_group best experts, the model by two
         raise ConfigError(
             f"model.path: num_experts_per_tok={topk} must be twice topk_group={chosen}: Megatron scores each group by two experts"
         )

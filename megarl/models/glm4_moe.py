@@ -1,8 +1,6 @@
 """GLM-4.5 (glm4_moe, https://arxiv.org/abs/2508.06471): grouped-query attention that rotates half of each head, and DeepSeek-V3's experts
 and router.
 
-It was chosen over gpt-oss because Megatron-core 0.16.1 supports all of it: gpt-oss needs attention sinks, a sliding window in every other
-layer and biased experts with their own activation function, and its checkpoints are quantized (MXFP4).
 Its multi-token prediction (one further layer) is not trained here. transformers has no class for its classifiers, so only megarl can load a
 saved critic or reward model. Refused: YaRN, whose scale would also affect the part of the head that is not rotated, and what every family
 refuses (`decoder_blocks.refuse`).

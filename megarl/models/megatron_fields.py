@@ -44,6 +44,18 @@ _ABSENT: dict[str, Any] = {
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
     "mtp_num_layers": None,
+    "use_mup": False,
+    "moe_router_force_biased": None,
+    "moe_router_quantile_balancing_ema": 0.0,
+    "moe_expert_rank_capacity_factor": None,
+    # These order or name the weights otherwise than the checkpoints here.
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_glu_interleave_size": None,
+    "moe_single_grouped_weight": False,
+    "moe_single_grouped_bias": False,
+    "use_grouped_gemm_for_dense_mlp": False,
+    "use_grouped_gemm_for_shared_expert": False,
+    "use_transformer_engine_op_fuser": False,
     "is_hybrid_model": False,
     "heterogeneous_block_specs": False,
     # The stages' layers are determined by layout.pp, vpp and num_layers_in_first/last_pipeline_stage, which `check_layout` understands.
@@ -102,6 +114,10 @@ def _layout(layout: Layout) -> dict[str, Any]:
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+        "tensor_parallel_num_weight_shards": None,
+        "gtp_weight_remat_size": 1,
+        "expert_tensor_parallel_num_weight_shards": None,
+        "expert_gtp_weight_remat_size": 1,
         "variable_seq_lengths": True,  # micro-batches differ in length; pipeline stages exchange shapes
         "batch_p2p_comm": layout.vpp is None,
         "overlap_p2p_comm": False,
@@ -120,15 +136,16 @@ def _precision(dtype: str) -> dict[str, Any]:
         "fp8_param": False,
         "fp4": None,
         "fp4_param": False,
+        "fp8_output_proj": False,
     }
 
 
 def _laws() -> dict[str, Any]:
     return {
         # `schedule` undoes the division by micro-batches and ranks for the loss, but keeps it for the MoE auxiliary losses. With True,
-        # their gradient would depend on the layout (moe_utils.py:231 counts the tokens of one sequence-parallel shard).
+        # their gradient would depend on the layout (moe_utils.py:279 counts the tokens of one sequence-parallel shard).
         "calculate_per_token_loss": False,
-        "defer_embedding_wgrad_compute": False,  # needs apex's CUDA extension (megatron/core/utils.py:1154)
+        "defer_embedding_wgrad_compute": False,  # needs apex's CUDA extension (megatron/core/utils.py:1279)
         # Weights come from a checkpoint. Megatron's own initialisers still run, for the tensor-parallel attributes that they set.
         "perform_initialization": True,
         "use_cpu_initialization": False,

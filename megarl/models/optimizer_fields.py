@@ -31,9 +31,20 @@ OPTIMIZER = {
             ("overlap_param_gather", "ddp.overlap_param_gather"),
         )
     },
-    **_because(_ADAMW, "optimizer", "use_distributed_optimizer", "decoupled_weight_decay", "sgd_momentum"),
-    **_because(_ADAMW, *(f"muon_{name}" for name in ("momentum", "split_qkv", "use_nesterov", "scale_mode", "fp32_matmul_prec"))),
-    **_because(_ADAMW, *(f"muon_{name}" for name in ("num_ns_steps", "tp_mode", "extra_scale_factor"))),
+    **_because(_ADAMW, "optimizer", "use_distributed_optimizer", "use_layer_wise_distributed_optimizer"),
+    **_because(_ADAMW, "decoupled_weight_decay", "sgd_momentum"),
+    **_because("a gradient that is not finite already changes nothing, and clipping bounds the others", "grad_norm_skip_threshold"),
+    **{
+        f"{kind}_{name}": _ADAMW
+        for kind, names in {
+            "muon": "momentum split_qkv nesterov scale_mode fp32_matmul_prec num_ns_steps tp_mode extra_scale_factor "
+            "coefficient_type scalar_optimizer",
+            "adaptive_muon": "moment2_method beta2 eps",
+            "lion": "beta1 beta2",
+            "soap": "shampoo_beta precondition_frequency use_kl_shampoo",
+        }.items()
+        for name in names.split()
+    },
     **_because(_PRECISION, "fp16", "bf16", "params_dtype", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"),
     **_because(
         "float32 and bfloat16 need no loss scale", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"
@@ -53,9 +64,12 @@ OPTIMIZER = {
 }
 DDP = {
     **_because(
-        "gradients are summed in float32 over the distributed optimizer's ranks", "grad_reduce_in_fp32", "use_distributed_optimizer"
+        "gradients are summed in float32 over the distributed optimizer's ranks",
+        "grad_reduce_in_fp32",
+        "use_distributed_optimizer",
+        "param_name_patterns_for_fp32_local_accumulation",
     ),
-    **_because(_PRECISION, "fp8_param_gather", "keep_fp8_transpose_cache", "preserve_fp32_weights", "reuse_grad_buf_for_mxfp8_param_ag"),
+    **_because(_PRECISION, "fp8_param_gather", "fp4_param_gather", "keep_fp8_transpose_cache", "reuse_grad_buf_for_mxfp8_param_ag"),
     **_because(
         "a gradient that is not finite already changes nothing, and the step is named", "check_for_nan_in_grad", "check_for_large_grads"
     ),
@@ -68,6 +82,15 @@ DDP = {
         "suggested_communication_unit_size",
         "fsdp_double_buffer",
         "fsdp_manual_registration",
+        "fsdp_db_use_persist_buf_on_alloc_fail",
+        "fsdp_all_gather_in_start_param_sync",
+        "megatron_fsdp_main_params_dtype",
+        "megatron_fsdp_main_grads_dtype",
+        "megatron_fsdp_grad_comm_dtype",
+        "megatron_fsdp_use_decoupled_grad",
+        "megatron_fsdp_cuda_graph_mode",
+        "megatron_fsdp_enable_fine_grained_param_gather",
+        "megatron_fsdp_max_pool_double_buffer",
         "num_distributed_optimizer_instances",
         "nccl_ub",
         "disable_symmetric_registration",

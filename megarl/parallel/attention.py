@@ -24,7 +24,7 @@ from torch import Tensor
 def zigzag(length: int, rank: int, ranks: int) -> Tensor:
     """The positions of a sequence that one context-parallel rank holds: of 2 * ranks equal chunks, the rank-th from each end.
 
-    This is the layout of megatron.core.utils.get_batch_on_this_cp_rank and rope_utils.py:141.
+    This is the layout of megatron.core.utils.get_batch_on_this_cp_rank and rope_utils.py:140.
 
     Args:
         length: tokens of the sequence; must be divisible by 2 * ranks if ranks > 1.

@@ -28,8 +28,9 @@ from megarl.text import one_line
 if TYPE_CHECKING:
     from megarl.parallel.logprobs import LogprobKernels
 
-MEGATRON = "0.16.1"  # the only release whose bugs and semantics this package knows
-TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # the versions that this Megatron-core requires: from the first, below the second
+MEGATRON = "0.19.2"  # the only release whose bugs and semantics this package knows
+# From the first version, below the second. Megatron-core bounds none; 0.19.2 is developed with 2.18 (pyproject.toml:235 of its sources).
+TRANSFORMER_ENGINE = ((2, 18), (2, 19))
 # cuBLAS and Transformer Engine read these when they are first used. NCCL's own choice of algorithm would depend on measurements. The other
 # NCCL settings are those of vLLM's deterministic engines (vllm/model_executor/determinism/batch_invariant.py:1147): the engines and the
 # sending ranks form one communicator, whose ranks must agree.
@@ -103,7 +104,7 @@ class Backend(ABC):
     def fuse_optimizer(self, optimizer: Any) -> None:
         """Make Megatron's optimizer update each parameter in one kernel. Transformer Engine's and apex's Adam do so anyway.
 
-        Without them Megatron creates a plain torch AdamW, which launches a dozen kernels (optimizer/__init__.py:357).
+        Without them Megatron creates a plain torch AdamW, which launches a dozen kernels (optimizer/__init__.py:554).
         """
         if self.fused:
             return
@@ -362,12 +363,15 @@ def has_transformer_engine() -> bool:
 def attends_packed(capability: tuple[int, int]) -> bool:
     """Whether Transformer Engine has an attention over packed sequences ("thd") that keeps no scores, for a GPU of this compute capability.
 
-    Its cuDNN backend takes them from 9.0 on (2.11, common/fused_attn/fused_attn.cpp:395) but not on 12.0
-    (dot_product_attention/utils.py:686). What remains without the package flash-attn keeps all scores, and refuses context parallelism.
+    Its cuDNN backend takes them from 9.0 on (2.18, common/fused_attn/fused_attn.cpp:420), but on 12.0 not with the heads of multi-latent
+    attention (dot_product_attention/utils.py:830). What remains without the package flash-attn keeps all scores, and refuses context
+    parallelism. It remains, too, for two sizes of heads in training: above 128 on 10.0, except 192 with values of 128 (fused_attn.cpp:331;
+    256 needs cuDNN 9.25), and on 9.0 unequal ones from 128 on, with the same exception (:351).
 
-    No deterministic one is usable on any GPU, so none is asked for. Below 9.0 and from 10.0 on, cuDNN's is switched off (utils.py:1059,
-    1067). On 9.0 its backward pass keeps dP for at least 32 sequences as long as the whole micro-batch (cudnn-frontend 0258951,
-    scaled_dot_product_flash_attention.h:1165, and pull request 398; common/fused_attn/utils.cu:532): 34 GB for 4,096 tokens and 32 heads.
+    No deterministic one is asked for. Below 9.0 and on 12.0 cuDNN's is switched off (utils.py:1467, fused_attn.cpp:528). On 9.0 its
+    backward pass keeps dP for at least 32 sequences as long as the whole micro-batch (cudnn-frontend 1.31,
+    scaled_dot_product_flash_attention.h:1804; common/fused_attn/utils.cu:519): 34 GB for 4,096 tokens and 32 heads. On 10.0 it is allowed
+    since cuDNN 9.18.1 (fused_attn.cpp:487) along the same lines of cudnn-frontend; what it keeps there is not to be read.
     """
     try:
         return bool(importlib.metadata.version("flash-attn"))

@@ -23,7 +23,6 @@ from megarl.parallel.value_head import ValueHead
 from megarl.text import one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")  # of multi-latent attention, replicated
 # Fields whose values are torch objects or Megatron enum members, by the names that YAML and `fixed_fields` use for them.
 _NAMED: dict[str, Mapping[str, Any]] = {
     "activation_func": {"silu": F.silu},
@@ -102,15 +101,10 @@ def build_chunks(
             chunk.output_layer.register_forward_pre_hook(_in_float32, with_kwargs=True)
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(grad)
-            # Upstream marks expert weights for the expert data-parallel group only if ep > 1 (layers.py:886,1209), although with etp != tp
-            # they belong to a different group too: gradients would silently be wrong. Marking them always also gives the optimizer the
-            # same two parts (dense, experts) in every layout, which resharding its state needs.
+            # Upstream marks expert weights for the expert data-parallel group where that is another one (layers.py:961,1379). Marking them
+            # always gives the optimizer the same two parts (dense, experts) in every layout, which resharding its state needs.
             if ".experts." in name:
                 parameter.allreduce = False
-            # Transformer Engine marks every weight as sharded over tensor-parallel ranks (2.11, module/linear.py:1325), even replicated
-            # ones: the gradient norm would count those tp times.
-            if name.endswith(WHOLE):
-                parameter.tensor_model_parallel = False
             assert parameter.dtype == config.params_dtype, f"{name} is {parameter.dtype}, expected {config.params_dtype}"
     return chunks
 
@@ -149,8 +143,8 @@ def _chunk(config: TransformerConfig, hf: dict[str, Any], backend: Backend, stag
 def _no_fusion(config: TransformerConfig) -> Iterator[None]:
     """Create modules that do not add weight gradients up in the buffers: for Transformer Engine's, `sum_in_buffers` turns that on later.
 
-    Megatron's own never may: without apex's CUDA extension their constructor raises (layers.py:924), and the output layer's weight may be a
-    copy in float32, which has no buffer.
+    Megatron's own never may: without apex's CUDA extension their constructor raises (layers.py:1070), and the output layer's weight may be
+    a copy in float32, which has no buffer.
     """
     fusion, config.gradient_accumulation_fusion = config.gradient_accumulation_fusion, False
     try:
@@ -163,14 +157,14 @@ def sum_in_buffers(chunks: Iterable[MegatronModule], fusion: bool) -> None:
     """Let Transformer Engine's layers add their weight gradients up in the chunks' gradient buffers, or not.
 
     Otherwise they return them to autograd in the model's dtype, as other layers do, and Megatron's hook adds them to the buffers
-    (distributed_data_parallel.py:440). With it they return a dummy, which the hook ignores (Transformer Engine 2.11, module/linear.py:945).
+    (distributed_data_parallel.py:493). With it they return a dummy, which the hook ignores (module/linear.py:1289 of 2.18).
 
     Args:
         chunks: model chunks that have gradient buffers.
         fusion: the field `gradient_accumulation_fusion` of their configuration.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
-        if hasattr(module, "fuse_wgrad_accumulation"):  # each pass reads it anew (module/linear.py:1444)
+        if hasattr(module, "fuse_wgrad_accumulation"):  # each pass reads it anew (module/linear.py:1979)
             vars(module)["fuse_wgrad_accumulation"] = fusion
 
 

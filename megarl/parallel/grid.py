@@ -162,7 +162,7 @@ def destroy_grid() -> None:
     from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
     parallel_state.destroy_model_parallel()
-    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # not reset by the call above (parallel_state.py:2085)
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # not reset by the call above (parallel_state.py:2506)
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()  # rotary_pos_embedding.py:177 caches by `self`, which keeps modules and their groups alive
     dist.destroy_process_group()

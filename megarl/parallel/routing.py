@@ -106,6 +106,8 @@ class RoutingPass:
             target_RLK = target_RLK.to(choose().device)
             for place, layer in enumerate(layers):
                 layer.target_RK = target_RLK[:, place].long()
+            if self._replay:
+                _check_distinct(target_RLK, [layer.number for layer in layers])
         for layer in layers:
             layer.begin(len(entry_T), backward=backward)
         yield
@@ -182,7 +184,7 @@ class _Layer:
         self._backward = False
         self._inside = False  # in a forward, as opposed to its recomputation in the backward pass
         self._again: deque[Tensor | None] = deque()  # targets of the forwards that the backward will recompute, oldest first
-        assert router.router_replay is None
+        self._choice = router.router_replay  # see `upstream.SortedTopK`
         router.router_replay = self
         self._handle = router.register_forward_hook(self._after)
         if router.enable_expert_bias:
@@ -205,8 +207,8 @@ class _Layer:
         group_topk: int | None,
         choose_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and indices of the experts, [R, K] each; called by Megatron (moe_utils.py:705)."""
-        values_RK, natural_RK = choose_topk(scores_RE, topk, num_groups=num_groups, group_topk=group_topk)
+        """Return scores and indices of the experts, [R, K] each; called by Megatron (moe_utils.py:831)."""
+        values_RK, natural_RK = self._choice.get_replay_topk(scores_RE, topk, num_groups, group_topk, choose_topk)
         self._natural_RK = natural_RK
         target_RK = self._wanted()
         if not self._replay or target_RK is None:
@@ -232,7 +234,7 @@ class _Layer:
     def close(self) -> None:
         """Restore the router to its original state."""
         self._handle.remove()
-        self._router.router_replay = None
+        self._router.router_replay = self._choice
         vars(self._router).pop("_apply_expert_bias", None)
 
     def _wanted(self) -> Tensor | None:
@@ -263,14 +265,21 @@ class _Layer:
         if self._replay:
             self.chosen_RK = torch.where(known_R[:, None], target_RK, natural_RK)
         sent_R = known_R & map_RE.gather(1, sought_RK).all(1)
-        if self._replay:  # a target that names an expert twice leaves the token with fewer experts
-            sent_R &= map_RE.sum(1) == target_RK.shape[1]
         self._sums += torch.stack([changed_RK.sum(), known_R.sum() * target_RK.shape[1], sent_R.sum()])
 
     def _count(self, map_RE: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert, for its bias, by the router's own choice, whatever was replayed."""
         assert self._natural_RK is not None
         type(self._router)._apply_expert_bias(self._router, _map_of(self._natural_RK, map_RE), padding_mask=padding_mask)
+
+
+def _check_distinct(target_RLK: Tensor, layers: Sequence[int]) -> None:
+    """Raise RoutingError if a token is to go to an expert twice: Megatron counts on K experts for each (moe_utils.py:458)."""
+    sorted_RLK = target_RLK.sort(dim=2).values
+    repeated_L = ((sorted_RLK[..., 1:] == sorted_RLK[..., :-1]) & (sorted_RLK[..., 1:] >= 0)).any(2).sum(0).tolist()
+    faults = [f"layer {layer}: {repeated}" for layer, repeated in zip(layers, repeated_L, strict=True) if repeated]
+    if faults:
+        raise RoutingError(f"routing replay on rank {dist.get_rank()}: tokens that are to go to the same expert twice: {', '.join(faults)}")
 
 
 def _map_of(experts_RK: Tensor, like_RE: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class _Step:
         self.config = get_model_config(self.chunks[0])
         self.results: list[Any] = []
         self.count = len(micro_batches)
-        # The interleaved schedule needs whole rounds of pp micro-batches (schedules.py:989); empty ones fill the last round.
+        # The interleaved schedule needs whole rounds of pp micro-batches (schedules.py:1145); empty ones fill the last round.
         missing = -self.count % grid.layout.pp if grid.layout.vpp else 0
         self.batches = [*micro_batches, *([micro_batches[0].take(torch.empty(0, dtype=torch.int64))] * missing)]
         device = choose().device
@@ -129,7 +129,7 @@ class _Step:
         return output, functools.partial(self._loss, batch.without(*EXPERTS), packed)
 
     def _padding(self, packed: Packed, chunk: torch.nn.Module) -> Tensor | None:
-        """The router's padding mask. Upstream shards it over the sequence on the first stage only (gpt_model.py:314)."""
+        """The router's padding mask. Upstream shards it over the sequence on the first stage only (gpt_model.py:352)."""
         mask = packed.padding_mask
         if mask is None or not self.config.sequence_parallel or get_attr_wrapped_model(chunk, "pre_process"):
             return mask
@@ -142,12 +142,12 @@ class _Step:
         loss, result = self.loss_fn(logits_RV, packed.row_T, batch.take(packed.entry_T).to(logits_RV.device))
         assert self.forward_only or loss.requires_grad, "loss_fn returned a loss without a graph"
         self.results.append(result)
-        # Megatron multiplies by cp and divides by its micro-batches (schedules.py:276), then by dp * cp (distributed_data_parallel.py:239).
+        # Megatron multiplies by cp and divides by its micro-batches (schedules.py:340), then by dp * cp (distributed_data_parallel.py:212).
         return loss * (self.count * self.grid.dp_size), None
 
 
 def _drop_graph(chunks: Sequence[torch.nn.Module]) -> None:
-    """Release the last micro-batch's autograd graph, of which Megatron's token dispatchers keep a tensor (token_dispatcher.py:610).
+    """Release the last micro-batch's autograd graph, of which Megatron's token dispatchers keep a tensor (token_dispatcher.py:636).
 
     The graph references the parameters, their gradient hooks and thus the whole model, through C++ where Python's collector cannot follow:
     a model that was dropped would keep its memory, its process groups and their threads.

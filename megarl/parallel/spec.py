@@ -18,7 +18,7 @@ from megarl.parallel.attention import PackedAttention
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, usable under sequence parallelism.
 
-    Megatron's WrappedTorchNorm refuses sequence parallelism (torch_norm.py:36) only because nobody marks its weight for the
+    Megatron's WrappedTorchNorm refuses sequence parallelism (torch_norm.py:50) only because nobody marks its weight for the
     gradient reduction over the tensor-parallel group; this class does.
     """
 
@@ -37,7 +37,7 @@ class ReplicatedLinear(torch.nn.Module):
     """x W^T with all of W on every tensor-parallel rank: the projections of multi-latent attention down to its latents.
 
     Megatron's local spec shards them by column and gathers the result, which loses gradients of the shared rotary key: the gather's
-    backward takes this rank's slice (multi_latent_attention.py:607) of a gradient of which each rank has only its own heads' part.
+    backward takes this rank's slice (multi_latent_attention.py:739) of a gradient of which each rank has only its own heads' part.
     Transformer Engine's spec has the whole projection, as here. The arguments are those of Transformer Engine's TELinear, in whose place
     `upstream.py` puts this class without Transformer Engine.
     """
@@ -84,6 +84,8 @@ def _localise(layer: ModuleSpec, config: TransformerConfig) -> None:
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm and config.multi_latent_attention:
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        attention.kv_layernorm = RMSNorm
+        if config.q_lora_rank is not None:
+            attention.q_layernorm = RMSNorm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

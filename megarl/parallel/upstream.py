@@ -1,10 +1,12 @@
-"""Patches for bugs of megatron-core 0.16.1 that occur on all hardware; those for the CPU alone are in `cpu/patches.py`.
+"""Patches for bugs of megatron-core 0.19.2 that occur on all hardware; those for the CPU alone are in `cpu/patches.py`.
 
 Each patch names the upstream file and line and first checks that the faulty lines are still there.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,17 +20,28 @@ from megarl.patching import expect
 # Warnings about upstream's own code, printed at every start and on every rank; users cannot act on them.
 _NOISE = (
     ".*Apex (is|are) not installed",  # known: see `cpu/`
-    "full scope is deprecated",  # transformer_config.py:1705 complains about its own default
+    "full scope is deprecated",  # transformer_config.py:2416 complains about its own default
     "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # about experts, if etp is 1 and tp is not
-    "The .grad attribute of a Tensor that is not a leaf",  # optimizer.py:66 probes every parameter
+    "The .grad attribute of a Tensor that is not a leaf",  # optimizer.py:68 probes every parameter
+    "MimoModelConfig is experimental",
     "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 )
+_LOGGED = {  # likewise, by logger
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
+}
 
 
 def quiet() -> None:
     """Keep upstream's standing warnings off the console."""
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
+    for name, line in _LOGGED.items():
+        logging.getLogger(name).addFilter(functools.partial(_differs, line))
+
+
+def _differs(line: str, record: logging.LogRecord) -> bool:
+    return line not in record.getMessage()
 
 
 def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_engine: bool) -> None:
@@ -40,24 +53,22 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
         transformer_engine: whether the layers are built from Transformer Engine; without it there is more to patch.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer import mla_qk_norm_config, multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter
 
     _shape_exchange(P2PCommunicator, device, synchronize)
     _padded_counts(TopKRouter)
+    _sorted_topk(moe_utils, TopKRouter)
+    _plain_queries(mla_qk_norm_config.QKNormConfigResolver, multi_latent_attention.MLASelfAttention)
     if transformer_engine:
-        from megatron.core.extensions import transformer_engine as extension
-        from transformer_engine.pytorch.cpp_extensions import general_gemm
-
-        _router_gemm_of_te(moe_utils, extension, general_gemm)
+        _router_gemm_of_te(moe_utils)
     else:
-        _router_gemm(moe_utils)
         _replicated_projections(multi_latent_attention)
 
 
 def _shape_exchange(communicator: Any, device: torch.device, synchronize: Callable[[], None]) -> None:
-    """p2p_communication.py:216-243 posts sends and receives in the order previous, next, and waits for all of them.
+    """p2p_communication.py:235-259 posts sends and receives in the order previous, next, and waits for all of them.
 
     With two pipeline stages both neighbours are the same process, and what it sends to its previous stage reaches us from our next one:
     when both directions are in flight (the interleaved schedule), the two shapes come out swapped. Receives must be posted in the order of
@@ -93,7 +104,7 @@ def _shape_exchange(communicator: Any, device: torch.device, synchronize: Callab
 
 
 def _padded_counts(router: Any) -> None:
-    """router.py:558 counts the tokens of each expert by applying a mask [tokens] to a map [tokens, experts], which fails for most sizes
+    """router.py:738 counts the tokens of each expert by applying a mask [tokens] to a map [tokens, experts], which fails for most sizes
     and masks experts instead of tokens for the others."""
     expect(router._apply_expert_bias, "routing_map = routing_map & (~padding_mask)", "local_tokens_per_expert += routing_map.sum(dim=0)")
     count = router._apply_expert_bias
@@ -104,48 +115,84 @@ def _padded_counts(router: Any) -> None:
     router._apply_expert_bias = apply_expert_bias
 
 
-def _router_gemm(moe_utils: Any) -> None:
-    """moe_utils.py:22-40 imports `te_general_gemm` inside a try without an else; moe_utils.py:1192 then raises NameError without TE."""
-    expect(moe_utils.RouterGatingLinearFunction, "if te_general_gemm is not None")
-    if hasattr(moe_utils, "te_general_gemm"):
-        raise RuntimeError("megatron.core.transformer.moe.moe_utils now defines te_general_gemm: megarl's patch for it must be reviewed")
-    moe_utils.te_general_gemm = None
+def _router_gemm_of_te(moe_utils: Any) -> None:
+    """moe_utils.py:1357 passes autograd's gradient, which need not be contiguous, to a product that reads every operand as if it were
+    (Transformer Engine 2.18, csrc/common.cpp:137).
 
-
-def _router_gemm_of_te(moe_utils: Any, extension: Any, general_gemm: Callable[..., Any]) -> None:
-    """transformer_engine.py:2446 imports `get_workspace`, which Transformer Engine no longer has since 2.10: line 2485 silently sets
-    `te_general_gemm` to None, and moe_utils.py:1192 and 1225 cast the router's operands to float32 and multiply without tensor cores.
-
-    `general_gemm` takes a workspace by itself now (2.11, cpp_extensions/gemm.py:120), so this one gives it none, as that of megatron-core
-    0.19.2 does. Forward it multiplies bfloat16 and sums in float32; backward it multiplies in TF32 (2.11, cublaslt_gemm.cu:447), in which
-    inputs and weights, from bfloat16, are exact, unless NVIDIA_TF32_OVERRIDE=0 forbids cuBLAS to do so. It reads every operand as if it
-    were contiguous (2.11, csrc/common.cpp:98), which autograd does not promise of a gradient.
+    Forward the product multiplies bfloat16 and sums in float32; backward it multiplies in TF32 (common/gemm/cublaslt_gemm.cu:448), in which
+    inputs and weights, from bfloat16, are exact, unless NVIDIA_TF32_OVERRIDE=0 forbids cuBLAS to do so. It takes its workspace by itself
+    (cpp_extensions/gemm.py:134).
     """
     expect(
-        extension,
-        "from transformer_engine.pytorch.module.base import get_workspace",
-        "workspace=get_workspace(),",
-        "te_general_gemm = None",
-    )
-    expect(
         moe_utils.RouterGatingLinearFunction,
-        'te_general_gemm(weight, inp, router_dtype, layout="TN", bias=bias)',
+        "grad_output = grad_output.view(-1, grad_shape[-1])",
         'weight.to(ctx.router_dtype), grad_output, ctx.router_dtype, layout="NN", grad=True',
         'inp.to(ctx.router_dtype), grad_output, ctx.router_dtype, layout="NT", grad=True',
     )
-    if moe_utils.te_general_gemm is not None:
-        return  # Transformer Engine 2.9 still has `get_workspace`
+    multiply = moe_utils.te_general_gemm
+    if multiply is None:  # its import fails silently (transformer_engine.py:3554); the router would multiply without tensor cores
+        raise RuntimeError("megatron.core.transformer.moe.moe_utils has no te_general_gemm: its import must be reviewed")
 
-    def te_general_gemm(
-        a: Tensor, b: Tensor, out_dtype: torch.dtype, *, layout: str, bias: Tensor | None = None, grad: bool = False
-    ) -> Any:
-        return general_gemm(a.contiguous(), b.contiguous(), out_dtype=out_dtype, layout=layout, bias=bias, grad=grad)
+    def te_general_gemm(a: Tensor, b: Tensor, *args: Any, **options: Any) -> Any:
+        return multiply(a.contiguous(), b.contiguous(), *args, **options)
 
     moe_utils.te_general_gemm = te_general_gemm
 
 
+class SortedTopK:
+    """A router's choice of experts in the order of their scores. It stands where Megatron's router has its replay (moe_utils.py:831)."""
+
+    def get_replay_topk(
+        self,
+        scores_RE: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and indices of the experts, [R, K] each."""
+        with torch.enable_grad():  # around the choice alone: `routing` knows by its absence what the backward pass will recompute
+            return choose_topk(scores_RE, topk, num_groups=num_groups, group_topk=group_topk)
+
+
+def _sorted_topk(moe_utils: Any, router: Any) -> None:
+    """moe_utils.py:823 sorts a token's experts only where gradients are enabled. Their weights, and what they put out, are then added in
+    another order: log-probs of a pass without gradients (old, reference) differ from the training pass's in their last bits."""
+    expect(moe_utils.topk_routing_with_score_function, "torch.topk(scores, k=topk, dim=1, sorted=torch.is_grad_enabled())")
+    expect(router.__init__, "self.router_replay = None")
+    build = router.__init__
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        if self.router_replay is None:
+            self.router_replay = SortedTopK()
+
+    router.__init__ = __init__
+
+
+def _plain_queries(resolver: Any, attention: Any) -> None:
+    """mla_qk_norm_config.py:172 adds a norm before the projection of queries that have no latent (q_lora_rank is None). No such model has
+    it, and without Transformer Engine it cannot be built (:259)."""
+    resolve = attention._resolve_qk_norm_config
+    expect(resolve, "return QKNormConfigResolver(self.config, submodules).resolve()")
+    expect(
+        resolver,
+        "linear_q_proj_cls = self._mla_fused_linear_or_default(",
+        "return self._require_linear(self.fused_norm_linear_impl, module_name)",
+    )
+    parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
+    def resolve_qk_norm(self: Any, submodules: Any) -> dict[str, Any]:
+        if self.config.q_lora_rank is not None:
+            return resolve(self, submodules)
+        return {part: getattr(submodules, part) for part in parts}
+
+    attention._resolve_qk_norm_config = resolve_qk_norm
+
+
 def _replicated_projections(multi_latent_attention: Any) -> None:
-    """multi_latent_attention.py:421 recognises a replicated projection only if it is Transformer Engine's TELinear."""
+    """multi_latent_attention.py:525 recognises a replicated projection only if it is Transformer Engine's TELinear."""
     from megarl.parallel.spec import ReplicatedLinear
 
     expect(

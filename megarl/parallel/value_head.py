@@ -57,7 +57,7 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]) -> dict[str, Any]:
         """The head's weights as sharded tensors of a distributed checkpoint, stored under a name of their own.
 
-        Upstream allows `output_layer.weight` to differ in shape (language_module.py:302), which would let a language model's output layer
+        Upstream allows `output_layer.weight` to differ in shape (language_module.py:456), which would let a language model's output layer
         pass for a head.
 
         Args:

@@ -86,9 +86,9 @@ def _spared(facts: Facts, shape: MicroBatchShape, recompute: Recompute, part: st
     n, tp = facts.n, shape.layout.tp
     if part == "attention" and "core_attn" in recompute.modules:
         out = 0 if shape.spec == "te" else shape.item * n.heads * n.head_dim // tp  # the output projection keeps it in any case
-        if facts.latents is not None and shape.spec == "local":
+        if facts.latents is not None:
             width = facts.latents.plain + facts.latents.rotary
-            out = n.heads // tp * ((4 - shape.item) * (2 * width + facts.latents.value) + 4 * shape.longest - 4)
+            out = shape.item * n.heads // tp * (2 * width - facts.latents.value)  # the values are kept as they were before padding
         return size - shape.rows * (out + 4 * n.heads // tp)
     if part == "norms" and "layernorm" in recompute.modules:
         return size - 2 * shape.shard * n.hidden * shape.item

@@ -106,7 +106,7 @@ def draw() -> list[float]:
 
 def beside_extra_states(grid: Grid, job: Job) -> tuple[int, int]:
     """How many tensors a checkpoint has of a model, without and with states that are named as Transformer Engine's grouped layers name
-    theirs: one for each expert, a number behind all names but the first (megatron/core/extensions/transformer_engine.py:1778)."""
+    theirs: one for each expert, a number behind all names but the first (megatron/core/extensions/transformer_engine.py:2563)."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     policy = build(grid, job)

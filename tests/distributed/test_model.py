@@ -83,7 +83,7 @@ def test_a_rope_that_depends_on_the_length_is_refused(pool: Pool, tmp_path: Path
 def test_another_megatron_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_chosen", None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.19.0")
-    with pytest.raises(ConfigError, match="megatron-core: megarl runs on 0.16.1, and 0.19.0 is installed"):
+    with pytest.raises(ConfigError, match="megatron-core: megarl runs on 0.19.2, and 0.19.0 is installed"):
         choose()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -289,10 +289,26 @@ def test_replayed_experts_and_their_gradients_are_those_of_transformers(pool: Po
         torch.testing.assert_close(seen.grads[f"decoder.layers.{index}.mlp.router.weight"][0], gate.weight.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("experts", [-1, 0], ids=["missing", "one of them several times"])
-def test_tokens_that_are_not_replayed_stop_the_run(pool: Pool, path: Path, experts: int) -> None:
+def test_a_pass_without_gradients_gives_the_bits_of_one_with_them(pool: Pool, tmp_path: Path) -> None:
+    """Or else old and reference log-probs differ from the policy's before the first update (`upstream.SortedTopK`)."""
+    many = make_checkpoint(tmp_path / "top4", num_experts=EXPERTS, num_experts_per_tok=4)
+    [(without, learning)] = pool.run(passes, Layout(), Job(many))
+    assert without == learning
+
+
+def passes(grid: Grid, job: Job) -> tuple[dict[Any, float], dict[Any, float]]:
+    policy, batches = build(grid, job), shares(global_batch(job.sequences), 1)
+    return forward(grid, policy, batches, None), forward(grid, policy, batches, None, learn=True)
+
+
+@pytest.mark.parametrize(
+    ("experts", "fault"),
+    [(-1, r"layer 0: \d+ of \d+ tokens went to the experts"), (0, r"tokens that are to go to the same expert twice: layer 0: 1, ")],
+    ids=["missing", "one of them several times"],
+)
+def test_tokens_that_are_not_replayed_stop_the_run(pool: Pool, path: Path, experts: int, fault: str) -> None:
     """The second is what an engine reports that has never written a token's experts: all 0."""
-    with pytest.raises(AssertionError, match=r"RoutingError: routing replay on rank 0: layer 0: \d+ of \d+ tokens went to the experts"):
+    with pytest.raises(AssertionError, match=f"RoutingError: routing replay on rank 0: {fault}"):
         pool.run(forgets, Layout(), Job(path), experts)
 
 
@@ -324,8 +340,8 @@ def counts(grid: Grid, job: Job, replay: bool) -> Counts:
     whole = batch.with_extra(routed_experts=drawn(batch, int(hf["num_hidden_layers"]), experts, topk))
     routers = [part for chunk in policy.chunks for part in chunk.modules() if isinstance(part, TopKRouter)]
     before = [None if router.expert_bias is None else router.expert_bias.clone() for router in routers]
-    tracker = get_moe_layer_wise_logging_tracker()
-    tracker.clear()
+    losses = get_moe_metrics_tracker().metrics
+    losses.clear()
     policy.zero_grad()
     with routing.follow("routed_experts", replay=replay) as followed:
         parts = here(shares(whole, job.micro_batches)[grid.dp_rank :: grid.dp_size], routing)
@@ -334,7 +350,7 @@ def counts(grid: Grid, job: Job, replay: bool) -> Counts:
     policy.step()
     pairs = zip(routers, before, strict=True)
     bias = {router.layer_number - 1: router.expert_bias - old for router, old in pairs if old is not None}
-    values = tracker["load_balancing_loss"]["values"].tolist() if tracker else []
+    values = losses["load_balancing_loss"].values.tolist() if losses else []
     return Counts(logp, shown, routing.layers, bias, {layer: values[layer] for layer in routing.layers if values})
 
 

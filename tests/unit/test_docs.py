@@ -19,9 +19,8 @@ from tests.unit.examples.test_configurations import root_of
 from tools import list_attacks
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    page for page in ROOT.rglob("*.md") if not {".venv", ".venv-gpu", ".pytest_cache", "runs"} & set(page.relative_to(ROOT).parts)
-)
+NO_PAGES = {".venv", ".venv-gpu", ".venv-bare", ".python312", ".pytest_cache", "runs"}
+PAGES = sorted(page for page in ROOT.rglob("*.md") if not NO_PAGES & set(page.relative_to(ROOT).parts))
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^ {4,}((?:megarl|bash|python) .*)$", re.MULTILINE)
 QUOTED = re.compile(r"`([^`\n]+)`")

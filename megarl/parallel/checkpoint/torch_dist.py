@@ -1,9 +1,8 @@
 """Writes and reads Megatron's torch_dist files, without its processes, its pickles or its quadratic planning.
 
-Upstream's save starts a manager process and forks a writer for every file (strategies/filesystem_async.py:54,266), its load unpickles
-`.metadata`, which can run code (torch/distributed/checkpoint/filesystem.py:930), and both compare each of a rank's tensors with those of
-all ranks
-(strategies/torch.py:141; torch's planner_helpers.py): minutes for the experts of a large model. Megatron's own `dist_checkpointing.load`
+Upstream's save starts a manager process (strategies/filesystem_async.py:64), its load unpickles `.metadata`, which can run code
+(torch/distributed/checkpoint/filesystem.py:930), and both compare each of a rank's tensors with those of all ranks (torch's
+planner_helpers.py; strategies/torch.py:135): minutes for the experts of a large model. Megatron's own `dist_checkpointing.load`
 reads what is written here.
 """
 

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
+KERNELS = "megatron.core.transformer.moe.ops.paged_stash"  # which imports triton whether or not it is there (line 4)
 STAND_IN = "__megarl_cpu__"  # the global through which a rewritten module reaches the stand-in
-_NAMED = (b"cuda", b"pin_memory")  # a source without these bytes needs no rewriting
+_NAMED = (b"cuda", b"pin_memory", b"@torch.compile")  # a source without these bytes needs no rewriting
 
 
 class _Stream:
@@ -95,7 +96,7 @@ class _CpuStandIn(ModuleType):
 
     @staticmethod
     def device_count() -> int:
-        return 1  # dist_checkpointing's async writer computes the rank modulo this number (async_utils.py:488)
+        return 1  # dist_checkpointing's async writer computes the rank modulo this number (async_utils.py:565)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -115,12 +116,18 @@ class _Rewrite(ast.NodeTransformer):
             return ast.copy_location(ast.Name(STAND_IN, node.ctx), node)
         return node
 
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Drop `@torch.compile` (moe/router.py:918): to apply it imports torch's compiler, 3 s and 70 MB of each rank."""
+        self.generic_visit(node)
+        node.decorator_list = [decorator for decorator in node.decorator_list if ast.unparse(decorator) != "torch.compile"]
+        return node
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             return node.func.value  # x.cuda(...) is x
         for keyword in node.keywords:
-            if keyword.arg == "pin_memory":  # raises without CUDA (rope_utils.py:62)
+            if keyword.arg == "pin_memory":  # raises without CUDA (rope_utils.py:63)
                 keyword.value = ast.copy_location(ast.Constant(False), keyword.value)
         return node
 
@@ -147,6 +154,13 @@ class _Loader(importlib.machinery.SourceFileLoader):
         if module.__name__ == "megatron.core.jit":
             # Upstream's own switch: its `jit_fuser` is torch.compile, which here costs one run of a C++ compiler per small function.
             module.disable_jit_fuser()
+
+
+def _no_kernels() -> ModuleType:
+    """What `KERNELS` defines and moe/paged_stash.py:12 imports. On a CPU it is never called."""
+    module = ModuleType(KERNELS)
+    vars(module).update(GLOBAL_BLOCK_SIZE=None, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
+    return module
 
 
 @functools.cache
@@ -188,4 +202,6 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert "megatron.core" not in sys.modules, "megatron.core was imported before megarl.parallel.backend.choose()"
+    if importlib.util.find_spec("triton") is None:
+        sys.modules[KERNELS] = _no_kernels()
     sys.meta_path.insert(0, _Finder())

@@ -1,4 +1,4 @@
-"""Patches for the bugs of megatron-core 0.16.1 that keep it from running on gloo and the CPU.
+"""Patches for the bugs of megatron-core 0.19.2 that keep it from running on gloo and the CPU.
 
 Each patch names the upstream file and line and first checks that the faulty lines are still there: if upstream has changed, the program
 stops here instead of computing a wrong gradient. Nothing in this file is used if CUDA is present.
@@ -39,7 +39,7 @@ def apply() -> None:
 
 
 def _rng_state(random: Any) -> None:
-    """random.py:41,72 bypass torch.cuda's Python names. Unpatched, setting a state only queues a call that never runs."""
+    """random.py:104,135 bypass torch.cuda's Python names. Unpatched, setting a state only queues a call that never runs."""
     expect(random._get_cuda_rng_state, "torch.cuda.random.get_rng_state(device=device)")
     expect(random._set_cuda_rng_state, "_lazy_call(cb)")
 
@@ -53,7 +53,7 @@ def _rng_state(random: Any) -> None:
 
 
 def _split_sizes(moe_utils: Any, token_dispatcher: Any) -> None:
-    """moe_utils.py:1078 converts split sizes to numbers only if they are on a GPU; torch's all_to_all_single takes no tensors as sizes."""
+    """moe_utils.py:1169 converts split sizes to numbers only if they are on a GPU; torch's all_to_all_single takes no tensors as sizes."""
     expect(moe_utils.maybe_move_tensor_to_cpu, "if torch.is_tensor(tensor) and tensor.is_cuda:")
 
     def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -63,7 +63,7 @@ def _split_sizes(moe_utils: Any, token_dispatcher: Any) -> None:
 
 
 def _uneven_collectives(mappings: Any) -> None:
-    """mappings.py:150,187 pass uneven splits to all_gather and reduce_scatter (ETP > 1 with EP > 1); gloo's require equal sizes."""
+    """mappings.py:154,197 pass uneven splits to all_gather and reduce_scatter (ETP > 1 with EP > 1); gloo's require equal sizes."""
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
     expect(gather, "torch.distributed.all_gather(output_tensor_list, input_, group=group)")
     expect(scatter, "torch.distributed.reduce_scatter(output, input_tensor_list, group=group)")
@@ -91,7 +91,7 @@ def _uneven_collectives(mappings: Any) -> None:
 
 
 def _collectives_of_one(buffers: Any) -> None:
-    """param_and_grad_buffer.py:274,433 reduce gradients and gather parameters even in a group of one rank, which has them already.
+    """param_and_grad_buffer.py:504,702 reduce gradients and gather parameters even in a group of one rank, which has them already.
 
     gloo first copies all of them into newly allocated memory: an eighth of an update.
     """

@@ -195,7 +195,7 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     assert result["logprob_gap_mean"] == pytest.approx(6e-6 / 4)  # over all tokens of the run, not over its steps
     assert result["logprob_gap_max"] == 4e-6
     assert result["peak_rss_mb"]["driver"] > 50
-    assert result["versions"]["megatron-core"] == "0.16.1"
+    assert result["versions"]["megatron-core"] == "0.19.2"
     rows = read_json_lines(directory / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 0, 1, 2, 3, 3, 3]
     assert rows[-1]["eval/heldout/rm/accuracy"] == 0.75

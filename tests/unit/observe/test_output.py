@@ -10,7 +10,7 @@ from megarl.observe.output import LOGS
 
 ROOT = Path(__file__).parents[3]
 HEAD = """
-import ctypes, os, resource, subprocess, sys, time
+import ctypes, os, resource, subprocess, sys, time, warnings
 from pathlib import Path
 from megarl.observe import output
 run = Path(sys.argv[1])
@@ -30,6 +30,7 @@ output.keep_output(run, "rank 0")
 print("printed")
 os.write(2, b"of a library\\n")
 subprocess.run(["echo", "of a child"])
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
 if not os.fork():
     print("of a fork", file=sys.stderr)
     os._exit(0)

@@ -18,6 +18,7 @@ from megarl.config import ClusterSettings, ConfigError
 from megarl.parallel import toolchain
 from megarl.stages import checks
 
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FAILED = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "/tmp/x/cuda_utils.c", "-O3", "-shared", "-l:libcuda.so.1"])
 NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl.")
 
@@ -43,11 +44,11 @@ def test_a_machine_without_a_compiler_or_headers_is_told_what_to_install(tools: 
     for chosen in ("ccache gcc", "/nowhere/icc"):  # Triton would start a program of this name
         assert (toolchain.lacking({"PATH": str(tools), "CC": chosen}) or "").startswith(f"no C compiler: CC={chosen} is not a program")
     (tools / "Python.h").unlink()
-    assert (toolchain.lacking() or "").startswith(f"{tools}/Python.h is missing: install python3.11-dev (Debian, Ubuntu) or python3.11-de")
+    assert (toolchain.lacking() or "").startswith(f"{tools}/Python.h is missing: install {PYTHON}-dev (Debian, Ubuntu) or {PYTHON}-devel ")
 
 
 def test_the_headers_are_looked_for_where_they_are() -> None:
-    assert toolchain.headers().name == "python3.11" and toolchain.headers().is_relative_to(sys.base_prefix)
+    assert toolchain.headers().name == PYTHON and toolchain.headers().is_relative_to(sys.base_prefix)
 
 
 def test_what_triton_fails_with_is_told_in_one_line_that_names_no_gpu(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ class Machine:
     """A copy of what setup.sh reads, a virtual environment that is a script, and programs that come before the real ones."""
 
     def __init__(self, root: Path, header: bool) -> None:
-        self.root, self.include = root, root / "include"
+        self.root, self.include = root, root / "include" / "python3.12"
         shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         for name in ("pyproject.toml", "megarl/__init__.py"):
             (root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, root / name)
-        self.include.mkdir()
+        self.include.mkdir(parents=True)
         if header:
             (self.include / "Python.h").touch()
         for venv in (".venv", ".venv-gpu"):
@@ -83,7 +83,7 @@ def test_what_is_built_here_needs_a_compiler_and_headers(tmp_path: Path, glibc: 
     machine = Machine(tmp_path, header=False)
     machine.program("bin/getconf", f"echo glibc {glibc}")
     machine.program("bin/cargo", "exit 1")
-    missing = f"there is no {machine.include}/Python.h: install python3.11-dev (Debian, Ubuntu) or python3.11-devel (RHEL), or "
+    missing = f"there is no {machine.include}/Python.h: install python3.12-dev (Debian, Ubuntu) or python3.12-devel (RHEL), or "
     [line] = machine.setup("--gpu")
     assert line.startswith(f"setup: error: transformer-engine-torch and pycosat are built here, and {missing}")
     assert machine.setup()[0].startswith(f"setup: pycosat is built here, and {missing}")
@@ -95,3 +95,58 @@ def test_a_machine_without_a_compiler_is_told(tmp_path: Path) -> None:
     machine = Machine(tmp_path, header=True)
     [line] = machine.setup("--gpu", PATH=machine.without("gcc", "cc", "clang"))
     assert line == "setup: error: transformer-engine-torch and pycosat are built here, and there is no C compiler (gcc)"
+
+
+def interpreter(version: str, builds: str) -> str:
+    """A Python that makes environments of itself, whose pip gets nothing but torch's CPU build for the given versions."""
+    return f"""case "$*" in
+        *sysconfig*) echo /usr/include/python{version} ;;
+        "-c "*) case "$2" in *"!= '{version}'"*) ;; *) exit 1 ;; esac ;;
+        --version) echo Python {version}.1 ;;
+        "-m venv --clear "*) mkdir -p $4/bin && cp "$0" $4/bin/python ;;
+        *" torch==2.13.0+cpu") case " {builds} " in *" {version} "*) ;; *) exit 1 ;; esac ;;
+        *) exit 1 ;;
+    esac"""
+
+
+@pytest.mark.parametrize(
+    ("here", "builds", "lines"),
+    [
+        ("3.11 3.12", "3.11 3.12", ["making .venv with Python 3.12.1"]),
+        ("3.11", "3.11 3.12", ["making .venv with Python 3.11.1 (no Python 3.12 is here)"]),
+        (
+            "3.11 3.12",
+            "3.11",
+            ["making .venv with Python 3.12.1", "making .venv with Python 3.11.1 (no index has torch's CPU build for Python 3.12.1)"],
+        ),
+        (
+            "3.11 3.12",
+            "",
+            [
+                "making .venv with Python 3.12.1",
+                "making .venv with Python 3.11.1 (no index has torch's CPU build for Python 3.12.1)",
+                "making .venv with Python 3.12.1 (nor for Python 3.11.1)",
+                "no index has torch's CPU build for Python 3.12.1 (PIP_EXTRA_INDEX_URL names others): taking the CUDA build, 3.5 GB more",
+            ],
+        ),
+    ],
+)
+def test_the_first_python_with_a_cpu_build_of_torch_is_taken_and_the_line_says_why(
+    tmp_path: Path, here: str, builds: str, lines: list[str]
+) -> None:
+    machine = Machine(tmp_path, header=True)
+    shutil.rmtree(tmp_path / ".venv")
+    for version in here.split():
+        machine.program(f"bin/python{version}", interpreter(version, builds))
+    path = machine.without("python3.11", "python3.12", "cargo")
+    for name in ("tee", "awk", "mkdir", "cp", "tail", "uname"):
+        if (place := shutil.which(name)) is not None:
+            (tmp_path / "few" / name).symlink_to(place)
+    said = [line.removeprefix("setup: ") for line in machine.setup(PATH=path)]
+    assert [line for line in said if line.startswith(("making", "no index"))] == lines
+    assert said[-1].startswith("error: pip failed")
+    shutil.rmtree(tmp_path / ".venv")
+    last = machine.setup(PATH=path, PYTHON="python3.11")
+    assert last[0] == "setup: making .venv with Python 3.11.1"
+    shutil.rmtree(tmp_path / ".venv")
+    assert machine.setup(PATH=path, PYTHON="python2") == ["setup: error: PYTHON=python2 is no Python 3.12 or 3.11 with venv"]
