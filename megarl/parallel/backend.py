@@ -60,6 +60,7 @@ class Backend(ABC):
     collective: Literal["nccl", "gloo"]  # backend of the process groups that carry tensors
     device: torch.device
     fused: bool  # layers use Transformer Engine's fused kernels; otherwise they are Megatron's local ones with torch's attention
+    unequal_heads = False  # the attention prefers values as narrow as they are (`upstream._unpadded_values`)
     torch_attention = False  # fused layers use torch's attention (`attention.PackedAttention`) instead of Transformer Engine's
     note: str | None = None  # what the user should know about the choice
     name: str | None = None  # CUDA's name of the GPU
@@ -180,7 +181,9 @@ class Cuda(Backend):
         # (torch 2.13, ATen/native/cudnn/MHA.cpp:198), and has no deterministic backward pass.
         torch.backends.cuda.enable_cudnn_sdp(False)
         if self.fused:
-            self.torch_attention = deterministic or not attends_packed(torch.cuda.get_device_capability(self.device))
+            capability = torch.cuda.get_device_capability(self.device)
+            self.torch_attention = deterministic or not attends_packed(capability)
+            self.unequal_heads = not self.torch_attention and capability >= (9, 0)
             if self.torch_attention and not deterministic:
                 self.note = f"GPU: attention is torch's; Transformer Engine's needs flash-attn for packed sequences on a {self.name}"
 
@@ -293,7 +296,7 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
             )
         upstream.quiet()
         chosen = Cuda(deterministic, exact) if (torch.cuda.is_available() if gpus is None else gpus) else Cpu()
-        upstream.apply(chosen.device, chosen.synchronize, transformer_engine=chosen.fused)
+        upstream.apply(chosen.device, chosen.synchronize, transformer_engine=chosen.fused, unequal_heads=chosen.unequal_heads)
         _chosen = chosen
     assert gpus is None or gpus == (_chosen.device.type == "cuda"), "a process has one backend"
     return _chosen

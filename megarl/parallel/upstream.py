@@ -44,13 +44,14 @@ def _differs(line: str, record: logging.LogRecord) -> bool:
     return line not in record.getMessage()
 
 
-def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_engine: bool) -> None:
+def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_engine: bool, unequal_heads: bool) -> None:
     """Patch megatron.core.
 
     Args:
         device: this process's device.
         synchronize: waits for the work queued on the device.
         transformer_engine: whether the layers are built from Transformer Engine; without it there is more to patch.
+        unequal_heads: whether the attention is cuDNN's, which takes some values that are narrower than keys.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.transformer import mla_qk_norm_config, multi_latent_attention
@@ -61,6 +62,8 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
     _padded_counts(TopKRouter)
     _sorted_topk(moe_utils, TopKRouter)
     _plain_queries(mla_qk_norm_config.QKNormConfigResolver, multi_latent_attention.MLASelfAttention)
+    if unequal_heads:
+        _unpadded_values(multi_latent_attention)
     if transformer_engine:
         _router_gemm_of_te(moe_utils)
     else:
@@ -189,6 +192,25 @@ def _plain_queries(resolver: Any, attention: Any) -> None:
         return {part: getattr(submodules, part) for part in parts}
 
     attention._resolve_qk_norm_config = resolve_qk_norm
+
+
+def _unpadded_values(latent_attention: Any) -> None:
+    """multi_latent_attention.py:97 pads the values of packed sequences to the width of the keys.
+
+    cuDNN takes heads of up to 128 as they are, and DeepSeek's of 192 and 128. On compute capability 10.0 it trains those only so
+    (Transformer Engine 2.18, fused_attn.cpp:331), and padded ones are left to the attention that keeps all scores.
+    """
+    prepare = latent_attention._prepare_mla_core_attention_value
+    expect(prepare, "value = F.pad(value, [0, query.shape[-1] - orig_v_dim])", "return value, need_v_pad, orig_v_dim, padded_v_dim")
+
+    def prepare_value(attention: Any, query: Tensor, value: Tensor | None, packed_seq_params: Any) -> tuple[Any, bool, Any, Any]:
+        widths = (query.shape[-1], query.shape[-1] if value is None else value.shape[-1])
+        if max(widths) <= 128 or widths == (192, 128):
+            return value, False, widths[1], widths[1]
+        padded: tuple[Any, bool, Any, Any] = prepare(attention, query, value, packed_seq_params)
+        return padded
+
+    latent_attention._prepare_mla_core_attention_value = prepare_value
 
 
 def _replicated_projections(multi_latent_attention: Any) -> None:

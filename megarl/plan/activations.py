@@ -144,13 +144,14 @@ def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
     assert latents is not None
     heads = n.heads // tp
     width, value = heads * (latents.plain + latents.rotary), heads * latents.value
-    # Megatron pads the values to the width of the keys (multi_latent_attention.py:97), and cuts the output again.
     if shape.spec == "te":
         small = _norm(latents.query, shape) + _norm(latents.key_value, shape) + item * latents.rotary
-        return shape.shard * small + shape.rows * (4 * item * width + item * value + 4 * heads)
+        keys_values = heads * (latents.plain + latents.value)  # of which the values are a view
+        return shape.shard * small + shape.rows * (item * (2 * width + keys_values + value) + 4 * heads)
     small = (_norm(latents.query, shape) if latents.query else 0) + _norm(latents.key_value, shape)
     small += item * latents.rotary if item == 4 else 0  # the latent is a view of a wider projection
-    core = item * width * (2 + 2 * shape.layout.cp) + 4 * heads  # keys and values are those of all ranks
+    # Megatron pads the values to the width of the keys (multi_latent_attention.py:97); keys and values are those of all ranks
+    core = item * width * (2 + 2 * shape.layout.cp) + 4 * heads
     mask = item * shape.longest**2 // shape.layout.cp if shape.layout.cp > 1 else 0
     return shape.shard * small + shape.rows * (core + item * value + 4 * item * latents.rotary) + mask
 

@@ -86,7 +86,7 @@ def _spared(facts: Facts, shape: MicroBatchShape, recompute: Recompute, part: st
     n, tp = facts.n, shape.layout.tp
     if part == "attention" and "core_attn" in recompute.modules:
         out = 0 if shape.spec == "te" else shape.item * n.heads * n.head_dim // tp  # the output projection keeps it in any case
-        if facts.latents is not None:
+        if facts.latents is not None and shape.spec == "local":
             width = facts.latents.plain + facts.latents.rotary
             out = shape.item * n.heads // tp * (2 * width - facts.latents.value)  # the values are kept as they were before padding
         return size - shape.rows * (out + 4 * n.heads // tp)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from megarl.config import Layout
 from megarl.parallel.grid import Grid
 from tests.rank_pool import Pool
@@ -22,3 +24,25 @@ def query_parts(grid: Grid) -> dict[str, Any]:
 
     config = SimpleNamespace(q_lora_rank=None, qk_layernorm=True, qk_l2_norm=False)
     return dict(MLASelfAttention._resolve_qk_norm_config(SimpleNamespace(config=config), SimpleNamespace(**PLAIN)))
+
+
+def test_values_stay_as_narrow_as_cudnn_takes_them(pool: Pool) -> None:
+    """Padded to DeepSeek's 192 they would be left to the attention that keeps all scores, on Blackwell."""
+    assert pool.run(widths, Layout()) == [[128, 64, 256]]
+
+
+def widths(grid: Grid) -> list[int]:
+    """Of the values that the attention gets, for heads of 192 and 128, 96 and 64, 256 and 128."""
+    from megatron.core.transformer import multi_latent_attention as latent_attention
+
+    from megarl.parallel import upstream
+
+    packed = SimpleNamespace(qkv_format="thd")
+    attention = SimpleNamespace(config=SimpleNamespace(experimental_attention_variant=None))
+    prepare = latent_attention._prepare_mla_core_attention_value
+    try:
+        upstream._unpadded_values(latent_attention)
+        pairs = [(torch.zeros(1, 1, query), torch.zeros(1, 1, value)) for query, value in ((192, 128), (96, 64), (256, 128))]
+        return [latent_attention._prepare_mla_core_attention_value(attention, *pair, packed)[0].shape[-1] for pair in pairs]
+    finally:
+        latent_attention._prepare_mla_core_attention_value = prepare
