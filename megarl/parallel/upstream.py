@@ -26,6 +26,7 @@ _NOISE = (
     "MimoModelConfig is experimental",
     "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
 )
+_LOAD_FROM_BYTES = torch.storage._load_from_bytes  # torch's own: this is read before Megatron is imported
 _LOGGED = {  # likewise, by logger
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
@@ -53,11 +54,13 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
         transformer_engine: whether the layers are built from Transformer Engine; without it there is more to patch.
         unequal_heads: whether the attention is cuDNN's, which takes some values that are narrower than keys.
     """
+    import megatron.core
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.transformer import mla_qk_norm_config, multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter
 
+    _pickled_tensors(megatron.core)
     _shape_exchange(P2PCommunicator, device, synchronize)
     _padded_counts(TopKRouter)
     _sorted_topk(moe_utils, TopKRouter)
@@ -68,6 +71,13 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
         _router_gemm_of_te(moe_utils)
     else:
         _replicated_projections(multi_latent_attention)
+
+
+def _pickled_tensors(core: Any) -> None:
+    """megatron/core/__init__.py:58 replaces a function of torch's that every pickled tensor names: whoever reads one from a rank, a driver
+    or an engine, would import Megatron."""
+    expect(core, "torch.storage._load_from_bytes = safe_load_from_bytes")
+    torch.storage._load_from_bytes = _LOAD_FROM_BYTES
 
 
 def _shape_exchange(communicator: Any, device: torch.device, synchronize: Callable[[], None]) -> None:
@@ -153,7 +163,15 @@ class SortedTopK:
         group_topk: int | None,
         choose_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and indices of the experts, [R, K] each."""
+        """Return scores and indices of the experts, [R, K] each.
+
+        Args:
+            scores_RE: the scores of all experts, by row.
+            topk: how many of them to choose (K).
+            num_groups: how many groups the experts are in; None: they are in none.
+            group_topk: how many groups to choose from first.
+            choose_topk: Megatron's own choice, which takes these arguments.
+        """
         with torch.enable_grad():  # around the choice alone: `routing` knows by its absence what the backward pass will recompute
             return choose_topk(scores_RE, topk, num_groups=num_groups, group_topk=group_topk)
 

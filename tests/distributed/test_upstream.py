@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,15 @@ def query_parts(grid: Grid) -> dict[str, Any]:
 
     config = SimpleNamespace(q_lora_rank=None, qk_layernorm=True, qk_l2_norm=False)
     return dict(MLASelfAttention._resolve_qk_norm_config(SimpleNamespace(config=config), SimpleNamespace(**PLAIN)))
+
+
+def test_a_tensor_from_a_rank_is_read_without_megatron(pool: Pool) -> None:
+    [pickled] = pool.run(pickled_tensor, Layout())
+    assert b"torch" in pickled and b"megatron" not in pickled
+
+
+def pickled_tensor(grid: Grid) -> bytes:
+    return pickle.dumps(torch.zeros(2))
 
 
 def test_values_stay_as_narrow_as_cudnn_takes_them(pool: Pool) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from megarl.parallel.cpu.hook import _CpuStandIn
+from megarl.parallel.cpu.hook import _CpuStandIn, without_kernels
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 OWN = "pretend"  # a kind of device that autograd serves
@@ -91,6 +91,7 @@ class Pretence(TorchDispatchMode):
 
 def install() -> None:
     """Gives this process a GPU. Before megatron is imported."""
+    without_kernels()
     import torch._dynamo  # which looks at torch's own functions of CUDA when it is first imported
 
     _setup_privateuseone_for_python_backend(OWN)

@@ -156,11 +156,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
             module.disable_jit_fuser()
 
 
-def _no_kernels() -> ModuleType:
-    """What `KERNELS` defines and moe/paged_stash.py:12 imports. On a CPU it is never called."""
-    module = ModuleType(KERNELS)
-    vars(module).update(GLOBAL_BLOCK_SIZE=None, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
-    return module
+def without_kernels() -> None:
+    """Where there is no triton, put a module in the place of `KERNELS` with what moe/paged_stash.py:12 imports. On a CPU none is called."""
+    if importlib.util.find_spec("triton") is None:
+        module = ModuleType(KERNELS)
+        vars(module).update(GLOBAL_BLOCK_SIZE=None, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
+        sys.modules[KERNELS] = module
 
 
 @functools.cache
@@ -202,6 +203,5 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert "megatron.core" not in sys.modules, "megatron.core was imported before megarl.parallel.backend.choose()"
-    if importlib.util.find_spec("triton") is None:
-        sys.modules[KERNELS] = _no_kernels()
+    without_kernels()
     sys.meta_path.insert(0, _Finder())
