@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -199,16 +199,12 @@ class _Layer:
         """End the micro-batch's forward."""
         self._inside = False
 
-    def get_replay_topk(
-        self,
-        scores_RE: Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        choose_topk: Callable[..., tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores and indices of the experts, [R, K] each; called by Megatron (moe_utils.py:831)."""
-        values_RK, natural_RK = self._choice.get_replay_topk(scores_RE, topk, num_groups, group_topk, choose_topk)
+    def get_replay_topk(self, scores_RE: Tensor, *choice: Any) -> tuple[Tensor, Tensor]:
+        """Return scores and indices of the experts, [R, K] each; called by Megatron (moe_utils.py:831).
+
+        choice: see `upstream.SortedTopK.get_replay_topk`.
+        """
+        values_RK, natural_RK = self._choice.get_replay_topk(scores_RE, *choice)
         self._natural_RK = natural_RK
         target_RK = self._wanted()
         if not self._replay or target_RK is None:

@@ -127,15 +127,19 @@ def _attention(facts: Facts, shape: MicroBatchShape) -> int:
         normed = item * (query + key) + 4 * (heads + groups) if facts.head_norm else 0
         whole = item * 2 * key if shape.layout.cp > 1 else 0  # keys and values of the last step of the ring
         return shape.rows * (packed + turned + out + scales + normed + whole)
-    mask, normed = 0, 0
+    normed = 0
     if shape.layout.cp > 1:
         turned = item * (query + 2 * key * shape.layout.cp)  # keys and values of all ranks
         packed = packed if item == 4 and facts.head_norm else 0
-        mask = item * shape.longest**2 // shape.layout.cp
     if facts.head_norm:  # in float32 the keys are still a view of the projection's output
         normed = 4 * (2 * query + (1 if item == 4 else 2) * key + heads + groups)
     rotary = 4 * item * facts.rotary  # cosine and sine, for queries and for keys
-    return shape.rows * (packed + turned + 2 * out + scales + normed + rotary) + mask
+    return shape.rows * (packed + turned + 2 * out + scales + normed + rotary) + _mask(shape)
+
+
+def _mask(shape: MicroBatchShape) -> int:
+    """The mask of torch's attention where ranks share a sequence."""
+    return shape.item * shape.longest**2 // shape.layout.cp if shape.layout.cp > 1 else 0
 
 
 def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
@@ -152,8 +156,7 @@ def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
     small += item * latents.rotary if item == 4 else 0  # the latent is a view of a wider projection
     # Megatron pads the values to the width of the keys (multi_latent_attention.py:97); keys and values are those of all ranks
     core = item * width * (2 + 2 * shape.layout.cp) + 4 * heads
-    mask = item * shape.longest**2 // shape.layout.cp if shape.layout.cp > 1 else 0
-    return shape.shard * small + shape.rows * (core + item * value + 4 * item * latents.rotary) + mask
+    return shape.shard * small + shape.rows * (core + item * value + 4 * item * latents.rotary) + _mask(shape)
 
 
 def _mlp(width: int, shape: MicroBatchShape) -> int:
