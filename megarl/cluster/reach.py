@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.membership import TooFewNodes
 from megarl.cluster.on_node import on
-from megarl.cluster.server import StandsStill
+from megarl.cluster.server import is_loss
 from megarl.text import one_line
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def reach(
     try:
         return _measured([nodes[name] for name in names], per_node, gpus, timeout_s), {}
     except Exception as error:  # each backend reports a hanging link as a different error
-        if _session_is_lost(error):
+        if is_loss(error):
             raise
         reason = one_line(f"{type(error).__name__}: {error}", SHOWN)
         bad = _failing_alone(names, nodes, per_node, gpus, timeout_s)
@@ -199,18 +199,13 @@ def _faults(
         try:
             _measured([nodes[name] for name in group], per_node, gpus, timeout_s)
         except Exception as error:
-            if _session_is_lost(error):
+            if is_loss(error):
                 raise
             return one_line(f"{type(error).__name__}: {error}", SHOWN)
         return None
 
     with ThreadPoolExecutor(len(groups)) as threads:
         return {group: why for group, why in zip(groups, threads.map(fault, groups), strict=True) if why is not None}
-
-
-def _session_is_lost(error: Exception) -> bool:
-    """Return whether Ray itself does not answer: every test fails then, which says nothing about the nodes."""
-    return isinstance(error, StandsStill) and error.session
 
 
 def to_blame(names: Sequence[str], broken: Sequence[Link], unreached: Callable[[Sequence[Link]], list[Link]]) -> dict[str, str]:

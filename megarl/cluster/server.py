@@ -42,6 +42,11 @@ def lose(why: str | None) -> None:
     _loss = None if why is None else _loss or why
 
 
+def is_loss(error: BaseException) -> bool:
+    """Return whether an error says that the session is lost. What it came up in says nothing then about ranks or nodes."""
+    return isinstance(error, StandsStill) and error.session
+
+
 def loss() -> str | None:
     """Why the session is lost; None while it is not. Then nothing but its end may be asked of Ray, and that within a time limit."""
     return _loss

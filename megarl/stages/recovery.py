@@ -14,7 +14,7 @@ from megarl.checkpoints.step_writer import mark_damaged
 from megarl.checkpoints.steps import damaged
 from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
-from megarl.cluster.server import StandsStill
+from megarl.cluster.server import StandsStill, is_loss
 from megarl.config import ConfigError, TrainingSettings
 from megarl.errors import ContentLost, DamagedFile, naming_files
 from megarl.observe.run import Run
@@ -91,7 +91,7 @@ def _ray_is_gone(fault: Exception) -> bool:
         watch.check("recovery", {})
     except StandsStill as error:
         fault = error
-    return isinstance(fault, StandsStill) and fault.session
+    return is_loss(fault)
 
 
 def _before(error: DamagedFile, resume: ResumePoint | None, ctx: Context, find: Find) -> ResumePoint:
