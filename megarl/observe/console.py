@@ -69,9 +69,9 @@ class Console:
 
     def phase(self, name: str) -> None:
         """Announce a phase. It gets a plain line only before the first step is done, when there is nothing else to see for a while."""
-        self._doing = name
-        if self._plain and self._step == 0:
+        if self._plain and self._step == 0 and name != self._doing:  # responses are scored in many short turns
             self._print(f"{name} ...")
+        self._doing = name
 
     def step(self, step: int, values: Mapping[str, float], phases: Mapping[str, float]) -> None:
         """A step is done. In plain text the first, the last and one a second of the others is shown.

@@ -1,7 +1,9 @@
 """The bytes that autograd keeps for the backward of one layer and of the head, on one rank.
 
-Two specs: Megarl's local one (CPU; plain torch operations), which the tests measure to the byte, and Transformer Engine's (CUDA), an
-estimate of what its modules keep, neither compared with its sources nor measured.
+Three specs: `local`, Megatron's local layers on a CPU (plain torch operations), which the tests measure to the byte; `cuda`, the same
+layers with torch's CUDA kernels, whose RMSNorm keeps its input alone; `te`, Transformer Engine's. The last two were measured on an H200 for
+two layers of Qwen3-30B-A3B (`tests/gpu/shards.py`); what that model does not have is an estimate: latent attention, dense layers, shared
+experts, attention without norms of its heads.
 
 Axes: R rows of the packed micro-batch on a context-parallel rank, S = R / tp rows of its sequence-parallel shard, T routed tokens that a
 rank's experts process.
@@ -16,7 +18,7 @@ from megarl.config import Layout
 from megarl.plan.facts import Facts
 from megarl.plan.states import ITEM
 
-Spec = Literal["local", "te"]
+Spec = Literal["local", "cuda", "te"]
 
 
 @dataclass(frozen=True)
@@ -91,24 +93,36 @@ def head_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool)
     return {**kept, "logits": shape.rows * columns * (4 if fp32 else shape.item)}
 
 
-def working_bytes(facts: Facts, shape: MicroBatchShape, local_experts: int, *, experts: bool) -> int:
-    """Estimate the gradients of a layer's largest activations and weights while its backward runs, for Transformer Engine.
+def layer_working_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) -> int:
+    """Return the gradients of activations that exist at once while a layer's MLP runs backward, on a GPU: of its input, its output and both
+    projections; without Transformer Engine's fused activation also of the product. Weight gradients are added up as they are computed.
 
     Args:
         facts: the model.
         shape: a micro-batch on a rank.
-        local_experts: the number of a layer's experts on this rank.
         experts: whether the layer's MLP is a mixture of experts.
     """
-    n, rows = facts.n, 2 * shape.rows * facts.n.hidden
+    n, parts = facts.n, 2 if shape.spec == "te" else 3
     if not experts:
-        return shape.item * (rows + 3 * shape.rows * (n.ffn or 0) // shape.layout.tp + 2 * n.hidden * (n.ffn or 0) // shape.layout.tp)
-    width = n.expert_ffn // shape.layout.etp
-    return shape.item * (rows + routed(facts, shape) * (2 * n.hidden + 3 * width) + local_experts * 2 * width * n.hidden)
+        return shape.item * shape.rows * (2 * n.hidden + parts * (n.ffn or 0) // shape.layout.tp)
+    return shape.item * routed(facts, shape) * (2 * n.hidden + parts * n.expert_ffn // shape.layout.etp)
+
+
+def head_working_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool) -> int:
+    """Return the gradients of the output layer's input and weight, which exist beside the logits' own, on a GPU.
+
+    Args:
+        facts: the model.
+        shape: a micro-batch on a rank.
+        value: whether the head yields one value instead of logits.
+        fp32: whether the head computes in float32.
+    """
+    columns = 1 if value else -(-facts.n.vocab // shape.layout.tp)
+    return (4 if fp32 or value else shape.item) * facts.n.hidden * (shape.rows + columns)
 
 
 def _norms(width: int, count: int, shape: MicroBatchShape) -> int:
-    """`count` RMSNorms: their input (in torch, input and normalised input in float32), and their output, which a linear layer keeps."""
+    """`count` RMSNorms: their input (on a CPU, input and normalised input in float32), and their output, which a linear layer keeps."""
     return count * shape.shard * _norm(width, shape)
 
 
@@ -118,20 +132,22 @@ def _norm(width: int, shape: MicroBatchShape) -> int:
 
 def _attention(facts: Facts, shape: MicroBatchShape) -> int:
     """Grouped-query attention between its norm and its residual: bytes per row, times R."""
-    n, tp, item, local = facts.n, shape.layout.tp, shape.item, shape.spec == "local"
+    n, tp, item, local = facts.n, shape.layout.tp, shape.item, shape.spec != "te"
     query, key, heads, groups = n.heads * n.head_dim // tp, n.groups * n.head_dim // tp, n.heads // tp, n.groups // tp
     packed = item * (query + 2 * key)  # the projection's output, of which values (and keys) are views
     turned, out = item * (query + key), item * query
     scales = 4 * heads  # log-sum-exp of the softmax
     if not local:
-        normed = item * (query + key) + 4 * (heads + groups) if facts.head_norm else 0
+        normed = 4 * (heads + groups) if facts.head_norm else 0
         whole = item * 2 * key if shape.layout.cp > 1 else 0  # keys and values of the last step of the ring
         return shape.rows * (packed + turned + out + scales + normed + whole)
     normed = 0
     if shape.layout.cp > 1:
         turned = item * (query + 2 * key * shape.layout.cp)  # keys and values of all ranks
         packed = packed if item == 4 and facts.head_norm else 0
-    if facts.head_norm:  # in float32 the keys are still a view of the projection's output
+    if facts.head_norm and shape.spec == "cuda":
+        normed = item * (query + key) + 4 * (heads + groups)
+    elif facts.head_norm:  # in float32 the keys are still a view of the projection's output
         normed = 4 * (2 * query + (1 if item == 4 else 2) * key + heads + groups)
     rotary = 4 * item * facts.rotary  # cosine and sine, for queries and for keys
     return shape.rows * (packed + turned + 2 * out + scales + normed + rotary) + _mask(shape)
@@ -161,18 +177,18 @@ def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
 
 def _mlp(width: int, shape: MicroBatchShape) -> int:
     """A gated MLP: both projections and the input of the last one; plain torch also keeps the activation, its cast and the product."""
-    return shape.rows * (width // shape.layout.tp) * (5 if shape.spec == "local" else 3) * shape.item
+    return shape.rows * (width // shape.layout.tp) * (3 if shape.spec == "te" else 5) * shape.item
 
 
 def _router(facts: Facts, shape: MicroBatchShape) -> int:
     """The router: scores, probabilities and the map of chosen experts, and where each token goes."""
     chosen = facts.topk * (8 + 4 + 8)
-    everywhere = facts.n.experts * (4 + 1 if shape.spec == "local" else 4 * 3 + 1 + 8)
+    everywhere = facts.n.experts * (4 * 3 + 1 + 8 if shape.spec == "te" else 4 + 1)
     return shape.shard * (chosen + everywhere)
 
 
 def _experts(facts: Facts, shape: MicroBatchShape) -> int:
     """The experts: their tokens, both projections and the weighted activation (in plain torch, its parts too), input of the last one."""
     width = facts.n.expert_ffn // shape.layout.etp
-    kept = facts.n.hidden + width * (6 if shape.spec == "local" else 3)
+    kept = facts.n.hidden + width * (3 if shape.spec == "te" else 6)
     return routed(facts, shape) * (kept * shape.item + 4)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megarl.config import Layout
-from megarl.plan.activations import MicroBatchShape, head_bytes, layer_bytes
+from megarl.plan.activations import MicroBatchShape, head_bytes, head_working_bytes, layer_bytes, layer_working_bytes
 from megarl.plan.facts import Facts
 
 
@@ -43,9 +43,16 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> list[int]:
 
 
 def stage_bytes(
-    facts: Facts, shape: MicroBatchShape, chunks: list[range], flying: list[int], recompute: Recompute, head: OutputHead | None
+    facts: Facts,
+    shape: MicroBatchShape,
+    chunks: list[range],
+    flying: list[int],
+    recompute: Recompute,
+    head: OutputHead | None,
+    *,
+    working: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes by part at the stage's peak.
+    """Return the bytes by part at the stage's peak: while the head or while a layer runs backward.
 
     Args:
         facts: the model.
@@ -54,26 +61,37 @@ def stage_bytes(
         flying: the result of `in_flight`.
         recompute: what is recomputed.
         head: the head; None on all stages but the last.
+        working: whether the gradients of activations count, as `working set`: on a GPU, in training.
     """
     heads = head_bytes(facts, shape, value=head.value, fp32=head.fp32) if head is not None else {}
+    if heads and head is not None and working:
+        heads["working set"] = head_working_bytes(facts, shape, value=head.value, fp32=head.fp32)
     layers = {
         mixture: _kept(facts, shape, recompute, experts=mixture) for mixture in {facts.has_experts(one) for part in chunks for one in part}
     }
     counts = Counter[bool]()
     for part, times in zip(chunks, flying, strict=True):
         counts.update({mixture: times * sum(facts.has_experts(one) == mixture for one in part) for mixture in layers})
+    backward = dict[str, int]()
+    if working and layers:
+        backward["working set"] = max(layer_working_bytes(facts, shape, experts=mixture) for mixture in layers)
     if recompute.kind != "full":
-        total = Counter(heads)
+        peak = max(backward, heads, key=_total)
+        total = Counter(peak)
         for mixture, count in counts.items():
             total.update({part: count * size for part, size in layers[mixture].items()})
         return dict(total)
     entry = shape.shard * facts.n.hidden * shape.item
     inputs = sum(times * -(-len(part) // recompute.together) for part, times in zip(chunks, flying, strict=True)) * entry
-    again = {part: recompute.together * size for part, size in max(layers.values(), key=lambda parts: sum(parts.values())).items()}
-    if shape.spec == "te" or shape.item == 4:
+    again = {part: recompute.together * size for part, size in max(layers.values(), key=_total).items()}
+    if shape.spec != "local" or shape.item == 4:
         again["norms"] -= entry  # a layer's first norm keeps the same tensor as the stored layer input
-    largest = max(again, heads, key=lambda parts: sum(parts.values()))
-    return {"layer inputs": inputs, **largest}
+    peak = max({**again, **backward}, heads, key=_total)
+    return {"layer inputs": inputs, **peak}
+
+
+def _total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
 
 
 def _kept(facts: Facts, shape: MicroBatchShape, recompute: Recompute, *, experts: bool) -> dict[str, int]:
@@ -86,7 +104,7 @@ def _spared(facts: Facts, shape: MicroBatchShape, recompute: Recompute, part: st
     n, tp = facts.n, shape.layout.tp
     if part == "attention" and "core_attn" in recompute.modules:
         out = 0 if shape.spec == "te" else shape.item * n.heads * n.head_dim // tp  # the output projection keeps it in any case
-        if facts.latents is not None and shape.spec == "local":
+        if facts.latents is not None and shape.spec != "te":
             width = facts.latents.plain + facts.latents.rotary
             out = shape.item * n.heads // tp * (2 * width - facts.latents.value)  # the values are kept as they were before padding
         return size - shape.rows * (out + 4 * n.heads // tp)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config import Layout, ModelSettings
-from megarl.plan.activations import MicroBatchShape, Spec, working_bytes
+from megarl.plan.activations import MicroBatchShape, Spec
 from megarl.plan.devices import GB, IMBALANCE
 from megarl.plan.facts import facts
 from megarl.plan.parameters import shards, stage_layers
@@ -72,6 +72,7 @@ class Work:
     senders: int = 1  # pipeline stages whose first rank sends
     offload: bool = False  # whether models that wait are in host memory
     gpu: bool = True  # otherwise the layers are those for CPUs, and there is no CUDA context
+    fused: bool = True  # whether a GPU has Transformer Engine's layers
 
 
 def plan_group(roles: Sequence[PlannedModel], layout: Layout, settings: ModelSettings, work: Work) -> GroupMemory:
@@ -140,21 +141,16 @@ def recompute_of(settings: ModelSettings) -> Recompute:
 
 
 def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: int, work: Work) -> dict[str, float]:
-    role, its, layers, cuda = model.role, model.facts, model.layers[stage], work.gpu
-    spec: Spec = "te" if work.gpu and settings.dtype != "float32" else "local"  # as `backend` chooses
-    shape = MicroBatchShape(
-        -(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, spec, IMBALANCE if cuda else 1.0
-    )
+    role, its, layers = model.role, model.facts, model.layers[stage]
+    spec: Spec = "local" if not work.gpu else "te" if work.fused and settings.dtype != "float32" else "cuda"  # as `backend` chooses
+    imbalance = IMBALANCE if work.gpu and layout.ep > 1 else 1.0  # a rank that holds all experts has exactly the tokens of its shard
+    shape = MicroBatchShape(-(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, spec, imbalance)
     head = OutputHead(role.value, settings.fp32_head and not role.value) if stage == layout.pp - 1 else None
     # Without gradients, one layer's activations exist at a time, as when everything but the layers' inputs is recomputed.
     recompute = recompute_of(settings) if role.trained else Recompute("full")
     flying = in_flight(layout, stage, work.micro_batches)
-    kept: dict[str, float] = {**stage_bytes(its, shape, layers, flying, recompute, head)}
+    kept: dict[str, float] = {**stage_bytes(its, shape, layers, flying, recompute, head, working=work.gpu and role.trained)}
     if not role.trained:
         kept.pop("layer inputs", None)
-    logits = kept.pop("logits", 0)
-    working = 0.0
-    if cuda and role.trained:
-        mixture = any(its.has_experts(layer) for part in layers for layer in part)
-        working = working_bytes(its, shape, its.n.experts // layout.ep, experts=mixture)
+    logits, working = kept.pop("logits", 0), kept.pop("working set", 0)
     return {"activations": sum(kept.values()), "logits": logits, "working set": working}

@@ -87,7 +87,7 @@ def attention(grid: Any, small: bool) -> dict[str, Any]:
         timing = timed(lambda: attend(parts, lengths).reshape(len(slope), -1).backward(slope), lambda: _forget(*parts))  # noqa: B023
         figures[name] = {"tokens": sum(lengths), **_speed(products, timing)}
     whole = attend(parts, different).reshape(sum(different), -1)[-different[-1] :]
-    alone = attend([part[-different[-1] :] for part in parts], different[-1:]).reshape(different[-1], -1)
+    alone = attend([part[-different[-1] :].clone() for part in parts], different[-1:]).reshape(different[-1], -1)
     return {**figures, "apart": _apart(whole, alone)}
 
 

@@ -50,7 +50,7 @@ SMALL = {
     "head_dim": 16,
 }
 TOKENS = 16_384
-STATES, PEAK = 0.05, (0.95, 1.3)  # error of what stays; the peak over the plan, which has no working set without Transformer Engine
+STATES, PEAK = 0.05, (0.95, 1.05)  # error of what stays; the peak over the plan: workspaces of CUDA's libraries come on top
 
 
 def train(grid: Any, hf: dict[str, Any], settings: ModelSettings, tokens: int) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def train(grid: Any, hf: dict[str, Any], settings: ModelSettings, tokens: int) -
     tensors = [*(tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())), *policy.gradients(), *policy.state()]
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     peak = torch.cuda.max_memory_allocated() - before if gpu else None
-    return {"states": sum(storages.values()), "peak": peak, "seconds": seconds, "log-prob": losses, "fused": backend.fused}
+    return {"states": sum(storages.values()), "peak": peak, "seconds": seconds, "log-prob": losses, "gpu": gpu, "fused": backend.fused}
 
 
 def check(there: Run, report: Report, *, small: bool = False) -> None:
@@ -107,7 +107,7 @@ def check(there: Run, report: Report, *, small: bool = False) -> None:
         with report.section(name):
             measured = there(train, hf, settings, tokens)
             role = PlannedModel("policy", hf, trained=True, value=False, micro_batch_tokens=tokens)
-            [stage] = plan_group([role], Layout(), settings, Work(tokens, 1, 0, gpu=measured["fused"])).stages
+            [stage] = plan_group([role], Layout(), settings, Work(tokens, 1, 0, gpu=measured["gpu"], fused=measured["fused"])).stages
             parts = {part: size for part, size in stage.parts.items() if part != "context"}
             states, planned = sum(parts[part] for part in ("weights", "gradients", "optimizer")), sum(parts.values())
             figures: dict[str, Any] = {

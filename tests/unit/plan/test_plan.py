@@ -16,7 +16,7 @@ import pytest
 from rich.table import Table
 
 from megarl.cli import main
-from megarl.config import ConfigError, Layout, TrainConfig, load, optimizers
+from megarl.config import ConfigError, Layout, ModelSettings, TrainConfig, load, optimizers
 from megarl.models.families import family_of
 from megarl.plan.devices import DEVICES, GB, device_of
 from megarl.plan.engines import cache_bytes, engine_weights
@@ -24,6 +24,7 @@ from megarl.plan.facts import facts
 from megarl.plan.fits import check_fits, warnings
 from megarl.plan.host import contexts
 from megarl.plan.parameters import ChunkParameters, count, model_elements, replicas, shards
+from megarl.plan.ranks import PlannedModel, Work, plan_group
 from megarl.plan.search import search
 from megarl.plan.show import tables
 from megarl.plan.states import states
@@ -61,6 +62,27 @@ def test_the_large_examples_fit(published: Path, example: str) -> None:
     assert plan.host is not None and plan.host.payload.warning is None
     assert plan.notes == [], "no example assumes what no run has"
     assert plan.engine is not None and plan.engine.tp <= 8
+
+
+@pytest.mark.parametrize(
+    ("layers", "whole", "fused", "recompute", "measured"),
+    [
+        (2, False, True, "none", 16_011_111_936),
+        (2, False, True, "full", 12_635_018_752),
+        (2, False, False, "none", 17_579_247_104),
+        (2, False, False, "full", 13_524_523_008),
+        (4, True, True, "none", 69_991_907_328),  # of an RL run; the formulas were made from the others
+    ],
+)
+def test_a_rank_on_a_gpu_peaks_where_an_h200_did(layers: int, whole: bool, fused: bool, recompute: str, measured: int) -> None:
+    """Layers of Qwen3-30B-A3B, 16,384 tokens, on 2026-11-26; CUDA's libraries had 0.3 GB of their own."""
+    hf = config_of(MODELS["Qwen3-30B-A3B"]) | {"num_hidden_layers": layers}
+    hf |= {} if whole else {"num_experts": 16, "vocab_size": 75_968}
+    role = PlannedModel("policy", hf, trained=True, value=False, micro_batch_tokens=16_384)
+    settings = ModelSettings(path=Path("model"), dtype="bfloat16", recompute=recompute)  # type: ignore[arg-type]
+    [stage] = plan_group([role], Layout(), settings, Work(16_384, 1, 0, fused=fused)).stages
+    peak = stage.total - stage.parts["context"]
+    assert peak <= measured and peak == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("name", MODELS)
