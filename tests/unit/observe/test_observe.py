@@ -272,12 +272,15 @@ def test_the_console_is_plain_where_there_is_no_terminal_or_a_dumb_one(dumb: boo
     rich = RichConsole(file=screen, width=200, force_terminal=dumb, _environ={"TERM": "dumb"})
     with Console("r", 3, lambda: ("rollout", 1.0), rich) as console:
         console.phase("start")
+        console.phase("reward")
+        console.phase("reward")  # a phase of many short turns
         console.progress("copy, MB", 5, 5)
         console.step(1, {"reward/mean": 0.5, "perf/tokens_per_second": 12345.6}, {"rollout": 1.25, "sync": 0.001})
         console.phase("rollout")
         console.rate("step 3", estimated("heldout", [[0], [1]], [1, 1]))
     assert screen.getvalue().splitlines() == [
         "r: start ...",
+        "r: reward ...",
         "r: copy, MB 5/5",
         "r: step 1/3  tok/s 12,346 reward 0.500  (rollout 1.2s)",
         "r: pass rate of heldout, step 3: avg@1 0.500 [0.095, 0.905]  greedy 1.000 [0.342, 1.000]",
