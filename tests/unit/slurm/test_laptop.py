@@ -35,6 +35,7 @@ def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with models' config.json, on a machine without GPUs and Slurm."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("megarl.slurm.checks.version", lambda package: {"torch": "2.13.0+cpu"}[package])  # also where torch is a CUDA build
     monkeypatch.chdir(tmp_path)
     for name, model in MODELS.items():
         (folder := tmp_path / "models" / name).mkdir(parents=True)

@@ -147,7 +147,8 @@ except SaveError as error:
 def test_a_write_that_never_returns_is_named_and_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     done = subprocess.run([sys.executable, "-c", HANGING, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stderr == ""
+    said = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]  # of torch's CUDA build
+    assert done.returncode == 0 and said == []
     assert re.fullmatch(rf"{re.escape(str(tmp_path))}/m/__0_\d\.distcp: not written within save\.timeout_s=0\.5\n", done.stdout)
 
 
