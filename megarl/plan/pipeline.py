@@ -64,7 +64,7 @@ def stage_bytes(
         working: whether the gradients of activations count, as `working set`: on a GPU, in training.
     """
     heads = head_bytes(facts, shape, value=head.value, fp32=head.fp32) if head is not None else {}
-    if heads and head is not None and working:
+    if head is not None and working:
         heads["working set"] = head_working_bytes(facts, shape, value=head.value, fp32=head.fp32)
     layers = {
         mixture: _kept(facts, shape, recompute, experts=mixture) for mixture in {facts.has_experts(one) for part in chunks for one in part}
