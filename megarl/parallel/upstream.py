@@ -55,6 +55,7 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
         unequal_heads: whether the attention is cuDNN's, which takes some values that are narrower than keys.
     """
     import megatron.core
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.transformer import mla_qk_norm_config, multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -71,6 +72,7 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
         _router_gemm_of_te(moe_utils)
     else:
         _replicated_projections(multi_latent_attention)
+        _rotation_in_one_pass(rope_utils)
 
 
 def _pickled_tensors(core: Any) -> None:
@@ -242,3 +244,31 @@ def _replicated_projections(multi_latent_attention: Any) -> None:
         "if submodules.linear_kv_down_proj in [TELinear]:",
     )
     multi_latent_attention.TELinear = ReplicatedLinear
+
+
+def _rotation_in_one_pass(rope_utils: Any) -> None:
+    """rope_utils.py:256 rotates packed sequences one after another, where 0.16.1 rotated all of them at once.
+
+    The result is right. It is patched because a training step on short sequences takes twice the time on the CPU. The same function rotates
+    all at once if it is given frequencies for every token of the micro-batch (:234), and the results are equal bit for bit.
+    """
+    rotate = rope_utils._apply_rotary_pos_emb_thd
+    expect(
+        rotate,
+        "sequence_splits = torch.split(t, seqlens)",
+        "has_packed_freqs = freqs.dim() >= 1 and freqs.size(0) == total_seqlen",
+        "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs, seq_start_offset)",
+        "output = torch.empty_like(t)",
+        "for x in sequence_splits:",
+        "output.narrow(0, output_offset, x.size(0)).copy_(output_slice)",
+    )
+
+    @functools.wraps(rotate)
+    def rotate_at_once(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **options: Any) -> Any:
+        bounds = cu_seqlens.cpu()  # upstream reads them one by one
+        tokens = int(bounds[-1])  # on all context-parallel ranks
+        if len(freqs) != tokens:  # or else upstream takes them for those of every token
+            freqs = freqs[torch.arange(tokens) - bounds[:-1].repeat_interleave(bounds.diff())]
+        return rotate(t, bounds, freqs, *args, **options)
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate_at_once
