@@ -62,7 +62,7 @@ class RolloutSettings(Section):
     max_num_seqs: BatchSize = 256
     """Maximum number of sequences that an engine decodes together, on each of its data parallel ranks."""
     kv_cache_mb: Megabytes | None = None
-    """Size of the KV cache; required by CPU engines (GPU engines use gpu_memory_fraction)."""
+    """Size of the KV cache; required by CPU engines, refused by GPU engines (they use gpu_memory_fraction)."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Share of a GPU's memory for the engine."""
     timeout_s: Seconds = 1800.0

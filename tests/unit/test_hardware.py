@@ -84,7 +84,12 @@ def test_a_layout_for_more_gpus_than_this_machine_has_is_refused_with_both_numbe
 )
 def test_what_gpus_would_do_wrong_is_refused(tmp_path: Path, tiny_model: Path, overrides: list[str], line: str) -> None:
     """On any machine: the run would join a cluster."""
-    elsewhere = ["cluster={address: auto, interface: lo, gpus: true}", "model.dtype=bfloat16", "sync.transport=nccl"]
+    elsewhere = [
+        "cluster={address: auto, interface: lo, gpus: true}",
+        "rollout.kv_cache_mb=null",
+        "model.dtype=bfloat16",
+        "sync.transport=nccl",
+    ]
     path = Job(tmp_path, tiny_model).write()
     assert check_train(load(path, elsewhere, TrainConfig)).train
     with pytest.raises(ConfigError, match=line):

@@ -21,7 +21,10 @@ _BLOCK = 128  # tokens per KV cache block of vLLM on CPU (vllm/platforms/cpu.py)
 
 
 def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-    """Implement `Engine.check`. A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention."""
+    """Implement `Engine.check`.
+
+    A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention. A GPU engine takes none.
+    """
     check_arguments(settings.engine.args, gpu=gpu)
     _check_architectures(hf["architectures"])
     heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
@@ -33,6 +36,11 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
         if gpu and dtype != "bfloat16":
             raise ConfigError(f"rollout.quantization=fp8: on GPUs it computes in bfloat16, and rollout.dtype is {dtype}")
     if gpu:
+        if settings.kv_cache_mb is not None:
+            raise ConfigError(
+                f"rollout.kv_cache_mb={settings.kv_cache_mb}: a GPU engine's cache is what rollout.gpu_memory_fraction="
+                f"{settings.gpu_memory_fraction:g} leaves of the GPU's memory; set it to null"
+            )
         return
     if hf.get("kv_lora_rank"):
         # vLLM 0.30.0's CPU_MLA decodes only latents of 512+64 (v1/attention/backends/mla/cpu_mla.py:26); its AMX_MLA takes no float32.

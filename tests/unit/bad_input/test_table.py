@@ -109,7 +109,7 @@ def test_a_closed_stdout_is_no_failure(
 def test_a_full_disk_behind_stdout_is_one_line(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (["config", "train"], ["plan", str(Room(tmp_path, tiny_model, "train").config())]):
+    for arguments in (["config", "train"], ["plan", str(Room(tmp_path, tiny_model, "train").config()), "rollout.kv_cache_mb=null"]):
         with open("/dev/full", "w") as full, monkeypatch.context() as here:
             here.setattr(sys, "stdout", full)
             assert cli.main(arguments) == 1

@@ -39,7 +39,15 @@ def test_a_head_that_no_cpu_engine_takes_is_refused(tiny_model: Path) -> None:
     narrow = {**hf, "head_dim": 16}
     with pytest.raises(ConfigError, match=r"^model\.path: config\.json's head_dim=16: vLLM's CPU engines take 32, 64, "):
         check(narrow, "float32", settings, gpu=False)
-    check(narrow, "float32", settings, gpu=True)
+    check(narrow, "float32", RolloutSettings(), gpu=True)
+
+
+def test_a_gpu_engine_refuses_the_size_of_a_cache_that_it_would_not_use(tiny_model: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.kv_cache_mb=64: .* rollout\.gpu_memory_fraction=0\.6 leaves of the GPU's memory; set it to null$"
+    ):
+        check(read_config(tiny_model), "bfloat16", RolloutSettings(kv_cache_mb=64), gpu=True)
+    check(read_config(tiny_model), "bfloat16", RolloutSettings(), gpu=True)
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -226,7 +226,17 @@ def test_gpus_are_not_given_to_a_python_that_cannot_use_them(
         check_python(job, "2.13.0+cpu")
     monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
-    asked = ["cluster.gpus=true", "model.dtype=bfloat16", "sync.transport=nccl", "--nodes", "1", "--gpus-per-node", "2", "--dry-run"]
+    asked = [
+        "cluster.gpus=true",
+        "rollout.kv_cache_mb=null",
+        "model.dtype=bfloat16",
+        "sync.transport=nccl",
+        "--nodes",
+        "1",
+        "--gpus-per-node",
+        "2",
+        "--dry-run",
+    ]
     if version("torch").endswith("+cpu"):
         assert main([str(tmp_path / "job.yaml"), *asked]) == 0, "no Slurm answers: this Python is not the nodes'"
         assert "not checked: the nodes' Python: slurm: this Python has torch's CPU build" in capsys.readouterr().err
