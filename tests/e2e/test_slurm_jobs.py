@@ -294,7 +294,9 @@ def test_a_lost_node_is_replaced_by_the_spare_one(
         slurm.wait_for("end", lambda: submitted.state in OVER, ASK_S)
     if lose is die:  # and what removes the session's directory: no process is left, and the next start there sweeps the directory
         slurm.wait_for("end of all processes", lambda: not any(slurm.processes(f"n{n}") for n in (1, 2, 3)), limit_s=60)
-        said = slurm.run("srun", "-N3", "--ntasks-per-node=1", sys.executable, "-c", "from megarl.scratch import sweep; sweep()").stderr
+        said = slurm.run(
+            "srun", "--quiet", "-N3", "--ntasks-per-node=1", sys.executable, "-c", "from megarl.scratch import sweep; sweep()"
+        ).stderr
         assert re.fullmatch(r"megarl: cleaned up after a killed run: removed /tmp/megarl-\w+, ended 0 processes\n", said), said
     submitted.finish()
     [restart] = json.loads((job.runs / "job" / "summary.json").read_text())["restarts"]
