@@ -89,7 +89,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     ),
     (_tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"), _distributed(70, "learner")),
     (
-        _tests(700, FAULTS, name="faults-killed", words="(any_process[one- and not SIGSTOP) or helper"),
+        _tests(600, FAULTS, name="faults-killed", words="(any_process[one- and not SIGSTOP) or helper"),
         _tests(700, FAULTS, name="faults-modes", words="any_process[ahead- or any_process[free-"),
         _tests(90, "tests/e2e/test_pairs.py"),
         _distributed(40, "export"),

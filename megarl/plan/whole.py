@@ -107,7 +107,9 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     offloaded = max(stage.offloaded for group in groups for stage in group.stages)
     if isinstance(config, TrainConfig):
         dtype, shared = config.rollout.dtype or config.model.dtype, config.placement.engines == "shared"
-        check_engine(hf, dtype, config.rollout, gpu=True)
+        # The plan is one for GPUs, also of a configuration for a CPU, whose engines need kv_cache_mb.
+        rollout = config.rollout if config.cluster.gpus else config.rollout.model_copy(update={"kv_cache_mb": None})
+        check_engine(hf, dtype, rollout, gpu=True)
         engine, engines = plan_engine(hf, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.devices
         receiver = receiver_bytes(hf, config.sync, dtype, config.rollout, config.senders)
         if shared:  # a rank sends from a GPU on which an engine receives
