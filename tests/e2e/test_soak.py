@@ -25,7 +25,7 @@ MEMORY_MB = 0.01
 SCRATCH_KB, SCRATCH_FILES = 0.5, 0.01
 RUN_KB, RUN_FILES = 16, 1.1  # a step's row, its scalars for TensorBoard, and its file of responses; evaluations have files of their own
 CPU, CPU_MS = 1.5, 5.0  # the last quarter's CPU time over that of the quarter before it, where it is more than so much a step
-# Of these the CPU time a second is compared: Ray's own processes look around once in a while, so more often in a step that takes longer.
+# Ray's own processes look around once in a while, so more often in a step that takes longer: they may take more CPU time by as much.
 BY_CLOCK = ("gcs_server", "log_monitor.py", "raylet")
 LIMIT_S = 3600.0
 
@@ -153,8 +153,8 @@ def table(samples: Sequence[Sample], names: dict[int, str]) -> tuple[list[str], 
         rows.append(f"| {names[pid]} | {memory} | {1000 * gain:.2f} | {uses[-1].threads} | {uses[-1].files} | {last:.1f} |")
         if gain > MEMORY_MB:
             grown.append(f"{names[pid]}: {gain:.4f} MB a step")
-        slower = pace_s(quarter(samples, 4)) / pace_s(quarter(samples, 3)) if names[pid] in BY_CLOCK else 1.0
-        if last > max(CPU * third * max(slower, 1.0), CPU_MS):
+        slowdown = pace_s(quarter(samples, 4)) / pace_s(quarter(samples, 3)) if names[pid] in BY_CLOCK else 1.0
+        if last > max(CPU * third * max(slowdown, 1.0), CPU_MS):
             grown.append(f"{names[pid]}: {third:.1f} ms of CPU a step in the third quarter, {last:.1f} in the last")
         for what, counts in (("threads", [use.threads for use in uses]), ("descriptors", [use.files for use in uses])):
             if rises(late, counts):
