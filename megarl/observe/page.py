@@ -45,6 +45,7 @@ def lines(run: Path) -> Iterator[str]:
     spent = f"{sum(summary['wall_s'].values()):,.0f} s" + (f" in {summary['starts']} starts" if summary["starts"] > 1 else "")
     gpus = f", {summary['gpu_s'] / 3600:,.2f} GPU hours" if summary["gpu_s"] else ""
     yield f'<p class="note">{text(run)}: {text(summary["rl_steps"])} RL steps, {spent}{gpus}</p>'
+    yield f'<p class="note">model {text(summary["model"])}, megarl at commit {text(summary["commit"] or "unknown")}</p>'
     yield from _alarms(summary["alarms"])
     yield from _evaluations(summary["evaluations"], summary["results"])
     if (picture := run / "report.png").is_file():

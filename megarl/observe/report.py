@@ -16,16 +16,19 @@ HELD_OUT = "held-out score"
 # One panel each: the title, and the metrics that it shows.
 PANELS: dict[str, Sequence[str]] = {
     "reward": ("reward/mean",),
+    "share of groups without signal": ("frac_reward_zero_std",),
     HELD_OUT: (),  # depends on the run's sets
     "accuracy": ("rm/accuracy", "eval/heldout/rm/accuracy", "dpo/accuracy", "eval/heldout/dpo/accuracy", "eval/heldout/sft/accuracy"),
     "margin": ("rm/gap", "eval/heldout/rm/gap", "dpo/margin", "eval/heldout/dpo/margin"),
     "held-out log-prob minus the reference's": ("eval/heldout/dpo/chosen_shift", "eval/heldout/dpo/rejected_shift"),
     "entropy": ("actor/entropy",),
+    "KL: of an update, to the reference": ("actor/ppo_kl", "actor/reference_kl", "actor/kl_loss"),
     "response length": ("response_length/mean", "response_length/max"),
     "gradient norm": ("actor/grad_norm", "rm/grad_norm"),
     "clipped share": ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/pg_gated"),
     "share of tokens by lag, in updates": LAG_SHARES,
     "log-prob gap, engine to trainer": ("training/logprob_gap_mean", "training/logprob_gap_max"),
+    "tokens per second": ("perf/tokens_per_second",),
     "loss": ("actor/pg_loss", *(f"{held}{stage}/loss" for stage in ("sft", "rm", "dpo") for held in ("", "eval/heldout/"))),
     "value loss": ("critic/vf_loss",),
     "explained variance": tuple(f"critic/explained_variance{part}" for part in ("", "_early", "_middle", "_late")),

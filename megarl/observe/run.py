@@ -99,6 +99,7 @@ class Run:
         self._events: dict[str, float] = {}  # for the next row of the metrics
         self._step = self._learned = 0  # the last step, and the number of steps that trained a policy
         self._console = Console(config.name, total_steps(config), self._phases.current)
+        self._commit = summary.commit()  # before anybody edits the files that this process has loaded
 
     def __enter__(self) -> Run:
         self._lock = claim(self.directory, patient=self._config.cluster.allocation is not None)
@@ -397,6 +398,7 @@ class Run:
             self._console.warn(message)
         whole, record = scalars(self._whole), self._record.spent(self._phases.total(), self._step)
         result = summary.Summary(
+            model=str(self._config.model.path),
             evaluations=self.evaluations,
             results=self._results,
             rl_steps=self._learned if isinstance(self._config, TrainConfig) else 0,
@@ -407,6 +409,7 @@ class Run:
             logprob_gap_max=whole.get(GAPS[1]),
             peak_rss_mb=self._memory.mb(),
             versions=summary.versions(),
+            commit=self._commit,
             alarms=self._warnings,
             restarts=self._restarts,
         )

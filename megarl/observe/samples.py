@@ -135,8 +135,10 @@ def line(record: SampleRecord) -> str:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most `most` of the indices below `count`, evenly spaced: they cover as many prompts as possible, regardless of score."""
-    return sorted({index * count // most for index in range(most)}) if count > most else list(range(count))
+    """At most `most` of the indices below `count`, evenly spaced, the first and the last among them."""
+    if count <= most or most < 2:
+        return list(range(min(count, most)))
+    return [index * (count - 1) // (most - 1) for index in range(most)]
 
 
 def write(run: Path, step: int, records: Sequence[SampleRecord], evaluation: str | None = None) -> None:

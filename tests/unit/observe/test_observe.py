@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -185,8 +186,8 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     directory = run_steps(config)
     result = json.loads((directory / "summary.json").read_text())
     assert list(result) == [
-        *("pass_rate_start", "pass_rate_end", "evaluations", "results", "rl_steps", "starts", "wall_s", "gpu_s"),
-        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "alarms", "restarts"),
+        *("pass_rate_start", "pass_rate_end", "model", "evaluations", "results", "rl_steps", "starts", "wall_s", "gpu_s"),
+        *("logprob_gap_mean", "logprob_gap_max", "peak_rss_mb", "versions", "commit", "alarms", "restarts"),
     ]
     assert result["pass_rate_start"] == {"sampled": 0.25, "greedy": 0.5}
     assert result["pass_rate_end"] == {"sampled": 0.5, "greedy": 0.75}
@@ -207,6 +208,21 @@ def test_a_run_leaves_its_numbers_and_a_summary(config: TrainConfig, capsys: pyt
     shown = capsys.readouterr()
     assert "score of own, step 3: avg@2 1.000 [0.307, 1.693]" in shown.err
     assert "step 0" in shown.out and "pass rate avg@1" in shown.out and "score avg@2" in shown.out
+
+
+def test_commit_names_the_checkout_and_whether_it_was_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "megarl" / "observe" / "summary.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("")
+    monkeypatch.setattr(summary, "__file__", str(module))
+    assert summary.commit() is None  # no checkout
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"], ["tag", "v1"]):
+        subprocess.run([*git, *arguments], check=True)
+    clean = summary.commit()
+    assert clean is not None and re.fullmatch("[0-9a-f]{8}", clean)
+    module.write_text("# edited")
+    assert summary.commit() == f"{clean}+"
 
 
 def test_an_earlier_run_of_the_same_name_is_set_aside(config: TrainConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def test_nothing_of_a_summary_is_mark_up(tmp_path: Path) -> None:
     estimates = {HOSTILE: {"value": 0.5, "low": 0.1, "high": 0.9}}
     evaluation = {"step": 1, "results": [{"set": HOSTILE, "prompts": HOSTILE, "rate": True, "estimates": estimates}]}
     summary = {
+        "model": HOSTILE,
+        "commit": HOSTILE,
         "rl_steps": HOSTILE,
         "starts": 2,
         "gpu_s": 1.0,
@@ -122,6 +125,15 @@ def test_runs_are_compared_by_numbers_and_by_what_differs(
     ):
         assert main(["compare", *map(str, arguments)]) == 2
         assert capsys.readouterr().err.startswith(message)
+
+
+def test_page_shows_the_best_and_the_worst_of_an_evaluation(config: TrainConfig) -> None:  # noqa: F811
+    with Run(config) as run:
+        run.log(1, {"reward/mean": Mean(1.0, 2.0)})
+        run.keep(1, [replace(RECORD, reward=float(reward)) for reward in range(512)], "heldout")
+    written = (run.directory / "report.html").read_text()
+    assert f"<details><summary>reward {511}" in written and "<details><summary>reward 0," in written
+    assert f"model {config.model.path}, megarl at commit " in written
 
 
 def test_a_page_of_many_steps_stays_small(config: TrainConfig) -> None:  # noqa: F811

@@ -84,7 +84,8 @@ def test_what_is_no_run_and_what_is_no_sample_is_refused(run: Path, tmp_path: Pa
 
 
 def test_few_responses_of_many_are_of_as_many_prompts_as_possible() -> None:
-    assert spread(64, 4) == [0, 16, 32, 48]  # 16 prompts of 4 responses
+    assert spread(64, 4) == [0, 21, 42, 63]  # of 16 prompts with 4 responses each: four prompts
+    assert spread(512, 16)[-1] == 511 and spread(5, 1) == [0]
     assert spread(3, 8) == [0, 1, 2] and spread(3, 0) == []
 
 
