@@ -17,11 +17,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from megarl.cli import VERBS
 from megarl.config import RunSettings
 from megarl.errors import ConfigError, hint
 from megarl.imports import find
 from megarl.stdout import say
+from megarl.verbs import VERBS
 
 Schema = Mapping[str, Any]
 """A JSON schema, or a part of one."""

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megarl.cli import VERBS
 from megarl.cluster.demand import demand
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.placement import Node, NoRoom, place
@@ -47,6 +46,7 @@ from megarl.plan.whole import models_of
 from megarl.stdout import say
 from megarl.text import one_line
 from megarl.unchecked import naming_unchecked
+from megarl.verbs import VERBS
 
 LOOKED_AT = 100  # rows that are read to find the columns
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")

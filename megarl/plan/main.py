@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.cli import VERBS
 from megarl.config import ConfigError, RunSettings, load, optimizers
 from megarl.imports import find
 from megarl.models.megatron_fields import check_fields, fixed_fields
@@ -20,6 +19,7 @@ from megarl.plan.devices import DEVICES, MEMORY_GB, device_of
 from megarl.plan.search import FittingLayout, nearest, search
 from megarl.plan.whole import Plan, build, models_of
 from megarl.stdout import say
+from megarl.verbs import VERBS
 
 MOST = 1_000_000  # upper limit of --gpus and --gpu-gb
 PLANNED = ("train", "sft", "rm", "dpo")

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megarl.cli import VERBS
 from megarl.cluster.allocation import NODES
 from megarl.cluster.demand import demand
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
@@ -26,6 +25,7 @@ from megarl.slurm.job import Job, seconds
 from megarl.slurm.options import TIME_MIN, given, options
 from megarl.slurm.partition import check_grace, check_limits, check_partition, partition_of
 from megarl.unchecked import naming_unchecked, unchecked, where_present
+from megarl.verbs import VERBS
 
 MOST = 100_000  # upper limit of any number
 REGISTRY = re.compile(r"[a-z]+://|[^/]+[/#:]")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.cli import VERBS
 from megarl.config import ConfigError, RunSettings, load
 from megarl.imports import find
 from megarl.slurm.checks import check
@@ -18,6 +17,7 @@ from megarl.slurm.script import render
 from megarl.slurm.status import show
 from megarl.slurm.submit import submit
 from megarl.stdout import say
+from megarl.verbs import VERBS
 
 
 def parser() -> argparse.ArgumentParser:

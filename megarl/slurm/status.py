@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS, listing
-from megarl.cli import VERBS
 from megarl.config import ConfigError, load, total_steps, yaml_text
 from megarl.config.run import MINUTES
 from megarl.imports import find
@@ -16,6 +15,7 @@ from megarl.observe.run import METRICS
 from megarl.observe.writers import read_json_lines
 from megarl.slurm.commands import NoAnswer, call
 from megarl.strict_json import read_plain
+from megarl.verbs import VERBS
 
 START, LOG, SUBMITTED = re.compile(r"(\d+)-(\d+)"), re.compile(r"(\d+)\.out"), re.compile(r"submitted-(\d+)")
 MOST_BYTES = 1 << 20  # of a script

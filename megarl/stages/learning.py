@@ -28,7 +28,8 @@ from megarl.stages.recovery import newest, recovering
 from megarl.stages.saving import Checkpoints, ResumePoint, every, resume_point
 from megarl.stages.show_data import tell_first
 from megarl.workers.copies import Copies
-from megarl.workers.learner import Learners, MiniBatch, TrainSpec, mini_batch, start_learners
+from megarl.workers.learner import MiniBatch, TrainSpec, mini_batch
+from megarl.workers.learners import Learners, start_learners
 
 
 class SupervisedState:

@@ -12,7 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.cli import VERBS
 from megarl.config import (
     ConfigError,
     DpoConfig,
@@ -44,6 +43,7 @@ from megarl.observe.run import Run
 from megarl.stages.data_checks import PromptReader
 from megarl.stdout import say
 from megarl.text import escaped
+from megarl.verbs import VERBS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

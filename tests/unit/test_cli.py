@@ -15,6 +15,7 @@ import pytest
 from megarl import cli
 from megarl.errors import SaveError
 from megarl.termination import SIGNALS
+from megarl.verbs import TOOLS, VERBS
 
 EXAMPLE = """
 name: cli
@@ -90,13 +91,13 @@ def test_a_check_warns_of_an_object_store_that_is_too_small(
     assert "warning" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", [*cli.VERBS, *cli.TOOLS])
+@pytest.mark.parametrize("verb", [*VERBS, *TOOLS])
 def test_every_verb_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str], termination: None) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([verb, "--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0 and shown.startswith(f"usage: megarl {verb}")
-    if verb in cli.VERBS:
+    if verb in VERBS:
         assert "runs/<name>/" in shown and f"megarl config {verb}" in shown
         with pytest.raises(SystemExit) as ended:
             cli.main([verb])

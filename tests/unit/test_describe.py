@@ -17,6 +17,7 @@ from megarl import cli
 from megarl.config import EvalConfig, RunSettings, TrainConfig, load
 from megarl.config.loading import sections
 from megarl.describe import keys, schema
+from megarl.verbs import VERBS
 from tests.unit.examples.test_configurations import CONFIGS, EXAMPLES, root_of
 
 
@@ -25,7 +26,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_key_of_every_verb_has_a_meaning(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = told(capsys, verb).splitlines()
     bare = [line for line, after in zip(lines, [*lines[1:], ""], strict=True) if not line.startswith(" ") and not after.startswith("    ")]

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl import cli
 from megarl.config import load
 from megarl.describe import keys
+from megarl.imports import find
+from megarl.verbs import TOOLS, VERBS
 from tests.unit.examples.test_configurations import root_of
 from tools import list_attacks
 
@@ -87,7 +88,7 @@ def sources() -> tuple[str, ...]:
 @cache
 def known() -> frozenset[str]:
     """Every key of every verb."""
-    return frozenset(key.name for verb in cli.VERBS.values() for key, _ in keys(cli.find(verb.config)))  # type: ignore[arg-type]
+    return frozenset(key.name for verb in VERBS.values() for key, _ in keys(find(verb.config)))  # type: ignore[arg-type]
 
 
 @each
@@ -119,8 +120,8 @@ def test_commands_of_a_page_are_ones_that_megarl_takes(page: Path) -> None:
             assert (ROOT / rest[0]).is_file(), words
         if program != "megarl" or rest == ["--version"]:
             continue
-        assert rest[0] in cli.VERBS | cli.TOOLS, words
-        if rest[0] in cli.VERBS and (config := ROOT / rest[1]).is_file():
+        assert rest[0] in VERBS | TOOLS, words
+        if rest[0] in VERBS and (config := ROOT / rest[1]).is_file():
             overrides = [word for word in rest[2:] if re.match(r"[a-z_.]+=", word)]
             assert load(config, overrides, root_of(config)), words
 
@@ -133,12 +134,12 @@ def test_options_of_a_page_are_ones_that_the_command_takes(page: Path) -> None:
         options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help", "--version"}
         if not options or words[0] not in ("megarl", "bash", "python"):
             continue
-        if words[0] == "megarl" and words[1] in cli.VERBS:
+        if words[0] == "megarl" and words[1] in VERBS:
             assert options == {"--check"}, words
             continue
         source = ROOT / words[1]
         if words[0] == "megarl":
-            source = ROOT / (cli.TOOLS[words[1]].run.partition(":")[0].replace(".", "/") + ".py")
+            source = ROOT / (TOOLS[words[1]].run.partition(":")[0].replace(".", "/") + ".py")
         text = source.read_text() + "".join(path.read_text() for path in HANDED_ON.get(source.relative_to(ROOT).as_posix(), ()))
         assert all(f"{option}" in text for option in options), words
 
@@ -147,7 +148,7 @@ def test_options_of_a_page_are_ones_that_the_command_takes(page: Path) -> None:
 def test_verbs_that_a_page_quotes_are_verbs(page: Path) -> None:
     for quoted in QUOTED.findall(FENCED.sub("", page.read_text())):
         if (match := re.match(r"megarl ([a-z]+)", quoted)) is not None:
-            assert match[1] in cli.VERBS | cli.TOOLS, quoted
+            assert match[1] in VERBS | TOOLS, quoted
 
 
 def test_the_hour_of_the_own_task_is_what_its_page_says() -> None:
@@ -159,7 +160,7 @@ def test_the_hour_of_the_own_task_is_what_its_page_says() -> None:
 
 def test_the_verbs_of_the_readme_are_all_there_are() -> None:
     shown = {words[1] for words in commands(ROOT / "README.md") if words[0] == "megarl"}
-    assert shown == set(cli.VERBS | cli.TOOLS)
+    assert shown == set(VERBS | TOOLS)
 
 
 def test_the_readme_is_short() -> None:

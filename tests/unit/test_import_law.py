@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import VERBS
+from megarl.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "megarl").rglob("*.py"))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import VERBS
 from megarl.config import ConfigError, SftConfig, TrainConfig, load
 from megarl.config.hints import ALIASES, NO_KEY
 from megarl.config.loading import _dotted
 from megarl.imports import find
+from megarl.verbs import VERBS
 
 CONFIG = """
 name: hints

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from megarl.cli import VERBS
 from megarl.config import TrainConfig, TrainingSettings, load
 from megarl.errors import ConfigError
 from megarl.imports import find
@@ -25,6 +24,7 @@ from megarl.slurm.options import options
 from megarl.slurm.partition import Partition, check_limits, check_partition, partition_of
 from megarl.slurm.script import NODE_SCRIPTS, TEMPLATE, render, templates
 from megarl.slurm.submit import submit
+from megarl.verbs import VERBS
 from tests.e2e.job import RL
 
 JOB = Job(

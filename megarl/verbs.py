@@ -1,0 +1,100 @@
+"""The verbs of the command line, and where their code is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb that takes a configuration. Code is named as "module:name", and imported when the verb is called."""
+
+    help: str
+    leaves: str  # what it writes to runs/<name>/
+    config: str  # class of the configuration
+    check: str  # called by --check: raises whatever can be detected before a process starts
+    run: str
+
+
+NUMBERS = "metrics.jsonl, samples/, summary.json, report.html"
+VERBS = {
+    "train": Verb(
+        "reinforcement learning",
+        f"model/, critic/, {NUMBERS}",
+        "megarl.config:TrainConfig",
+        "megarl.stages.checks:check_train",
+        "megarl.trainer:train",
+    ),
+    "sft": Verb(
+        "supervised training",
+        f"model/, {NUMBERS}",
+        "megarl.config:SftConfig",
+        "megarl.stages.rank_checks:check_sft",
+        "megarl.stages.sft:sft",
+    ),
+    "value": Verb(
+        "value pretraining",
+        f"critic/, {NUMBERS}",
+        "megarl.config:ValueConfig",
+        "megarl.stages.checks:check_value",
+        "megarl.value_trainer:pretrain_value",
+    ),
+    "rm": Verb(
+        "reward model from preferences",
+        f"model/, {NUMBERS}",
+        "megarl.config:RmConfig",
+        "megarl.stages.rank_checks:check_rm",
+        "megarl.stages.rm:rm",
+    ),
+    "dpo": Verb(
+        "policy from preferences",
+        f"model/, {NUMBERS}",
+        "megarl.config:DpoConfig",
+        "megarl.stages.rank_checks:check_dpo",
+        "megarl.stages.dpo:dpo",
+    ),
+    "pairs": Verb(
+        "preferences from a policy's own responses",
+        "train.jsonl, eval.jsonl",
+        "megarl.config:PairsConfig",
+        "megarl.stages.engine_checks:check_pairs",
+        "megarl.stages.pairs:pairs",
+    ),
+    "serve": Verb(
+        "reward model served over HTTP",
+        "nothing",
+        "megarl.config:ServeConfig",
+        "megarl.stages.rank_checks:check_serve",
+        "megarl.stages.serve:serve",
+    ),
+    "eval": Verb(
+        "avg@n and pass@k on held-out sets",
+        "eval.json, samples/",
+        "megarl.config:EvalConfig",
+        "megarl.stages.engine_checks:check_eval",
+        "megarl.stages.eval:run_eval",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A verb that takes no configuration: `run` takes the verb's arguments and returns the exit status."""
+
+    help: str
+    run: str
+    reads: bool = True  # its system errors are about files that its arguments name
+
+
+TOOLS = {
+    "config": Tool("the keys of a verb's configuration: accepted values, defaults, meaning (config --help)", "megarl.describe:main"),
+    "data": Tool("what a run reads and learns of its data (data --help)", "megarl.stages.show_data:main"),
+    "init": Tool("a commented configuration for your own model and data (init --help)", "megarl.init:main"),
+    "generate": Tool("ask a model: one prompt, a file of prompts, or a chat (generate --help)", "megarl.stages.generate:main", reads=False),
+    "plan": Tool("what fits: bytes per rank, engines, seconds per step, nearest layouts (plan --help)", "megarl.plan.main:main"),
+    "slurm": Tool("a run as a Slurm job that saves, requeues itself and resumes; status (slurm --help)", "megarl.slurm.main:main"),
+    "convert": Tool("Hugging Face directories <-> Megatron checkpoints (convert --help)", "megarl.convert.main:main"),
+    "samples": Tool("what the model said in a run (samples --help)", "megarl.observe.show_samples:main"),
+    "compare": Tool("runs side by side: a table and one picture (compare --help)", "megarl.observe.compare:main"),
+    "verify": Tool("check checkpoints against their manifests (DIRECTORY instead of CONFIG.yaml)", "megarl.checkpoints.verify:main"),
+}
