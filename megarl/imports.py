@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,16 @@ def find(place: str) -> Callable[..., Any]:
     """Import and return the object at "module:name"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def add_current_folder() -> None:
+    """Put the current folder on Python's path, where users' functions are named by module.
+
+    A console script has its own folder there instead, and an interpreter that reads its program from a notebook or stdin an empty name,
+    which means another folder in another process.
+    """
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
 
 
 @contextmanager

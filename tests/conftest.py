@@ -28,7 +28,7 @@ with uncollected():
 
 # The suite runs on three processes, of which some wait most of the time. What shares a lab's session, engine and ranks (tests/e2e/lab.py)
 # runs in one, as does what shares an import of vLLM; of the rest each takes one file after the other, the long ones first.
-TOGETHER = ("tests/e2e/", "tests/examples/", "tests/rollout/")
+TOGETHER = ("tests/e2e/", "tests/examples/", "tests/engines/")
 ORDER = (*TOGETHER, "tests/slurm/", "tests/distributed/", "tests/unit/cluster/", "tests/")
 
 

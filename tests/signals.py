@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megarl import termination
+from megarl.host import termination
 
 
 @contextmanager

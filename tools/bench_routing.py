@@ -32,11 +32,11 @@ import torch
 
 from megarl import load_config, train
 from megarl.config import OptimizerSettings, TrainConfig
-from megarl.workers import assemble
-from megarl.workers.engines import Engines
-from megarl.workers.model_groups import ModelGroups
-from megarl.workers.model_worker import RECORD
-from megarl.workers.plan import RolloutBatch
+from megarl.driver.engines import Engines
+from megarl.driver.model_groups import ModelGroups
+from megarl.ranks import assemble
+from megarl.ranks.model_worker import RECORD
+from megarl.ranks.step_plan import RolloutBatch
 from tools.lone_policy import lone_policy, responses
 from tools.make_tiny_model import build
 

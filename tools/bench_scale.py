@@ -27,18 +27,18 @@ from megarl.cluster.actor_group import ActorGroup
 from megarl.config import FileSource, Layout, SourceFormat
 from megarl.data.large import LargeFile
 from megarl.data.sources import load_prompts
+from megarl.driver.worker_group import WorkerGroup
+from megarl.host.shared_memory import mapped
 from megarl.models.families import family_of
 from megarl.models.hf_writer import ShardWriter
 from megarl.parallel.checkpoint.dcp import write_metadata
 from megarl.parallel.checkpoint.index import Location, Shard, read_index
 from megarl.parallel.checkpoint.sharded import STATES
-from megarl.shared_memory import mapped
+from megarl.ranks.step_plan import StepPlan, split_step
 from megarl.sync.fingerprint import Fingerprinter, compare
 from megarl.sync.receive import Inventory
 from megarl.sync.send import Sender
 from megarl.sync.wire import Header, TensorName, unpack_stacks
-from megarl.workers.plan import StepPlan, split_step
-from megarl.workers.worker_group import WorkerGroup
 from tests.published_models import MODELS, config_of
 from tools.make_tiny_model import fast_tokenizer, train_sentencepiece
 

@@ -100,7 +100,7 @@ def megarl(here: Path, overrides: tuple[str, ...], steps: int) -> dict[str, Any]
         return [row for row in read_json_lines(metrics) if "actor/lr" in row] if metrics.exists() else []
 
     with (here / "log").open("w") as log:
-        command = [sys.executable, "-m", "megarl.cli", "train", str(here / "job.yaml"), *overrides]
+        command = [sys.executable, "-m", "megarl.cli.main", "train", str(here / "job.yaml"), *overrides]
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         while process.poll() is None and not learned():
             time.sleep(0.02)
@@ -215,7 +215,7 @@ def bare(here: Path, model: Path, steps: int, longest: int) -> dict[str, Any]:
 
 def in_own_process(python: str, side: str, here: Path, model: Path, steps: int, longest: int) -> dict[str, Any]:
     """Run a side in a process of its own, and return what it prints last."""
-    from megarl.rollout.vllm.launch import environment
+    from megarl.engines.vllm.launch import environment
 
     variables = {**os.environ, **environment(gpu=False), "OMP_NUM_THREADS": str(CORES), "PYTHONPATH": str(ROOT)}
     command = [python, __file__, "--side", side, str(here), str(model), "--steps", str(steps), "--longest", str(longest)]

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from megarl.config import RolloutSettings
+from megarl.engines.engine import Setup
+from megarl.engines.vllm.engine import VllmEngine
+from megarl.engines.vllm.launch import environment
 from megarl.models.families import family_of
 from megarl.models.hf import read_config
-from megarl.rollout.engine import Setup
-from megarl.rollout.vllm.engine import VllmEngine
-from megarl.rollout.vllm.launch import environment
 from megarl.sync.fingerprint import Fingerprinter, check
 from megarl.sync.send import Sender
 from megarl.sync.wire import TensorName

@@ -7,8 +7,8 @@ import time
 import torch
 from vllm.config import set_current_vllm_config
 
-from megarl.rollout.vllm import weight_loader
-from megarl.rollout.vllm.worker_extension import WorkerExtension
+from megarl.engines.vllm import weight_loader
+from megarl.engines.vllm.worker_extension import WorkerExtension
 from megarl.sync.wire import each
 
 

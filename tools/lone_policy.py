@@ -28,7 +28,7 @@ def lone_policy(path: Path, optimizer: OptimizerSettings) -> tuple[Any, Callable
     hardware, layout = backend.choose(gpus=False), Layout()
     from megarl.parallel.grid import init_grid
     from megarl.parallel.logprobs import logprob_entropy
-    from megarl.workers.model import Model
+    from megarl.ranks.model import Model
 
     grid = init_grid(layout, rank=0, store=listen_store("127.0.0.1", 1, 60.0)[0], seed=1, timeout_s=60.0)
     policy = Model(path, ModelSettings(path=path, dtype="float32"), layout, hardware, grid, optimizer=optimizer, updates=10**6)

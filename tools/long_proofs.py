@@ -121,7 +121,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(120, "family_weights"),
     ),
     (
-        _tests(360, "tests/rollout"),
+        _tests(360, "tests/engines"),
         _tests(360, "tests/examples"),
         _distributed(360, "replayed_steps"),
         _distributed(45, "checkpoint"),

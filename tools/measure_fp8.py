@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from megarl.config import RolloutSettings
+from megarl.engines.engine import Setup
+from megarl.engines.generate import Sampling, TokenPrompt, generate
+from megarl.engines.responder import Responder
+from megarl.engines.vllm.engine import VllmEngine
+from megarl.engines.vllm.launch import environment
 from megarl.models.families import family_of
 from megarl.models.hf import Checkpoint, read_config
-from megarl.rollout.engine import Setup
-from megarl.rollout.generate import Sampling, TokenPrompt, generate
-from megarl.rollout.responder import Responder
-from megarl.rollout.vllm.engine import VllmEngine
-from megarl.rollout.vllm.launch import environment
 from megarl.sync.fingerprint import Fingerprinter, check
 from megarl.sync.quantize import as_expected, quantize
 from megarl.sync.send import Sender

@@ -24,8 +24,8 @@ from xxhash import xxh3_128_hexdigest
 from megarl import __version__
 from megarl.checkpoints.files import FileRecord, read_record
 from megarl.errors import ConfigError, DamagedFile
-from megarl.strict_json import read_json
-from megarl.text import one_line
+from megarl.text.display import one_line
+from megarl.text.strict_json import read_json
 
 CHECKPOINTS = "checkpoints"  # a run's folder that contains the step directories
 MANIFEST, LATEST, PARTIAL = "manifest.json", "latest", ".partial"

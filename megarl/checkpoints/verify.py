@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megarl.checkpoints.steps import CHECKPOINTS, Entry, is_step, listing, verify
 from megarl.errors import ConfigError
-from megarl.paths import nameable
-from megarl.stdout import say
+from megarl.text.paths import nameable
+from megarl.text.stdout import say
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,13 +10,17 @@ from functools import partial
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megarl.cluster import watch
 from megarl.cluster.server import ask
 
 LOOK_S = 1.0  # how often a wait checks the watch
 DEATH_S = 5.0  # how long to look for a dead actor once another has failed
+NODE_DEATH_S = 30.0  # the same where a connection was lost, perhaps with a whole node: Ray reports that after some 15 s (session.HEALTH)
+# How gloo reports a connection whose other end is gone; NCCL's errors have a type of their own (torch's DistError).
+LOST_CONNECTION = re.compile(r"/gloo/transport/\S+\] (?!Timed out)(?P<what>.*)")
+AGAIN_S = 0.2  # between two questions to an actor to which Ray has lost its connection
 CANCEL_S = 10.0  # how long to wait for cancelled calls to end
 
 
@@ -139,18 +143,22 @@ class ActorGroup:
 
     def _raise_death(self, doing: str, error: RayError) -> None:
         """Raise WorkerDied if an actor turns out to be gone: its peers see the broken connection before Ray reports the death."""
-        alive = {actor.__ray_ready__.remote(): f"{self.kind} {index}" for index, actor in enumerate(self.actors)}
-        pending, deadline = list(alive), time.monotonic() + DEATH_S
-        while pending:
-            ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        pending = {actor.__ray_ready__.remote(): index for index, actor in enumerate(self.actors)}
+        deadline = time.monotonic() + (NODE_DEATH_S if LOST_CONNECTION.search(str(error)) else DEATH_S)
+        while pending and time.monotonic() < deadline:
+            ready, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 return  # the rest are busy, so they are alive
             for reference in ready:
+                index = pending.pop(reference)
                 try:
                     ray.get(reference)
                 except ActorDiedError as death:
                     death.__cause__ = error
-                    raise_cause(death, alive[reference], doing)
+                    raise_cause(death, f"{self.kind} {index}", doing)
+                except ActorUnavailableError:  # Ray, too, has lost its connection, and does not know yet whether the process is gone
+                    time.sleep(AGAIN_S)
+                    pending[self.actors[index].__ray_ready__.remote()] = index
                 except RayError:
                     continue  # not a death: the first error counts
 
@@ -167,6 +175,7 @@ def raise_cause(error: RayError, name: str, doing: str) -> NoReturn:
 def cause_of(error: RayError, name: str, doing: str) -> Exception:
     """Return the exception that an actor raised, in its own type, or WorkerDied or WorkerLate.
 
+    An error of gloo that tells of a lost connection is a death, too: the other end's, which may be on a node of which Ray has no news yet.
     Ray's wrapper of an actor's exception is also an instance of that exception's class, so the wrapper is checked for first. An actor's
     death inside a wrapper is that of another one, which the first has called.
 
@@ -184,6 +193,8 @@ def cause_of(error: RayError, name: str, doing: str) -> Exception:
         return WorkerDied(f"{doing}: {who} died ({str(cause).splitlines()[0]})")
     if isinstance(cause, GetTimeoutError):
         return WorkerLate(f"{doing}: no answer in time from {who}")
+    if lost := LOST_CONNECTION.search(str(cause)):
+        return WorkerDied(f"{doing}: {name} has lost a process with which it computes ({lost['what']})")
     cause.add_note(f"raised by {name} in {doing}")
     return cause
 

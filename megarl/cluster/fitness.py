@@ -13,7 +13,7 @@ from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import tell
 from megarl.cluster.reach import SHOWN, answers
 from megarl.cluster.shared_files import content, differences
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 TOUCH = "import sys; from megarl.parallel.backend import touch_gpus; sys.exit(touch_gpus(int(sys.argv[1])))"
 GPU = "GPU "  # prefix of a message about a faulty GPU

@@ -14,9 +14,9 @@ from megarl.cluster.allocation import Allocation, HeadNode, cpus_here, forget_la
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.membership import tell
 from megarl.cluster.session import hosting, interface_address
-from megarl.network import own_address
-from megarl.scratch import sweep
-from megarl.text import one_line
+from megarl.host.network import own_address
+from megarl.host.scratch import sweep
+from megarl.text.display import one_line
 
 POLL_S = 0.5
 WAIT_S = 3600.0  # for the driver, which reads its prompts first

@@ -16,9 +16,9 @@ from ray._private.node import Node
 from ray._raylet import GcsClient, NodeID, persist_port
 from ray.exceptions import RpcError
 
-from megarl import termination
-from megarl.patching import expect
-from megarl.text import one_line
+from megarl.host import termination
+from megarl.text.display import one_line
+from megarl.upstream.expect import expect
 
 AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")  # options of the raylet
 PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")

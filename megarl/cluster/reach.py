@@ -18,7 +18,7 @@ from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.membership import TooFewNodes
 from megarl.cluster.on_node import on
 from megarl.cluster.server import is_loss
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 if TYPE_CHECKING:
     from megarl.parallel.links import LinkTimes

@@ -99,7 +99,7 @@ class Roster:
         return [(self.actors.at.get(node, set()), why) for node, why in self._silent.copy().items()]
 
     def pids_of(self, actor: Any) -> set[int]:
-        """The pids of an actor's process and of those of its members, actors named after it (`workers/engine_member.py`); empty while they
+        """The pids of an actor's process and of those of its members, actors named after it (`engines/member.py`); empty while they
         are not known."""
         identity, actors = actor._actor_id.hex(), self.actors
         own = {actors.pids[identity]} if identity in actors.pids else set()

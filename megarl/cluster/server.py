@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from megarl import termination
 from megarl.errors import Stopped
+from megarl.host import termination
 
 T = TypeVar("T")
 ANSWER_S, POLL_S = 60.0, 0.2

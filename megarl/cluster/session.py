@@ -24,8 +24,6 @@ from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
 from ray.exceptions import AuthenticationError, RayError, RpcError
 
-from megarl import reaper as reaper_script
-from megarl import termination
 from megarl.cluster import server, watch
 from megarl.cluster.allocation import Allocation, HeadNode, cpus_here, forget_launcher
 from megarl.cluster.fitness import unfit
@@ -36,7 +34,9 @@ from megarl.cluster.preflight import preflight
 from megarl.cluster.ray_start import RayNotStarted, mend
 from megarl.cluster.watch import watched
 from megarl.errors import ConfigError, Stopped, Unfit
-from megarl.scratch import SHORT, Scratch, sweep
+from megarl.host import reaper as reaper_script
+from megarl.host import termination
+from megarl.host.scratch import SHORT, Scratch, sweep
 
 if TYPE_CHECKING:  # a node that joins needs neither this module nor torch
     from megarl.config import ClusterSettings

@@ -22,11 +22,11 @@ import psutil
 import ray
 from ray._private import worker as ray_worker
 
-from megarl import termination
 from megarl.cluster import server
 from megarl.cluster.roster import POLLS, Roster
 from megarl.cluster.scan import Scan, StoppedProcess, is_stopped
 from megarl.cluster.server import StandsStill
+from megarl.host import termination
 
 OWN = ("gcs_server", "raylet")
 POLL_S = 1.0  # how often Ray's own processes are looked after

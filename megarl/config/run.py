@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_v
 
 from megarl.config.model import Layout, ModelSettings
 from megarl.config.section import Megabytes, Place, Seconds, Section, Seed
-from megarl.paths import nameable
+from megarl.text.paths import nameable
 
 MINUTES = 30.0  # between two saves, by default: what a killed run loses at most, beside the step in progress
 

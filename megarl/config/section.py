@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from megarl.algorithms.settings import Settings
-from megarl.paths import nameable
+from megarl.text.paths import nameable
 
 
 class Section(Settings):
-    """A frozen part of the tree. Unknown keys are refused; the string below a field is its description in `megarl config` (describe.py)."""
+    """A frozen part of the tree. Unknown keys are refused; the string below a field is its description in `megarl config`."""
 
 
 def web_address(url: str) -> str:

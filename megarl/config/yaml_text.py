@@ -13,7 +13,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from megarl.errors import ConfigError
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 MOST_BYTES, MOST_VALUES, MOST_LEVELS = 1 << 20, 10_000, 32  # limits of a file or an override; an alias counts as what it refers to
 _CORE = {

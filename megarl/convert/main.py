@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError
-from megarl.paths import nameable
-from megarl.stdout import say
+from megarl.text.paths import nameable
+from megarl.text.stdout import say
 
 if TYPE_CHECKING:
     from megarl.convert.conversion_directory import ConversionDirectory

@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.config import ConfigError
 from megarl.config.where import Where, takes
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 if TYPE_CHECKING:
     import pyarrow

@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.data.answers import exact
 from megarl.data.columns import find
-from megarl.strict_json import parse_json
+from megarl.text.strict_json import parse_json
 
 if TYPE_CHECKING:
     import pyarrow

@@ -22,7 +22,7 @@ from megarl.data.columns import at, chosen_rows
 from megarl.data.exact import exact_row, exact_rows
 from megarl.data.tokenizer import first_line
 from megarl.errors import Absent
-from megarl.strict_json import MOST_LINE, lines_of, parse_json, read_json
+from megarl.text.strict_json import MOST_LINE, lines_of, parse_json, read_json
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from megarl.config import SourceFormat
 from megarl.errors import ConfigError
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.strict_json import parse_json
-from megarl.text import one_line
+from megarl.text.display import one_line
+from megarl.text.strict_json import parse_json
 
 Message = dict[str, Any]  # one message of a chat: role, content, and what else it has
 

@@ -15,7 +15,7 @@ from megarl.data.conversations import Conversation, sample
 from megarl.data.preferences import NAMES, Preference
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import decode
-from megarl.text import escaped
+from megarl.text.display import escaped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from megarl.data.intake import Intake
 from megarl.data.messages import Message, instructed, spoken
 from megarl.data.tokenizer import first_line, special_tokens, unended
 from megarl.errors import ConfigError, hint
-from megarl.strict_json import parse_json
+from megarl.text.strict_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

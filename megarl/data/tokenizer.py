@@ -16,7 +16,7 @@ from megarl.data.intake import TooLong
 from megarl.errors import Absent
 from megarl.imports import uncollected
 from megarl.light_transformers import light_transformers
-from megarl.strict_json import read_json
+from megarl.text.strict_json import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

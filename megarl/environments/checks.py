@@ -23,9 +23,9 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTokens, check_turns
 from megarl.environments.hosts import in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
-from megarl.http_client import unanswered
+from megarl.host.http_client import unanswered
+from megarl.host.unchecked import where_present
 from megarl.sandbox import process
-from megarl.unchecked import where_present
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 from megarl.config import HttpEnvironment
 from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_reset, read_step
-from megarl.http_client import connected, target, token_of
-from megarl.text import printable
+from megarl.host.http_client import connected, target, token_of
+from megarl.text.display import printable
 
 MOST_BYTES = 1 << 20  # maximum size of an answer
 CLOSE_S = 5.0  # for a /close to be answered; nothing depends on it

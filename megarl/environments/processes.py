@@ -28,7 +28,7 @@ from megarl.config import (
 from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_messages, read_numbers
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
-from megarl.text import printable
+from megarl.text.display import printable
 
 START_S = 120.0  # time limit for a process to start and import its environment
 GRACE_S = 1.0  # additional time after a request's limit, in which the process itself can report that it was exceeded

@@ -24,7 +24,7 @@ from megarl.environments.own_tools import OwnTools
 from megarl.environments.protocol import Message, Turn
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
-from megarl.text import printable
+from megarl.text.display import printable
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 MOST_CALLS = 8  # in one turn

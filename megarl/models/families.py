@@ -10,12 +10,12 @@ from typing import Any
 
 from megarl.config import ConfigError, Layout
 from megarl.errors import Absent
+from megarl.host.unchecked import where_present
 from megarl.models import hf as directory
 from megarl.models.decoder_blocks import number
 from megarl.models.quantized import FLOAT8, QUANTIZATION, quantization
 from megarl.models.registry import FAMILIES, MODEL_TYPES, family_of
 from megarl.models.weight_map import Family, HeadKind, Shape
-from megarl.unchecked import where_present
 
 __all__ = ["FAMILIES", "check_checkpoint", "check_layout", "check_room", "family_of"]
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # fields of Megatron's TransformerConfig

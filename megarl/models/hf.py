@@ -17,7 +17,7 @@ from megarl.errors import Absent, ConfigError
 from megarl.models.config_json import check_kinds
 from megarl.models.quantized import FLOAT8, dequantized, quantization
 from megarl.models.registry import completed
-from megarl.strict_json import parse_json, read_json
+from megarl.text.strict_json import parse_json, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

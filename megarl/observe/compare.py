@@ -21,9 +21,9 @@ from megarl.observe.curves import SCORES, held_out, series
 from megarl.observe.report import LAG_SHARES
 from megarl.observe.run_record import RunRecord
 from megarl.observe.writers import read_json_lines
-from megarl.stdout import say
-from megarl.strict_json import read_json, read_plain
-from megarl.text import escaped, one_line
+from megarl.text.display import escaped, one_line
+from megarl.text.stdout import say
+from megarl.text.strict_json import read_json, read_plain
 
 SHOWN = (
     *("reward/mean", "sft/loss", "rm/accuracy", "dpo/accuracy", "actor/entropy", "response_length/mean", "actor/grad_norm"),

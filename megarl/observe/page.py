@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.observe import samples
 from megarl.observe.summary import weights
-from megarl.text import escaped
+from megarl.text.display import escaped
 
 MOST_FILES, MOST_SAMPLES, LONGEST = 40, 16, 4000  # steps and evaluations; samples of each; characters of a text
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

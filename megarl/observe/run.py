@@ -34,12 +34,12 @@ from megarl.observe.metrics import Last, Max, Mean, Metric, Sum, merge, scalars
 from megarl.observe.output import LOGS
 from megarl.observe.phases import Phases
 from megarl.observe.processes import PeakMemory
+from megarl.observe.restarts import RESTART, Restart
 from megarl.observe.run_directory import claim, set_aside
 from megarl.observe.trackers.base import TrackedRun
 from megarl.observe.writers import Writers, open_writers, read_json_lines
-from megarl.restarts import RESTART, Restart
 from megarl.rewards.score import RewardUnavailable, Score
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 BEST = "best"  # folder of the best model so far
 # The files and folders that a run writes.

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from megarl.data.answers import text_of
 from megarl.errors import ConfigError
-from megarl.strict_json import lines_of, parse_json
-from megarl.text import one_line
+from megarl.text.display import one_line
+from megarl.text.strict_json import lines_of, parse_json
 
 if TYPE_CHECKING:
     from megarl.data.prompts import Prompt
@@ -41,7 +41,7 @@ def _said(message: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One response with its prompt and its score. Nothing in it is safe to print: see `megarl.text.escaped`."""
+    """One response with its prompt and its score. Nothing in it is safe to print: see `megarl.text.display.escaped`."""
 
     prompt: Annotated[str | list[dict[str, Any]], AfterValidator(_messages)]  # in the source's form
     answer: str

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 from megarl.observe.samples import File, SampleRecord, files
-from megarl.stdout import say
-from megarl.text import escaped, one_line
+from megarl.text.display import escaped, one_line
+from megarl.text.stdout import say
 
 LONGEST = 2000  # characters shown of a text
 

@@ -60,7 +60,7 @@ class Summary:
     versions: Mapping[str, str]
     commit: str | None  # of megarl's source, with "+" after it if files have changed since; None where it is no git checkout
     alarms: Mapping[str, str]  # the message of every alarm of the run, by the alarm's name
-    restarts: Sequence[Mapping[str, Any]] = ()  # failures: megarl.restarts.Restart, and the step after which the run resumed
+    restarts: Sequence[Mapping[str, Any]] = ()  # failures: megarl.observe.restarts.Restart, and the step after which the run resumed
 
 
 def versions() -> dict[str, str]:

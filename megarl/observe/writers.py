@@ -17,8 +17,8 @@ from megarl.errors import Absent
 from megarl.observe.trackers.base import TrackedRun, Tracker
 from megarl.observe.trackers.mlflow import Mlflow
 from megarl.observe.trackers.wandb import WeightsAndBiases
-from megarl.strict_json import lines_of, parse_json
-from megarl.text import one_line
+from megarl.text.display import one_line
+from megarl.text.strict_json import lines_of, parse_json
 
 TRACKERS: dict[str, type[Tracker]] = {"wandb": WeightsAndBiases, "mlflow": Mlflow}  # by their names in `log.trackers`
 

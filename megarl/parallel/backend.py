@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from megarl.errors import ConfigError, Unfit
+from megarl.host.parking import file_buffer
+from megarl.host.shell import FULL_PRECISION, differing
 from megarl.parallel import upstream
 from megarl.parallel.cpu import hook
-from megarl.parking import file_buffer
-from megarl.shell import FULL_PRECISION, differing
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 if TYPE_CHECKING:
     from megarl.parallel.logprobs import LogprobKernels

@@ -20,7 +20,7 @@ from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import Backend
 from megarl.parallel.value_head import ValueHead
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Fields whose values are torch objects or Megatron enum members, by the names that YAML and `fixed_fields` use for them.

@@ -27,7 +27,7 @@ from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import head_of, local_parameters, tensor_parallel
 from megarl.sync.wire import TensorName, each
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 log = logging.getLogger(__name__)
 GATHER_BYTES = 256 << 20  # most bytes of one layer's experts that are gathered together (but at least one expert of each rank)

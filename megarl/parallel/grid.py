@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.network import choose_nccl_interface, interface_towards
+from megarl.host.network import choose_nccl_interface, interface_towards
 from megarl.parallel.backend import choose
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Grid:
             yield
         except RuntimeError as error:
             late = [rank for rank in range(self.world) if self.store.add(f"together/{what}/{rank}", 0) < mine]
-            raise RuntimeError(f"{what} failed on rank {self.rank}; ranks that did not arrive: {late or 'none'}") from error
+            raise RuntimeError(f"{what} failed on rank {self.rank}; ranks that did not arrive: {late or 'none'}: {error}") from error
 
 
 def init_grid(layout: Layout, *, rank: int, store: dist.Store, seed: int, timeout_s: float) -> Grid:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megarl.network import choose_nccl_interface, interface_towards
+from megarl.host.network import choose_nccl_interface, interface_towards
 
 REPEATS = 3
 MEGABYTES = {"gloo": 4, "nccl": 256}

@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 NEEDED_BY = "Triton, which compiles kernels for ranks and engines, needs it"
 

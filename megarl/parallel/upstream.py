@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.patching import expect
+from megarl.upstream.expect import expect
 
 # Warnings about upstream's own code, printed at every start and on every rank; users cannot act on them.
 _NOISE = (

@@ -18,7 +18,7 @@ from megarl.models.optimizer_fields import check_optimizer
 from megarl.plan.devices import DEVICES, MEMORY_GB, device_of
 from megarl.plan.search import FittingLayout, nearest, search
 from megarl.plan.whole import Plan, build, models_of
-from megarl.stdout import say
+from megarl.text.stdout import say
 from megarl.verbs import VERBS
 
 MOST = 1_000_000  # upper limit of --gpus and --gpu-gb

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.cluster.demand import assign_roles
 from megarl.config import DpoConfig, LearnConfig, RmConfig, RunSettings, TrainConfig, model_of, optimizers
+from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
 from megarl.models.families import check_layout
 from megarl.models.hf import read_config
@@ -21,7 +22,6 @@ from megarl.plan.ranks import GroupMemory, PlannedModel, Work, plan_group
 from megarl.plan.remedies import offloaded, overrides, parked, quantized, recomputed, spread
 from megarl.plan.sync import kept_bytes, receiver_bytes, sender_bytes, sent_bytes
 from megarl.plan.times import StepTimes, active_parameters, micro_batches, plan_learning, plan_times
-from megarl.rollout.registry import check_engine
 
 ASLEEP = 2 * GB  # of a process on a GPU while another one uses it: CUDA's context, an engine's buffers
 

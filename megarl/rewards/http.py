@@ -31,10 +31,10 @@ from urllib.parse import urlsplit
 
 from megarl.config import ConfigError, HttpReward
 from megarl.config.section import web_address
-from megarl.http_client import connected, shut, target, token_of, unanswered
+from megarl.host.http_client import connected, shut, target, token_of, unanswered
 from megarl.rewards.score import LOOK_S, Look, RewardUnavailable, Score, ScoreRequest, no_look
 from megarl.rewards.verifiers import Abstained, BadReturn, read_return
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 LONGEST_PAUSE_S = 30.0
 LARGEST_SCORE = 1 << 16  # bytes of the answer per sample

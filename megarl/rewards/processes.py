@@ -22,7 +22,7 @@ from megarl.config import ConfigError, FunctionReward, RewardSettings, alone
 from megarl.rewards.score import LOOK_S, Look, Score, ScoreRequest, no_look
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
-from megarl.text import printable
+from megarl.text.display import printable
 
 CHUNK = 32  # most samples in one message
 START_S = 120.0  # longest time for a process to import its verifier

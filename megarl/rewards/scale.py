@@ -17,7 +17,7 @@ import numpy as np
 from megarl.errors import ConfigError
 from megarl.models.hf import RANGE_FILE
 from megarl.rewards.score import Score
-from megarl.strict_json import read_json
+from megarl.text.strict_json import read_json
 
 ROUNDING = 1e-9  # rewards that differ by less than this share of their size are equal
 

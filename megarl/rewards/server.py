@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol, Self
 
 from aiohttp import web
 
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 CONNECTIONS = 1024  # most at a time; fewer if that is more than half of the process's file descriptors
 BACKLOG = 4096  # connections that wait in the kernel to be accepted (the kernel may have a lower limit)

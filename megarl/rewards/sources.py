@@ -18,12 +18,12 @@ from megarl.config import (
     SumReward,
     alone,
 )
+from megarl.host.unchecked import where_present
 from megarl.rewards import http, processes
 from megarl.rewards.known import EarnedScorer, JudgedScorer
 from megarl.rewards.score import Look, Scorer, no_look
 from megarl.rewards.weighted import SumScorer
 from megarl.sandbox import process
-from megarl.unchecked import where_present
 
 
 def open_scorer(settings: RewardSettings, log: Path | None = None, key: str = "reward.source", look: Look = no_look) -> Scorer:

@@ -98,7 +98,7 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
 
     @cache
     def dataset(name: str, params: str) -> Any:
-        if name in EVALUATING:  # named by a prompt file; `megarl.stages.data_checks` refuses it in a data source
+        if name in EVALUATING:  # named by a prompt file; `megarl.checks.data` refuses it in a data source
             raise ValueError(f"the scorer of {name} evaluates the response as Python, which is refused")
         return reasoning_gym.create_dataset(name, **json.loads(params))
 

@@ -21,14 +21,14 @@ import psutil
 
 from megarl.config import SandboxSettings
 from megarl.errors import Absent
+from megarl.host.scratch import Scratch
+from megarl.host.termination import withheld
 from megarl.sandbox.calls import INTERNET, filtered
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 from megarl.sandbox.inside import END, Confinement
 from megarl.sandbox.level import PACKAGE, Bubblewrap, Level, bubblewrap, closed, exempt, level, meaning, readable, shut_in
 from megarl.sandbox.signals import kept_inside
-from megarl.scratch import Scratch
-from megarl.termination import withheld
-from megarl.text import printable
+from megarl.text.display import printable
 
 PRINTED_BYTES = 1 << 16  # maximum output of one process that is shown
 LOG_BYTES = 16 << 20  # maximum size of a log, which a process shares with those that replace it
@@ -111,7 +111,7 @@ class SandboxedProcess:
         environment = {
             **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},
             **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home},
-            **{"PYTHONPATH": os.pathsep.join(_importable()), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+            **{"PYTHONPATH": os.pathsep.join(importable()), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
             "PYTHONUNBUFFERED": "1",  # so that output is not lost if it is killed
         }
         try:
@@ -227,7 +227,7 @@ def _show(prints: IO[bytes], log: Path | None) -> None:
                     out.write(said)
 
 
-def _importable() -> Iterator[str]:
+def importable() -> Iterator[str]:
     """Yield the directories on Python's path, and megarl's, which an editable installation may not have on it."""
     yield from (os.path.abspath(path) for path in sys.path if path)
     yield str(PACKAGE.parent)

@@ -18,13 +18,13 @@ from megarl.cluster.demand import demand
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
 from megarl.config import ConfigError, RunSettings
 from megarl.errors import Absent
-from megarl.http_client import elsewhere
+from megarl.host.http_client import elsewhere
+from megarl.host.unchecked import naming_unchecked, unchecked, where_present
 from megarl.imports import find
 from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job, seconds
 from megarl.slurm.options import TIME_MIN, given, options
 from megarl.slurm.partition import check_grace, check_limits, check_partition, partition_of
-from megarl.unchecked import naming_unchecked, unchecked, where_present
 from megarl.verbs import VERBS
 
 MOST = 100_000  # upper limit of any number

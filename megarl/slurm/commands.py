@@ -7,7 +7,7 @@ import re
 import subprocess
 
 from megarl.errors import ConfigError, Stopped
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 ANSWER_S = 60.0
 # Variables that are options of Slurm's commands, or that tell of the job in which this process runs (salloc, a notebook): its limits would

@@ -16,7 +16,7 @@ from megarl.slurm.job import Job
 from megarl.slurm.script import render
 from megarl.slurm.status import show
 from megarl.slurm.submit import submit
-from megarl.stdout import say
+from megarl.text.stdout import say
 from megarl.verbs import VERBS
 
 

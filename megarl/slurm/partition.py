@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megarl.errors import ConfigError
 from megarl.slurm.commands import NoAnswer, call
 from megarl.slurm.job import Job, seconds
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 EARLY_S = 60  # how much earlier Slurm may warn
 

@@ -14,7 +14,7 @@ from megarl.imports import find
 from megarl.observe.run import METRICS
 from megarl.observe.writers import read_json_lines
 from megarl.slurm.commands import NoAnswer, call
-from megarl.strict_json import read_plain
+from megarl.text.strict_json import read_plain
 from megarl.verbs import VERBS
 
 START, LOG, SUBMITTED = re.compile(r"(\d+)-(\d+)"), re.compile(r"(\d+)\.out"), re.compile(r"submitted-(\d+)")

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroupGloo, Store
 
-from megarl.patching import expect
+from megarl.upstream.expect import expect
 
 
 def group(store: Store, rank: int, size: int, timeout: timedelta, interface: str) -> ProcessGroupGloo:

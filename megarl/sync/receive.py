@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.shared_memory import mapped
+from megarl.host.shared_memory import mapped
 from megarl.sync.wire import Header, Rendezvous, TensorName, broadcast, each, join, open_cuda, place_of, unpack_stacks
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
-from megarl.shared_memory import SharedMemory
+from megarl.host.shared_memory import SharedMemory
 from megarl.sync import wire
 from megarl.sync.store import listen_store
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.patching import expect
+from megarl.upstream.expect import expect
 
 _RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
 

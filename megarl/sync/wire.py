@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
-from megarl.network import choose_nccl_interface, interface_towards
+from megarl.host.network import choose_nccl_interface, interface_towards
 from megarl.sync import gloo
 
 ALIGN = 64  # bytes: any dtype may be viewed at an aligned offset

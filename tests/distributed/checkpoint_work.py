@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megarl.checkpoints.steps import SavedStep, verify
 from megarl.config import CheckpointSettings, ModelSettings, OptimizerSettings
 from megarl.errors import SaveError
+from megarl.host.shared_memory import mapped
 from megarl.models.hf import read_config
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -30,7 +31,6 @@ from megarl.parallel.checkpoint.sharded import model_state, tensors
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import make_trainable
-from megarl.shared_memory import mapped
 from tests.distributed.tiny_training import Job, Report, build, learn
 
 

@@ -23,9 +23,9 @@ from megarl.errors import ContentLost, SaveError
 from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.grid import Grid
+from megarl.ranks import response_file
+from megarl.ranks.response_file import ResponseFile
 from megarl.response import Response
-from megarl.workers import response_file
-from megarl.workers.response_file import ResponseFile
 from tests.distributed.checkpoint_work import build_part, settings
 
 LIMIT_S, WITHIN_S = 4.0, 8.0  # of a save, and of the phase that waits for it

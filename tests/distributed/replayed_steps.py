@@ -23,19 +23,19 @@ from megarl.algorithms.grpo import Grpo
 from megarl.algorithms.ppo import Ppo
 from megarl.batch import Sample
 from megarl.config import CriticSettings, Layout, ModelSettings, OptimizerSettings, RoutingSettings, RunSettings
+from megarl.engines.episodes import Start
+from megarl.engines.generate import Sampling
+from megarl.engines.worker import ExpertsWanted, RolloutWorker, answered
 from megarl.observe.metrics import Metric
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import unwrap
+from megarl.ranks import assemble
+from megarl.ranks.model_worker import ModelWorker, RLSpec
+from megarl.ranks.step_plan import StepPlan, loss_weights, members, split_step
 from megarl.response import Response
-from megarl.rollout.episodes import Start
-from megarl.rollout.generate import Sampling
-from megarl.workers import assemble
-from megarl.workers.model_worker import ModelWorker, RLSpec
-from megarl.workers.plan import StepPlan, loss_weights, members, split_step
-from megarl.workers.rollout_worker import ExpertsWanted, RolloutWorker, answered
 from tests.distributed.tiny_training import TINY
-from tests.rollout.backwards_engine import PLACE
+from tests.engines.backwards_engine import PLACE
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 RESPONSES, LONGEST = 12, 40

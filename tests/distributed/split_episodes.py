@@ -15,14 +15,14 @@ from pydantic import TypeAdapter
 from megarl.algorithms import Algorithm, PolicyAlgorithm
 from megarl.batch import Sample
 from megarl.config import CriticSettings, ModelSettings, OptimizerSettings, RunSettings
+from megarl.engines.episodes import chained
 from megarl.observe.metrics import Metric
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
+from megarl.ranks import assemble
+from megarl.ranks.model_worker import ModelWorker, RLSpec
+from megarl.ranks.step_plan import StepPlan, loss_weights, split_samples
 from megarl.response import Response
-from megarl.rollout.episodes import chained
-from megarl.workers import assemble
-from megarl.workers.model_worker import ModelWorker, RLSpec
-from megarl.workers.plan import StepPlan, loss_weights, split_samples
 from tests.distributed.replayed_steps import Token, old_logps
 from tests.distributed.tiny_training import TINY
 

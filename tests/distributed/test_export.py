@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.errors import SaveError
+from megarl.host.shared_memory import mapped
 from megarl.models.hf import Checkpoint, read_config
 from megarl.parallel import export
 from megarl.parallel.backend import choose
@@ -22,7 +23,6 @@ from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid
 from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
-from megarl.shared_memory import mapped
 from megarl.sync import wire
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender

@@ -20,7 +20,7 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import make_trainable
 from megarl.parallel.weights import load_hf
-from megarl.patching import expect
+from megarl.upstream.expect import expect
 from tests.distributed.tiny_training import TINY, Job, global_batch, make_checkpoint, shares
 from tests.rank_pool import Pool
 

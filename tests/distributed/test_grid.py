@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import Layout
-from megarl.network import own_address
+from megarl.host.network import own_address
 from tests.distributed.tiny_training import (
     Job,
     compiler_is_imported,

@@ -20,7 +20,7 @@ from megarl.observe.metrics import Metric, merge, scalars
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import likeliest
-from megarl.workers.learner import Learner, MiniBatch, TrainSpec, mini_batch
+from megarl.ranks.learner import Learner, MiniBatch, TrainSpec, mini_batch
 from tests.distributed.tiny_training import TINY, make_checkpoint
 from tests.rank_pool import Pool
 from tests.unit.algorithms.cases import PAIR_LOSSES, PREFERENCES

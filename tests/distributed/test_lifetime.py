@@ -12,9 +12,9 @@ import pytest
 from torch.distributed import PrefixStore
 
 from megarl.config import Layout
+from megarl.host.parking import Parking
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid, destroy_grid, init_grid
-from megarl.parking import Parking
 from tests.distributed.tiny_training import Job, build, learn, make_checkpoint
 from tests.rank_pool import Pool
 

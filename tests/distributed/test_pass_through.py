@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megarl.config import Layout
+from megarl.host.parking import Parking
 from megarl.models.hf import read_config
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
-from megarl.parking import Parking
 from tests.distributed.exported import tensors_of
 from tests.distributed.tiny_training import Job, Report, build, learn, make_checkpoint
 from tests.rank_pool import Pool

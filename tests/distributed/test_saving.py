@@ -26,7 +26,7 @@ from megarl.parallel.checkpoint.index import INDEX
 from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.grid import Grid
-from megarl.workers.model_worker import ModelWorker, RLSpec
+from megarl.ranks.model_worker import ModelWorker, RLSpec
 from tests.distributed.checkpoint_work import (
     all_equal,
     die_in_a_save,

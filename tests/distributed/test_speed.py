@@ -16,7 +16,7 @@ from megarl.models.hf import read_config
 from megarl.observe.metrics import merge, scalars
 from megarl.parallel import schedule
 from megarl.parallel.grid import Grid
-from megarl.workers.speed import speed, training_flops
+from megarl.ranks.speed import speed, training_flops
 from tests.distributed.tiny_training import Job, build, global_batch, make_checkpoint, shares
 from tests.rank_pool import Pool
 

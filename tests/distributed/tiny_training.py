@@ -21,9 +21,9 @@ from torch.distributed import PrefixStore
 
 from megarl.batch import Batch, Sample, pack
 from megarl.config import ModelSettings, OptimizerSettings
+from megarl.host.network import interface_towards
 from megarl.models.families import family_of
 from megarl.models.hf import read_config
-from megarl.network import interface_towards
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config

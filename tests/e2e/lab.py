@@ -17,34 +17,35 @@ import torch
 from ray.exceptions import RayError
 from safetensors.torch import load_file, save_file
 
-from megarl import cli
+from megarl.checks.train import check_train, check_value
+from megarl.cli import main as cli
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.cluster.demand import assign_roles, engine_kind
 from megarl.cluster.placement import ProcessKind
 from megarl.cluster.server import StandsStill
 from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, ValueConfig, load
+from megarl.driver.device_turns import Turns
+from megarl.driver.engines import Engines, EngineStarter, playing, start_engines
+from megarl.driver.model_groups import ModelGroups, build_groups, rl_spec
+from megarl.driver.worker_group import build_ranks, reserve_workers
+from megarl.engines.registry import ENGINES
+from megarl.engines.worker import RolloutWorker
+from megarl.loops import evaluate as eval_stage
+from megarl.loops import pairs
+from megarl.loops.train import learn
+from megarl.loops.value import learn_values
 from megarl.observe import report
+from megarl.observe.restarts import Restarts
 from megarl.observe.run import Run
-from megarl.restarts import Restarts
-from megarl.rollout.registry import ENGINES
-from megarl.stages import context, pairs
-from megarl.stages import eval as eval_stage
-from megarl.stages.checks import check_train, check_value
-from megarl.stages.context import RunContext
-from megarl.stages.recovery import newest, recovering
-from megarl.stages.reward import open_scorers
-from megarl.stages.saving import resume_point
-from megarl.trainer import learn
-from megarl.value_trainer import learn_values
-from megarl.workers import learner
-from megarl.workers.engines import Engines, EngineStarter, playing, start_engines
-from megarl.workers.megatron_worker import MegatronWorker
-from megarl.workers.model_groups import ModelGroups, build_groups, rl_spec
-from megarl.workers.model_worker import ModelWorker
-from megarl.workers.rollout_worker import RolloutWorker
-from megarl.workers.turns import Turns
-from megarl.workers.worker_group import build_ranks, reserve_workers
+from megarl.ranks import learner
+from megarl.ranks.megatron_worker import MegatronWorker
+from megarl.ranks.model_worker import ModelWorker
+from megarl.resume.recovery import newest, recovering
+from megarl.resume.saving import resume_point
+from megarl.step import context
+from megarl.step.context import RunContext
+from megarl.step.reward import open_scorers
 from tests.e2e.job import Job
 from tests.signals import taken
 

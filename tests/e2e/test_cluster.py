@@ -7,7 +7,11 @@ import os
 import pytest
 import ray
 
+from megarl.cluster import actor_group
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
+
+LOST = "agree failed: [/a/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:9887. A crash?"
+LATE = "[/a/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"
 
 
 class Neighbour:
@@ -21,6 +25,9 @@ class Neighbour:
             os._exit(1)
         raise ConnectionError("reset by peer")
 
+    def compute(self, message: str) -> None:
+        raise RuntimeError(message)
+
 
 @pytest.mark.usefixtures("lab")
 def test_a_dead_actor_is_told_and_not_what_its_neighbour_says_of_it() -> None:
@@ -30,3 +37,16 @@ def test_a_dead_actor_is_told_and_not_what_its_neighbour_says_of_it() -> None:
         group.call("work", timeout_s=60)
     with pytest.raises(ConnectionError, match="reset by peer"):
         ActorGroup("rank", group.actors[:1]).call("work", timeout_s=60)
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_lost_connection_is_a_death_even_if_ray_knows_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a node is lost with all its processes: Ray's news of it come later than the broken connection."""
+    monkeypatch.setattr(actor_group, "NODE_DEATH_S", 1.0)
+    group = ActorGroup("rank", [ray.remote(Neighbour).options(num_cpus=0).remote(False)])
+    lost = r"^compute: rank 0 has lost a process with which it computes \(Connection closed by peer \[10\.0\.0\.2\]:9887\. A crash\?\)$"
+    with pytest.raises(WorkerDied, match=lost):
+        group.call("compute", LOST, timeout_s=60)
+    with pytest.raises(RuntimeError, match="Timed out waiting") as late:
+        group.call("compute", LATE, timeout_s=60)
+    assert not isinstance(late.value, WorkerDied)

@@ -13,23 +13,23 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.batch import VersionSpan
+from megarl.checks.train import check_train
 from megarl.cluster.actor_group import WorkerLate
 from megarl.config import RoutingSettings, TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import decode, load_tokenizer
-from megarl.restarts import Restart, Restarts
-from megarl.rollout.engine import RolloutError
-from megarl.rollout.generate import Sampling
-from megarl.rollout.registry import ENGINES
-from megarl.stages.checks import check_train
-from megarl.workers.engines import start_engines
+from megarl.driver.engines import start_engines
+from megarl.engines.engine import RolloutError
+from megarl.engines.generate import Sampling
+from megarl.engines.registry import ENGINES
+from megarl.observe.restarts import Restart, Restarts
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
-from tests.rollout.backwards_engine import PLACE, STUCK, BackwardsSettings
+from tests.engines.backwards_engine import PLACE, STUCK, BackwardsSettings
 
 LOOKING = """
 import os, sys
-from megarl.cli import main
+from megarl.cli.main import main
 
 HEAVY = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "transformers.modeling_utils"}
 SERVERS = {"vllm.parser", "vllm.reasoning", "openai", "cpuinfo", "fastapi", "aiohttp"}

@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.reaper import SILENT
+from megarl.host.reaper import SILENT
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import EVERYTHING, ROOT, Job
 from tests.e2e.kill_at import PHASES, Aim, Phase, Processes, Victim, done, title

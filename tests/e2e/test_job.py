@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from megarl.config import SftConfig, load
+from megarl.loops.sft import sft
 from megarl.observe.samples import files
-from megarl.stages.sft import sft
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 

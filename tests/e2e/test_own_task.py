@@ -21,8 +21,8 @@ from megarl.config import ConversationSource, EnvironmentSettings, SftConfig, Tr
 from megarl.data.supervised import load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.checks import tool_schemas
+from megarl.loops import generate
 from megarl.observe.writers import read_json_lines
-from megarl.stages import generate
 from tests.e2e.lab import Lab, called
 
 EXAMPLE = Path(make.__file__).parent
@@ -122,7 +122,7 @@ def test_the_script_leaves_a_folder_alone_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_hour_itself(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    for name, command in (("python", ""), ("megarl", "-m megarl.cli")):
+    for name, command in (("python", ""), ("megarl", "-m megarl.cli.main")):
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
         (tmp_path / "bin" / name).chmod(0o755)
     search = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(EXAMPLE.parents[1])}

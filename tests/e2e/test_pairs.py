@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.checks.ranks import check_dpo, check_rm
 from megarl.config import DpoConfig, RmConfig, load
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
-from megarl.stages.rank_checks import check_dpo, check_rm
 from tests.e2e.job import HEAD, Job
 from tests.e2e.lab import Lab
 

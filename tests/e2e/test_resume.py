@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import ray
 
-from megarl import termination
 from megarl.checkpoints.verify import main as verify
 from megarl.cluster.actor_group import ActorGroup
+from megarl.driver.dispatch import Dispatcher
 from megarl.errors import SaveError
+from megarl.host import termination
 from megarl.observe.samples import files
 from megarl.rewards.score import RewardUnavailable
-from megarl.workers.dispatch import Dispatcher
 from tests.e2e.comparing import assert_same
 from tests.e2e.job import EVERYTHING, SFT, Job
 from tests.e2e.kill_at import done

@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.checks.engines import check_pairs
 from megarl.config import ConfigError, PairsConfig, PreferenceData, PreferenceSource, load
 from megarl.data.preferences import load_preferences
 from megarl.data.template import render_chats
 from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.errors import Alarmed
+from megarl.loops.pairs import write_pairs
 from megarl.observe.metrics import scalars
 from megarl.observe.run import Run
 from megarl.rewards.scale import ScoreRange, write_range
-from megarl.stages.engine_checks import check_pairs
-from megarl.stages.pairs import write_pairs
-from megarl.stages.reward import open_scorers
+from megarl.step.reward import open_scorers
 from tests.e2e.job import Job, read
 from tests.e2e.lab import Lab
 from tests.e2e.rewards import share_of_letters

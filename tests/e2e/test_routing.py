@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.workers.dispatch import Dispatcher, Wanted
-from megarl.workers.model_groups import ModelGroups
+from megarl.driver.dispatch import Dispatcher, Wanted
+from megarl.driver.model_groups import ModelGroups
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 from tools.bench_routing import jittered_sync

@@ -60,8 +60,8 @@ class Submitted:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The step that is under way lasts as long as this: a rank on the second node is stopped."""
-        rank = next(pid for pid, words in self.slurm.processes("n2").items() if words.startswith("ray::ModelWorker"))
+        """The step that is under way lasts as long as this: a rank on a further node is stopped."""
+        rank = next(pid for pid, words in self.slurm.processes(self.further()).items() if words.startswith("ray::ModelWorker"))
         os.kill(rank, signal.SIGSTOP)
         try:
             yield
@@ -159,7 +159,7 @@ def cancel(submitted: Submitted) -> None:
 
 def kill_driver(submitted: Submitted) -> None:
     """Nobody knows why: as where memory runs out, the next start could end in the same way."""
-    [driver] = [pid for pid, words in submitted.slurm.processes("n1").items() if " -m megarl.cli train " in words]
+    [driver] = [pid for pid, words in submitted.slurm.processes("n1").items() if " -m megarl.cli.main train " in words]
     os.kill(driver, signal.SIGKILL)
 
 
@@ -295,7 +295,7 @@ def test_a_lost_node_is_replaced_by_the_spare_one(
     if lose is die:  # and what removes the session's directory: no process is left, and the next start there sweeps the directory
         slurm.wait_for("end of all processes", lambda: not any(slurm.processes(f"n{n}") for n in (1, 2, 3)), limit_s=60)
         said = slurm.run(
-            "srun", "--quiet", "-N3", "--ntasks-per-node=1", sys.executable, "-c", "from megarl.scratch import sweep; sweep()"
+            "srun", "--quiet", "-N3", "--ntasks-per-node=1", sys.executable, "-c", "from megarl.host.scratch import sweep; sweep()"
         ).stderr
         assert re.fullmatch(r"megarl: cleaned up after a killed run: removed /tmp/megarl-\w+, ended 0 processes\n", said), said
     submitted.finish()

@@ -9,18 +9,18 @@ import pytest
 import ray
 import torch
 
+from megarl.checks.train import check_train
 from megarl.config import TrainConfig, load
 from megarl.data.prompts import Prompt
+from megarl.driver.engines import Engines
+from megarl.engines.generate import Sampling
 from megarl.observe.metrics import scalars
+from megarl.ranks.step_plan import RolloutBatch
 from megarl.rewards.score import Score
-from megarl.rollout.generate import Sampling
-from megarl.stages.checks import check_train
-from megarl.workers.engines import Engines
-from megarl.workers.plan import RolloutBatch
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab, with_nan
 from tests.e2e.rewards import share_of_letters
-from tests.rollout.transformers_reference import assert_greedy
+from tests.engines.transformers_reference import assert_greedy
 
 
 @pytest.mark.parametrize(

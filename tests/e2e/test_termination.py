@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from megarl import termination
-from megarl.termination import Terminated
+from megarl.host import termination
+from megarl.host.termination import Terminated
 from tests.e2e.lab import Lab
 from tests.signals import taken
 

@@ -18,11 +18,11 @@ import pytest
 
 from examples import make_data
 from megarl.config import DpoConfig, PairsConfig, RmConfig, RunSettings, SftConfig, TrainConfig, load
+from megarl.loops.dpo import dpo
+from megarl.loops.pairs import pairs
+from megarl.loops.rm import rm
+from megarl.loops.sft import sft
 from megarl.observe.writers import read_json_lines
-from megarl.stages.dpo import dpo
-from megarl.stages.pairs import pairs
-from megarl.stages.rm import rm
-from megarl.stages.sft import sft
 from tests.e2e.lab import Lab
 from tests.unit.examples.test_configurations import EXAMPLES
 

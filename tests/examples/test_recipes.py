@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import ray
 
+from megarl.checks.train import check_train
 from megarl.config import TrainConfig, load
+from megarl.driver.engines import Engines
+from megarl.driver.model_groups import ModelGroups
+from megarl.loops.train import train_step
 from megarl.observe.metrics import Metric, scalars
+from megarl.observe.restarts import Restarts
 from megarl.observe.run import Run
-from megarl.restarts import Restarts
-from megarl.stages.checks import check_train
-from megarl.stages.context import RunContext
-from megarl.stages.reward import open_scorers
-from megarl.stages.source import RolloutSource
-from megarl.stages.train_state import TrainState
-from megarl.trainer import train_step
-from megarl.workers.engines import Engines
-from megarl.workers.model_groups import ModelGroups
-from megarl.workers.plan import StepPlan
+from megarl.ranks.step_plan import StepPlan
+from megarl.step.context import RunContext
+from megarl.step.reward import open_scorers
+from megarl.step.source import RolloutSource
+from megarl.step.state import TrainState
 from tests.e2e.lab import Lab
 from tests.unit.examples.test_recipes import CRITICS, RECIPES, names, train_config
 

@@ -65,7 +65,7 @@ def weights(grid: Any, small: bool) -> dict[str, Any]:
 
 def parking(grid: Any, small: bool) -> dict[str, Any]:
     """Tensors of 8 GB leave the device and come back, three times: the first allocates the host's memory."""
-    from megarl.parking import Parking
+    from megarl.host.parking import Parking
 
     backend = choose()
     tensors = [torch.randn(1 << 14 if small else 256 << 20, device=backend.device) for _ in range(2 if small else 8)]

@@ -49,8 +49,8 @@ def park(grid: Any, path: Path) -> dict[str, Any]:
 
     from megarl.config import ModelSettings, OptimizerSettings
     from megarl.parallel.backend import choose
+    from megarl.ranks.model import Model
     from megarl.sync.fingerprint import Fingerprinter
-    from megarl.workers.model import Model
 
     backend = choose()
     gc.collect()  # of what this process has trained before; cuBLAS's workspace stays

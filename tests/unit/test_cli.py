@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli
+from megarl.cli import main as cli
 from megarl.errors import SaveError
-from megarl.termination import SIGNALS
+from megarl.host.termination import SIGNALS
 from megarl.verbs import TOOLS, VERBS
 
 EXAMPLE = """
@@ -31,7 +31,7 @@ train: {steps: 1, prompts_per_step: 8}
 
 def megarl(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "megarl.cli.main", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
@@ -165,7 +165,7 @@ def test_what_stops_a_run_is_one_line_and_only_an_unforeseen_fault_has_a_traceba
         raise fault
 
     (tmp_path / "config.yaml").write_text(EXAMPLE)
-    monkeypatch.setattr("megarl.trainer.train", stage)
+    monkeypatch.setattr("megarl.loops.train.train", stage)
     assert cli.main(["train", str(tmp_path / "config.yaml")]) == 1
     shown = capsys.readouterr().err
     assert shown.splitlines()[-1] == f"megarl: failed: {type(fault).__name__}: {' '.join(str(fault).split())}"

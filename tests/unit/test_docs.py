@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from megarl.cli.describe import keys
 from megarl.config import load
-from megarl.describe import keys
 from megarl.imports import find
 from megarl.verbs import TOOLS, VERBS
 from tests.unit.examples.test_configurations import root_of

@@ -16,16 +16,16 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from megarl.checks.train import check_gpus, check_train
 from megarl.cluster.demand import demand
 from megarl.cluster.machine import capability_here, gpus_here
 from megarl.config import ConfigError, TrainConfig, load
 from megarl.observe.metrics import Mean
 from megarl.parallel import backend
 from megarl.parallel.backend import DETERMINISTIC, attends_packed
-from megarl.stages.checks import check_gpus, check_train
-from megarl.stages.gap import check_gap, gap_limit
-from megarl.workers import megatron_worker
-from megarl.workers.megatron_worker import rank_environment, threads
+from megarl.ranks import megatron_worker
+from megarl.ranks.megatron_worker import rank_environment, threads
+from megarl.step.logprob_gap import check_gap, gap_limit
 from tests.e2e.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -254,7 +254,7 @@ def test_what_runs_in_an_engine_leaves_torchs_view_of_a_gpu_alone() -> None:
             return torch.cuda.Stream, torch.Event, torch.accelerator.get_memory_info, torch.Tensor.pin_memory
 
         before = view()
-        import megarl.rollout.vllm.worker_extension
+        import megarl.engines.vllm.worker_extension
         assert view() == before
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from megarl.http_client import connected
+from megarl.host.http_client import connected
 
 
 def test_a_name_that_is_looked_up_for_long_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,16 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "megarl").r
 ALLOWED = {
     "megatron": ("megarl/parallel/",),
     "torch.distributed": ("megarl/parallel/", "megarl/sync/"),
-    "ray": ("megarl/cluster/", "megarl/workers/", "megarl/trainer.py", "megarl/stages/"),
-    "vllm": ("megarl/rollout/vllm/",),
-    "megarl.rollout.vllm": ("megarl/rollout/vllm/",),  # others get an engine from the registry
+    "ray": (
+        *("megarl/cluster/", "megarl/driver/", "megarl/ranks/", "megarl/engines/worker.py", "megarl/engines/member.py"),
+        *("megarl/loops/", "megarl/step/", "megarl/resume/"),
+    ),
+    "vllm": ("megarl/engines/vllm/",),
+    "megarl.engines.vllm": ("megarl/engines/vllm/",),  # others get an engine from the registry
     "triton": ("megarl/parallel/logprobs_fused.py", "megarl/parallel/touch.py"),  # which only a GPU's backend imports
     "torch.cuda": ("megarl/parallel/backend.py", "megarl/parallel/cpu/hook.py"),  # the hook stands in for torch.cuda
 }
-VLLM = "megarl.rollout.vllm.engine"  # which a check looks up by name
+VLLM = "megarl.engines.vllm.engine"  # which a check looks up by name
 ALGORITHMS_MAY = ("torch", "pydantic", "megarl.batch", "megarl.lazy_torch", "megarl.algorithms")
 
 
@@ -106,17 +109,16 @@ def test_no_arrow_runs_back() -> None:
         uses[room(file)] |= {room(path) for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in FILES} - {room(file)}
     uses["megarl/__init__.py"] = set()  # which every import of megarl runs, and which imports when it is called
     floors = list(TopologicalSorter(uses).static_order())  # CycleError names a circle
-    assert (
-        floors.index("megarl/config") < floors.index("megarl/workers") < floors.index("megarl/stages") < floors.index("megarl/trainer.py")
-    )
+    names = [f"megarl/{name}" for name in ("config", "parallel", "ranks", "driver", "step", "loops")]
+    assert [floor for floor in floors if floor in names] == names
 
 
 @pytest.mark.parametrize(
     ("start", "package"),
     [
-        ("megarl/workers/model_worker.py", "vllm"),
-        ("megarl/workers/rollout_worker.py", "megatron"),
-        ("megarl/rollout/vllm/engine.py", "megatron"),
+        ("megarl/ranks/model_worker.py", "vllm"),
+        ("megarl/engines/worker.py", "megatron"),
+        ("megarl/engines/vllm/engine.py", "megatron"),
     ],
 )
 def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> None:
@@ -127,9 +129,9 @@ def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> N
 @pytest.mark.parametrize(
     ("start", "packages"),
     [
-        ("megarl.cli; megarl.cli.parser()", ("torch", "pydantic", "ray", "numpy", "yaml")),
+        ("megarl.cli.main; megarl.cli.main.parser()", ("torch", "pydantic", "ray", "numpy", "yaml")),
         ("megarl.cluster.join", ("torch", "pydantic")),  # every further node of a job
-        ("megarl.workers.copies", ("torch", "pydantic")),  # the copies of every node
+        ("megarl.resume.copies", ("torch", "pydantic")),  # the copies of every node
         (", ".join(sorted({verb.run.partition(":")[0] for verb in VERBS.values()})), ("torch", "megatron", "vllm")),  # the driver
     ],
 )

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.cli import main
+from megarl.checks.memory import check_fits
+from megarl.cli.main import main
 from megarl.cluster.demand import demand
 from megarl.config import DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
-from megarl.plan.fits import check_fits
 from tests.unit.examples.test_configurations import QWEN3_30B_A3B, write_headers
 from tools.make_tiny_model import build
 
@@ -187,7 +187,7 @@ def test_a_machine_with_the_gpus_checks_the_run_itself(
 ) -> None:
     commands = []
     for here, name in ((8, "-own.yaml"), (7, "a.yaml")):
-        monkeypatch.setattr("megarl.init.gpus_here", lambda here=here: here)
+        monkeypatch.setattr("megarl.cli.init.gpus_here", lambda here=here: here)
         assert main(wrote(folder, SUMS, tiny_model, f"--out={name}")) == 0
         commands.append(following(capsys.readouterr().out))
     assert commands == ["megarl train ./-own.yaml --check", "megarl slurm a.yaml --nodes 1 --gpus-per-node 8 --dry-run"]

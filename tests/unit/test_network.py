@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from megarl.network import choose_nccl_interface, interface_towards, reserved_ports
+from megarl.host.network import choose_nccl_interface, interface_towards, reserved_ports
 
 HERE = "127.0.0.1"
 

@@ -18,15 +18,15 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.reaper import QUIET_S, end, members
-from megarl.scratch import OWNER, PREFIX, Scratch, sweep
+from megarl.host.reaper import QUIET_S, end, members
+from megarl.host.scratch import OWNER, PREFIX, Scratch, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # Owns a directory, and starts: an agent, which writes a log there; one who only reads the log; with "keeper", one who holds the lock too.
 OWNS = """
     import subprocess, sys
-    from megarl.scratch import Scratch
+    from megarl.host.scratch import Scratch
 
     def start(program, **more):
         return subprocess.Popen([sys.executable, "-I", "-S", "-c", program], **more).pid

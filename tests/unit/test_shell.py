@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from megarl.config import RunSettings, TrainConfig, load
+from megarl.driver.engines import engine_environment, overruled
+from megarl.engines.vllm.launch import _KEPT, environment
 from megarl.parallel.backend import DETERMINISTIC
-from megarl.rollout.vllm.launch import _KEPT, environment
-from megarl.stages import context
-from megarl.workers.engines import engine_environment, overruled
+from megarl.step import context
 from tests.e2e.job import Job
 
 HOSTILE = {
@@ -42,7 +42,7 @@ SITE = {"VLLM_CACHE_ROOT": "/local/vllm", "OMP_NUM_THREADS": "7", "VLLM_LOGGING_
 def test_an_engine_s_process_has_the_environment_that_megarl_decides(tmp_path: Path, gpu: bool) -> None:
     code = f"""
         import json, os
-        from megarl.rollout.vllm.launch import open_directory
+        from megarl.engines.vllm.launch import open_directory
         open_directory({gpu}).rmdir()
         print(json.dumps(dict(os.environ)))
     """

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megarl import termination
 from megarl.cluster import watch
-from megarl.termination import Terminated
+from megarl.host import termination
+from megarl.host.termination import Terminated
 from tests.signals import taken
 
 

@@ -37,7 +37,7 @@ from megarl.checkpoints.steps import COMMON, FLIPPED, SavedStep
 from megarl.errors import ConfigError, DamagedFile
 from megarl.imports import uncollected
 from megarl.parallel.checkpoint.index import INDEX, Location, Shard, StoredShard, encode_index, read_index
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"  # from which Megatron recognises the format (dist_checkpointing/core.py)

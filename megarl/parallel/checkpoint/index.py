@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from megarl.checkpoints.steps import SavedStep
 from megarl.errors import ConfigError
 from megarl.imports import uncollected
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 INDEX = "shards.json"
 _LIMIT_BYTES = 1 << 30

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.host.shared_memory import SharedMemory
 from megarl.parallel.checkpoint import sharded
 from megarl.parallel.checkpoint.rng import random_states, restore_random_states
 from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.grid import Grid
-from megarl.shared_memory import SharedMemory
 
 ALIGN = 64
 SLACK = 1 << 16  # bytes to spare: the numbers in the header grow

@@ -28,7 +28,7 @@ from megarl.parallel.checkpoint.rng import random_states
 from megarl.parallel.checkpoint.staging import StagedWriter, StagingMemory
 from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, ModelState
 from megarl.parallel.grid import Grid
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 GRACE = 0.2  # of a save's time limit: for rank 0 to learn what the ranks have written by then, and again for what it does after that
 ENDED_S, _POLL_S = 10.0, 0.05  # how long threads of a save that was given up may take to return from their writes

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megarl.checkpoints.files import FileRecord, HashedFile
 from megarl.errors import SaveError
+from megarl.host.parking import BLOCK
 from megarl.parallel.backend import choose
 from megarl.parallel.checkpoint.dcp import memory_of
 from megarl.parallel.checkpoint.index import Location
-from megarl.parking import BLOCK
 
 ALIGN = 64
 WRITERS = 2  # threads, and so files per model, of each rank: one hashes while the other waits for the disk

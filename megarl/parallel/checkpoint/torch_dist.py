@@ -28,7 +28,7 @@ from megarl.parallel.checkpoint.dcp import ChunkFinder, open_shards
 from megarl.parallel.checkpoint.index import Location, Shard, StoredTensor, check_cover, read_index
 from megarl.parallel.checkpoint.sharded import Sharded
 from megarl.parallel.grid import Grid
-from megarl.text import one_line
+from megarl.text.display import one_line
 
 Result = TypeVar("Result")
 _READERS = 4  # threads of a rank that read files

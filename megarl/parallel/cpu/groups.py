@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.patching import expect
 from megarl.sync.gloo import look_at_torch, one_device
+from megarl.upstream.expect import expect
 
 
 @contextmanager

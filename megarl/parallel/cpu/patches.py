@@ -19,7 +19,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
 from megarl.parallel.cpu.groups import look_at_upstream
-from megarl.patching import expect
+from megarl.upstream.expect import expect
 
 
 def apply() -> None:

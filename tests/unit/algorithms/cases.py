@@ -216,7 +216,7 @@ def corrected(algorithm: PolicyAlgorithm, batch: Batch, sum_over: SumOver) -> di
     """What the ranks add for the correction: to the sequences of which `batch` holds the entries; `sum_over` joins the others'."""
     if algorithm.correction is None:
         return {}
-    from megarl.workers.assemble import corrections  # and with it Ray, which `tests.gpu` does without
+    from megarl.ranks.assemble import corrections  # and with it Ray, which `tests.gpu` does without
 
     members = list(range(len(batch.length_N)))
     everybody = torch.ones(len(members), dtype=torch.bool)

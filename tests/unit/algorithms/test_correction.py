@@ -12,7 +12,7 @@ import torch
 
 from megarl.batch import Batch, Sample, pack
 from megarl.observe.metrics import merge, scalars
-from megarl.workers.assemble import corrections, mismatch, mismatch_of_sequences, weight_metrics
+from megarl.ranks.assemble import corrections, mismatch, mismatch_of_sequences, weight_metrics
 from tests.unit.algorithms.cases import make, ragged, same
 
 

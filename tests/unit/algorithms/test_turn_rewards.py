@@ -8,7 +8,7 @@ import torch
 
 from megarl.algorithms import Ppo
 from megarl.batch import Sample, pack
-from megarl.workers.assemble import turn_rewards
+from megarl.ranks.assemble import turn_rewards
 
 MASK = np.array([1, 1, 0, 0, 1, 0, 1, 1, 1], np.bool_)
 

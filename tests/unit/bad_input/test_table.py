@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli
+from megarl.cli import main as cli
 from megarl.data import gym
 from megarl.errors import ConfigError
+from megarl.host.termination import SIGNALS
 from megarl.observe.console import Screen
 from megarl.observe.writers import read_json_lines
-from megarl.termination import SIGNALS
 from tests.unit.bad_input import bases, configurations, data, directories, environments, models, runs
 from tests.unit.bad_input.cases import VERBS, Case, Make, Room, given
 

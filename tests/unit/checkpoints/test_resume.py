@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints.resume import MAY_DIFFER, MAY_NOT, compare, completed
+from megarl.cli.describe import keys
 from megarl.config import HttpReward, TrainConfig, dump, load, yaml_text
-from megarl.describe import keys
+from megarl.engines.vllm.arguments import argument_fields
 from megarl.models.megatron_fields import megatron_fields
 from megarl.models.optimizer_fields import optimizer_fields
-from megarl.rollout.vllm.arguments import argument_fields
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart" / "rl.yaml"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.reaper import SILENT, members
+from megarl.host.reaper import SILENT, members
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -30,7 +30,7 @@ JOB = """
     import os, signal, sys, threading, time
     from pathlib import Path
     import ray
-    from megarl import cli
+    from megarl.cli import main as cli
     from megarl.cluster import membership, watch
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
@@ -106,7 +106,7 @@ REAPER = """
 
     session.REAP_S = 2.0
     with session.ray_session(ClusterSettings(gpus=False, start_timeout_s=300), actors=1):
-        [reaper] = [child for child in psutil.Process().children() if any(word.endswith("reaper.py") for word in child.cmdline())]
+        [reaper] = [child for child in psutil.Process().children() if any(word.endswith("host/reaper.py") for word in child.cmdline())]
         os.kill(reaper.pid, getattr(signal, sys.argv[1]))
     print("closed")
 """
@@ -128,7 +128,7 @@ HELPER = """
     from megarl.cluster.actor_group import ActorGroup
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
-    from megarl.workers.copies import Copies
+    from megarl.resume.copies import Copies
 
     class Rank:
         def node(self):

@@ -18,8 +18,8 @@ PROGRAM = """
     from megarl.cluster.reserve import NoNodes, free_nodes, give_back, lost_nodes, reserve
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
-    from megarl.shared_memory import SharedMemory
-    from megarl.workers.copies import Copies
+    from megarl.host.shared_memory import SharedMemory
+    from megarl.resume.copies import Copies
 
     told, sys.stdout = sys.stdout, sys.stderr  # Ray prints there that the node is gone
     SIZE = 40_000_000  # three pieces

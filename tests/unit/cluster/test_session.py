@@ -15,8 +15,8 @@ import pytest
 
 from megarl.cluster import session
 from megarl.config import TrainConfig, load
-from megarl.reaper import members
-from megarl.workers.megatron_worker import threads
+from megarl.host.reaper import members
+from megarl.ranks.megatron_worker import threads
 from tests.e2e.job import FOREIGN, Job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +51,7 @@ KILLED = """
     from megarl.config import ClusterSettings
 
     with ray_session(ClusterSettings(gpus=False, start_timeout_s=300), actors=1):
-        [reaper] = [child for child in psutil.Process().children() if any(word.endswith("reaper.py") for word in child.cmdline())]
+        [reaper] = [child for child in psutil.Process().children() if any(word.endswith("host/reaper.py") for word in child.cmdline())]
         reaper.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -279,7 +279,7 @@ def test_what_stops_itself_in_a_sandbox_is_nobodys_affair() -> None:
 # A session of which one process is stopped or killed, while the main thread is in a call that nothing interrupts, or waits as a run does.
 LOST = """
     import os, signal, sys, time, ray
-    from megarl import cli
+    from megarl.cli import main as cli
     from megarl.cluster import watch
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings

@@ -11,6 +11,7 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerBase
 
+from megarl.checks.ranks import check_sft
 from megarl.config import (
     ConfigError,
     ConversationSource,
@@ -29,7 +30,6 @@ from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
-from megarl.stages.rank_checks import check_sft
 from tests.unit.data.test_preferences import plain
 
 DROP = SourceFormat(overlong="drop")

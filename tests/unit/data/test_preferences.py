@@ -17,13 +17,13 @@ import pytest
 from pyarrow import parquet
 
 from examples.make_data import WORDS, corrupted, preferences
-from megarl import cli
+from megarl.cli import main as cli
 from megarl.config import ConfigError, PreferenceData, PreferenceMixture, PreferenceSource, ReasoningGymSource, SourceFormat
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, decode, encode, load_tokenizer
-from megarl.stages.pairs import pairs_of
+from megarl.loops.pairs import pairs_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,6 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megarl.checks.ranks import check_sft
 from megarl.config import (
     ConfigError,
     ConversationSource,
@@ -28,7 +29,6 @@ from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
-from megarl.stages.rank_checks import check_sft
 from tests.unit.data.templates import ENDS, TEMPLATES, dressed
 
 Row = dict[str, Any]

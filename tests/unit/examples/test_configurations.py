@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarl.checks.train import check_train
 from megarl.config import DpoConfig, EvalConfig, PairsConfig, RmConfig, RunSettings, ServeConfig, SftConfig, TrainConfig, load
 from megarl.models.families import family_of
-from megarl.stages.checks import check_train
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QWEN3_30B_A3B = {

@@ -17,8 +17,8 @@ import torch
 
 from megarl.algorithms import Algorithm, PreferenceLoss
 from megarl.algorithms.dapo import Dapo
+from megarl.checks.train import check_train
 from megarl.config import ConfigError, DpoConfig, TrainConfig, load
-from megarl.stages.checks import check_train
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.cases import LENGTHS, members, ragged, same, weighted
 from tests.unit.algorithms.test_value_and_pairs import assert_formula, pairs

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megarl.engines.vllm import arguments
 from megarl.models.optimizer_fields import DDP, OPTIMIZER, ddp_fields, optimizer_fields
-from megarl.rollout.vllm import arguments
 
 
 def test_what_is_refused_by_name_is_there_to_be_refused() -> None:

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarl.checks import train as checks
 from megarl.cluster import fitness
 from megarl.config import ClusterSettings, ConfigError
 from megarl.parallel import toolchain
-from megarl.stages import checks
 
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FAILED = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "/tmp/x/cuda_utils.c", "-O3", "-shared", "-l:libcuda.so.1"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, RolloutSettings, SyncSettings, TrainConfig, load
+from megarl.engines.registry import check_engine
 from megarl.models.families import FAMILIES, family_of
 from megarl.models.weight_map import FP8
 from megarl.plan import times
@@ -19,7 +20,6 @@ from megarl.plan.facts import facts
 from megarl.plan.search import nearest, search
 from megarl.plan.sync import QUANTIZED, receiver_bytes, sender_bytes, sent_bytes
 from megarl.plan.whole import Plan, build, models_of
-from megarl.rollout.registry import check_engine
 from tests.published_models import MODELS, config_of
 from tests.unit.examples.test_configurations import EXAMPLES
 

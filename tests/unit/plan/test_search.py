@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.checks.memory import check_fits
+from megarl.cli.main import main
 from megarl.cluster.demand import demand
 from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
 from megarl.plan.devices import DEVICES, GB
-from megarl.plan.fits import check_fits
 from megarl.plan.search import nearest, search, smallest_engine
 from megarl.plan.whole import Plan, build, models_of
 from tests.e2e.job import SFT

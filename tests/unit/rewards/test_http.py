@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from megarl import cli
+from megarl.cli import main as cli
 from megarl.config import ConfigError, HttpReward, RewardSettings
-from megarl.http_client import elsewhere
+from megarl.host.http_client import elsewhere
 from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
 from megarl.rewards.sources import check, open_scorer
 from tests.e2e.job import RL

@@ -163,7 +163,7 @@ def test_our_client_and_our_server_understand_each_other(model: Lengths, monkeyp
 
 ALONE = """
 import os, resource, signal, sys, time
-from megarl import termination
+from megarl.host import termination
 from megarl.rewards.server import RewardServer
 class Model:
     def read(self, samples):

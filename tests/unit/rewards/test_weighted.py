@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, ModelReward, RewardSettings, TrainConfig, load, model_of
+from megarl.ranks.step_plan import turn_weight
 from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
 from megarl.rewards.sources import check, open_scorer
-from megarl.stages.reward import Judge, Reward, open_scorers
-from megarl.workers.plan import turn_weight
+from megarl.step.reward import Judge, Reward, open_scorers
 from tests.e2e.job import RL
 from tests.unit.rewards.test_http import length_of, reply, serving
 

@@ -14,7 +14,7 @@ import landlockpy
 import pytest
 
 from megarl.config import ConfigError, FunctionReward, RewardSettings, SandboxSettings
-from megarl.reaper import members
+from megarl.host.reaper import members
 from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rewards.sources import check

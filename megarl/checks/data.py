@@ -1,0 +1,155 @@
+"""The prompts of a run and of its evaluations, read and checked before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config import (
+    ConfigError,
+    EnvironmentSettings,
+    EvalConfig,
+    EvalSet,
+    MixtureSource,
+    PairsConfig,
+    PromptSource,
+    ReasoningGymReward,
+    ReasoningGymSource,
+    RewardSettings,
+    RolloutSettings,
+    SourceFormat,
+    TrainConfig,
+    alone,
+)
+from megarl.data.prompts import Prompt
+from megarl.data.sources import load_prompts
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.turns import TurnTokens
+from megarl.environments.checks import check_environment, check_episodes, tool_schemas
+from megarl.host.unchecked import where_present
+from megarl.rewards.gold_checks import answer_faults
+from megarl.rewards.verifiers import EVALUATING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HELD_OUT = "heldout"  # the set of data.eval
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A set of prompts to evaluate on."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    n: int  # sampled responses per prompt
+    temperature: float  # of the sampled responses
+    greedy: bool  # whether to also take the greedy response
+    number: int = 0  # among the sets; with the run's seed it determines the random draws
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts that passed every check."""
+
+    train: Sequence[Prompt]
+    sets: list[HeldOut]
+
+    @property
+    def eval(self) -> Sequence[Prompt]:
+        """The prompts of data.eval."""
+        return next((held_out.prompts for held_out in self.sets if held_out.name == HELD_OUT), [])
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Reads and checks the prompts of a run's sources.
+
+    Args:
+        model: the Hugging Face directory whose tokenizer is used.
+        data: how a prompt becomes tokens, and what happens to rows that are too long or otherwise bad.
+        rollout: the section `rollout`, which limits a prompt's length.
+        reward: how responses are scored.
+        environment: the environment whose episodes the prompts start, if any.
+    """
+
+    model: Path
+    data: SourceFormat
+    rollout: RolloutSettings
+    reward: RewardSettings
+    environment: EnvironmentSettings | None
+
+    @classmethod
+    def of(cls, config: TrainConfig | EvalConfig | PairsConfig) -> PromptReader:
+        """The reader for a run's configuration."""
+        environment = None if isinstance(config, PairsConfig) else config.environment
+        return cls(config.model.path, config.data, config.rollout, config.reward, environment)
+
+    def read(self, source: PromptSource, key: str) -> Sequence[Prompt]:
+        """Read every prompt of a source, tokenised; those of a large file are tokenised on demand.
+
+        Args:
+            source: where the prompts come from.
+            key: the source's dotted key, say "data.train".
+
+        Raises:
+            ConfigError: a prompt is malformed or too long (the first one is named), its verifier cannot score by its answer, scoring
+                responses to it would run them as code, or the environment does not play an episode of it.
+            Absent: there is no file, or no tokenizer; where this machine need not have them, none is read and `unchecked` says so.
+        """
+        self._refuse_evaluating(source, key)
+        with where_present(key):
+            tokenizer = load_tokenizer(self.model)
+            prompts = self.prompts(source, key, tokenizer)
+            check_episodes(self.environment, prompts, key, TurnTokens(tokenizer, self.data), self.rollout.max_prompt_tokens)
+            return prompts
+        return []
+
+    def prompts(self, source: PromptSource, key: str, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
+        """`read` without playing an episode. `tokenizer`: that of the model."""
+        tools, faults = tool_schemas(self.environment), partial(answer_faults, self._scoring(key))
+        return load_prompts(source, tokenizer, self.data, self.rollout.max_prompt_tokens, key, tools=tools, faults=faults)
+
+    def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
+        """Read all sets to evaluate on.
+
+        Args:
+            held_out: `data.eval`.
+            others: `eval`.
+        """
+        temperature, sets = self.rollout.temperature, list[HeldOut]()
+        if held_out is not None:
+            sets.append(HeldOut(HELD_OUT, self.read(held_out, "data.eval"), 1, temperature, True))
+        for index, one in enumerate(others):
+            own = temperature if one.temperature is None else one.temperature
+            sets.append(HeldOut(one.name, self.read(one.source, f"eval.{index}.source"), one.n, own, one.greedy, index + 1))
+        return sets
+
+    def _scoring(self, key: str) -> RewardSettings:
+        """Return the section `reward` with the source that scores responses to the prompts of this key."""
+        other = None if key.startswith("data.train") else self.reward.eval
+        return self.reward if other is None else self.reward.model_copy(update={"source": other})
+
+    def _refuse_evaluating(self, source: PromptSource, key: str) -> None:
+        parts = {f"{key}.parts.{n}.source": part.source for n, part in enumerate(source.parts)} if isinstance(source, MixtureSource) else {}
+        for where, one in {key: source, **parts}.items():
+            if isinstance(one, ReasoningGymSource) and one.dataset in EVALUATING and _scored_by_gym(self.reward):
+                raise ConfigError(
+                    f"{where}.dataset: {one.dataset}: reasoning-gym's scorer evaluates the response as Python, and what a model writes "
+                    "never runs; give another reward (reward.source.type=function)"
+                )
+
+
+def check_data(config: TrainConfig) -> Data:
+    """Read the prompts to train and to evaluate on, after checking the environment."""
+    check_environment(config.environment, config.data, config.reward, config.model.path)
+    reader = PromptReader.of(config)
+    return Data(reader.read(config.data.train, "data.train"), reader.sets(config.data.eval, config.eval))
+
+
+def _scored_by_gym(reward: RewardSettings) -> bool:
+    sources = [reward.source, *([] if reward.eval is None else [reward.eval])]
+    return any(isinstance(one, ReasoningGymReward) for source in sources for one in alone(source).values())

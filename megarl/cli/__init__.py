@@ -1,0 +1,1 @@
+"""The command line: its verbs' arguments, `config`, `init` and `data`."""

@@ -1,0 +1,1 @@
+"""The driver's handles on remote processes."""

@@ -1,0 +1,374 @@
+"""The driver's handle to all models of a run, whether they share ranks or not: forward, advantages, update, sync, save.
+
+Axes: N responses of the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.checkpoints.files import Content
+from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
+from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.demand import Role, assign_roles, demand
+from megarl.cluster.reserve import give_back
+from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of, total_steps
+from megarl.driver.device_turns import Turns
+from megarl.driver.engines import Engines, EngineStarter
+from megarl.driver.worker_group import Running, WorkerGroup, build_ranks, create_ranks, must_move, reserve_workers
+from megarl.engines.worker import ExpertsWanted
+from megarl.observe.metrics import Last, Metric, merge
+from megarl.observe.restarts import Restarts
+from megarl.ranks.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
+from megarl.ranks.step_plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
+from megarl.response import Response
+from megarl.resume.copies import Copies
+
+
+@dataclass
+class ModelGroups:
+    """The groups of model ranks. The first holds the policy, and every model that has no ranks of its own (`placement`)."""
+
+    config: TrainConfig
+    groups: tuple[WorkerGroup, ...]
+    experts: ExpertsWanted | None  # which of the engine's routed experts the ranks need
+    turns: Turns | None = None  # given if the policy's ranks share devices with the engines
+    places: Sequence[Sequence[Any]] = ()  # the scheduling strategies of each group's ranks
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.config.save.rolling == "peer")
+
+    def build(self, created: Sequence[ActorGroup], *, blank: bool) -> None:
+        """Build the models on existing processes, one group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
+        build_ranks(created, self.config.cluster.start_timeout_s, blank=blank)
+        if self.turns is not None:
+            self.turns.join(created[0])
+        timeout_s, roles = self.config.cluster.phase_timeout_s, assign_roles(self.config)
+        self.groups = tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True))
+        self.experts = self.policy.experts_wanted(self.config.routing.reported)
+
+    def of(self, role: Role) -> WorkerGroup | None:
+        """The group that holds the model of a role."""
+        return next((group for group in self.groups if role in group.roles), None)
+
+    @property
+    def policy(self) -> WorkerGroup:
+        return self.groups[0]
+
+    @property
+    def stages(self) -> Sequence[Sequence[int]]:
+        """The MoE layers of each pipeline stage whose routed experts the ranks need; empty if they need none."""
+        return () if self.experts is None else self.experts.stages
+
+    def rewards(self, responses: Sequence[Response]) -> list[float]:
+        """Score the responses with the reward model."""
+        group = self.of("reward")
+        assert group is not None and len(responses)
+        self._take_devices()
+        score_N = group.rewards(plan_scoring(responses, group.layout.dp, self.config.train.micro_batch_tokens))
+        return [score_N[n] for n in range(len(responses))]
+
+    def forward(self, batch: RolloutBatch, *, score: bool = True, sync_follows: bool = True) -> tuple[StepPlan, dict[str, Metric]]:
+        """Plan the step and run every model over its tokens, all groups at the same time: old log-probs, reference log-probs, values.
+
+        Args:
+            batch: the step's responses.
+            score: run the policy even if its log-probs are not needed before the update.
+            sync_follows: whether the engines get new weights before they answer again.
+
+        Returns:
+            The plan, and metrics: of the gap to the engine's log-probs, if the policy has run, and of the memory of the experts that the
+            ranks keep.
+        """
+        self._take_devices(keep_weights=not sync_follows)
+        readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
+        plans = [
+            plan_step(self.config, batch, group.layout.dp, capacity(self.config.train, self.config.critic, group.roles), self.stages)
+            for group in readers
+        ]
+        running = [group.forward(plan, score) for group, plan in zip(readers, plans, strict=True)]
+        metrics = [group.merged(calls, "forward") for group, calls in zip(readers, running, strict=True)]
+        for group in readers[1:]:
+            names = [COLUMN[role] for role in group.roles if role in COLUMN]
+            self.policy.take(group.columns(*names), *names)
+        return plans[0], merge(metrics)
+
+    def advantages(
+        self, plan: StepPlan, greedy: Sequence[float | None] | None, kl_coef: float, *, monte_carlo: bool = False
+    ) -> tuple[np.ndarray, dict[str, Metric]]:
+        """Compute the advantage of every token.
+
+        Args:
+            plan: the plan that `forward` returned.
+            greedy: the reward of the greedy response to each prompt, if the algorithm needs it.
+            kl_coef: the KL coefficient in this step.
+            monte_carlo: the critic's targets are Monte Carlo returns (value pretraining), whatever its lambda.
+
+        Returns:
+            Each response's KL to the reference, float64 [N] (0 without a reference), and the metrics of `ModelWorker.advantages`.
+        """
+        kl_N = self.policy.sequence_kl(len(plan.payload_N))
+        metrics = self.policy.advantages(response_advantages(self.config.algorithm, plan, greedy, kl_N, kl_coef), kl_coef, monte_carlo)
+        critic = self.of("critic")
+        if critic is not None and critic is not self.policy:
+            critic.take(self.policy.columns("return"), "return")
+        return kl_N, metrics
+
+    def update(self, plan: StepPlan, *, policy: bool = True) -> dict[str, Metric]:
+        """Take the optimizer steps of the critic and, if `policy`, of the policy; at the same time if they share no ranks."""
+        metrics, begun = dict[str, Metric](), time.perf_counter()
+        group, settings = self.of("critic"), self.config.critic
+        critic_calls = []
+        if group is not None and settings is not None:
+            critic_calls = [call for _ in range(settings.epochs) for part in plan.trained for call in group.update_critic(part)]
+        epochs = self.config.train.epochs if policy else 0
+        policy_calls = [call for _ in range(epochs) for part in plan.trained for call in self.policy.update(part)]
+        if group is not None and critic_calls:
+            metrics |= group.merged(critic_calls, "update the critic")
+            metrics["timing_s/update_critic"] = Last(time.perf_counter() - begun)
+        if policy_calls:
+            metrics |= self.policy.merged(policy_calls, "update")
+        return metrics
+
+    def sync(self, engines: Engines, version: int) -> dict[str, Metric]:
+        """Bring the policy's weights into every engine; engines that are replaced later get them from here, too."""
+
+        def work() -> dict[str, Metric]:
+            if self.turns is not None:
+                self.turns.wake_weights()
+            return self.policy.sync(engines.group, engines.settings, version, self.config.sync)
+
+        metrics = engines.keeping("sync", work, refill=False)
+        engines.refill = lambda: self.sync(engines, version)
+        engines.starting.clear()
+        return metrics
+
+    def restart(self, engines: Engines, beginning: bool) -> bool:
+        """End all ranks and start them again.
+
+        If a node is gone, ranks and engines get new places, on nodes that are free now.
+
+        Args:
+            engines: the engines, which keep running; those that are lost are started again, too.
+            beginning: the models begin again as at the start of the run, and so do engines that began with `model.base`. If false, `load`
+                or `restore` comes next.
+
+        Returns:
+            Whether a node was gone.
+        """
+        end(actor for group in self.groups for actor in group.group.actors)
+        engines.refill = lambda: None
+        if self.turns is not None:
+            self.turns.join(None)
+        engine_places, places = engines.places, [*chain(*self.places), *engines.places]
+        moved = must_move(self.config, places)
+        if moved:
+            give_back(places)
+            self.places, engine_places = places_of(self.config)
+        created = create_groups(self.config, self.places)
+        try:
+            if moved or (beginning and self.config.model.base is not None):
+                share_devices(self.config.cluster, created, engines)
+                opening = engines.start_again(engine_places)
+            else:
+                opening = engines.start_lost()
+            if self.turns is not None:
+                engines.ready(opening)
+                self.turns.admit()
+                self.turns.to_ranks(keep_weights=False)
+            self.build(created, blank=not beginning)
+        except BaseException:
+            end(actor for group in created for actor in group.actors)
+            raise
+        engines.ready(opening)
+        return moved
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folder of the checkpoints of each trained model: a model with ranks of its own has a folder of its own."""
+        return {
+            role: CHECKPOINTS if group is self.policy else f"{CHECKPOINTS}-{role}"
+            for group in self.groups
+            for role in group.roles
+            if role in TRAINED
+        }
+
+    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content]) -> None:
+        """Save all trained models and their optimizers.
+
+        Args:
+            directory: the run's directory.
+            step: the step's number.
+            settings: the section `save`.
+            extra: further files of the step, by name, which are saved with the policy.
+
+        Raises:
+            SaveError: this save or the one before failed.
+        """
+        self._take_devices()
+        several = len(set(self.folders.values())) > 1
+        # One more, so that all folders still have a step in common if the run is killed between their last writes.
+        keep = settings.model_copy(update={"keep_last": settings.keep_last + 1}) if several else settings
+        running = []
+        for group in self._trainers:
+            folder = directory / self.folders[next(role for role in group.roles if role in TRAINED)]
+            first = group.group.actors[0] if group is self.policy else None  # only this rank writes `extra`, which holds whole batches
+            running.append(
+                [actor.checkpoint.remote(folder, step, keep, dict(extra) if actor is first else {}) for actor in group.group.actors]
+            )
+        self._wait(running, "checkpoint")
+
+    def copy(self, step: int, record: object) -> None:
+        """Copy all trained models and their optimizers into the machines' memory (`save.rolling`). Raise OSError if there is no room."""
+        self._take_devices()
+        self.copies.save(step, self._named, self.config.cluster.phase_timeout_s, record)
+
+    def restore(self, step: int) -> None:
+        """Restore the trained models and their optimizers from the copies of a step."""
+        self._take_devices()
+        self.copies.load(step, self._named, self.config.cluster.phase_timeout_s)
+
+    def wait_for_save(self) -> None:
+        """Wait until the last checkpoint is written. Raise SaveError if it failed."""
+        self._wait([group.group.start("wait_for_save") for group in self._trainers], "wait_for_save")
+
+    def load(self, steps: Mapping[str, SavedStep]) -> None:
+        """Load the trained models and their optimizers from the step directories."""
+        self._take_devices()
+        self._wait([group.group.start("load", steps) for group in self._trainers], "load")
+
+    def _take_devices(self, *, keep_weights: bool = True) -> None:
+        """If devices are shared, make the engines leave them."""
+        if self.turns is not None:
+            self.turns.to_ranks(keep_weights=keep_weights)
+
+    @property
+    def _named(self) -> dict[str, ActorGroup]:
+        return {group.roles[0]: group.group for group in self._trainers}
+
+    @property
+    def _trainers(self) -> list[WorkerGroup]:
+        return [group for group in self.groups if any(role in TRAINED for role in group.roles)]
+
+    def _wait(self, running: Sequence[Running], doing: str) -> None:
+        for group, calls in zip(self._trainers, running, strict=True):
+            group.group.wait(calls, doing, group.timeout_s)
+
+    def save(self, role: Role, directory: Path) -> None:
+        """Write the model of a role as a Hugging Face directory."""
+        group = self.of(role)
+        assert group is not None
+        self._take_devices()
+        group.save(role, directory)
+
+
+def start(
+    config: TrainConfig, starting: Callable[[str], AbstractContextManager[None]], restarts: Restarts | None = None, *, blank: bool = False
+) -> tuple[ModelGroups, Engines]:
+    """Start ranks and engines, all at the same time, except that those that share devices start one after the other.
+
+    Args:
+        config: the run's configuration. The engines begin with `model.base` if there is one.
+        starting: a context manager, entered with the name of what is being waited for.
+        restarts: limits how often engines that fail later are replaced.
+        blank: a checkpoint is loaded next.
+    """
+    with starting("model ranks"):
+        rank_places, engine_places = places_of(config)
+        starter = EngineStarter(config, config.rollout, engine_places, config.model.base or config.model.path)
+        engines = Engines.create(starter, restarts)
+        created = create_groups(config, rank_places)
+        share_devices(config.cluster, created, engines)
+        opening = engines.open()
+        if engines.turns is not None:
+            engines.group.wait(opening, "start", config.cluster.start_timeout_s)
+            engines.turns.to_ranks(keep_weights=not starter.blank)
+        models = build_groups(config, created, engines.turns, blank=blank)
+        models.places = rank_places
+    with starting("engines"):
+        engines.group.wait(opening, "start", config.cluster.start_timeout_s)
+    return models, engines
+
+
+def share_devices(cluster: ClusterSettings, created: Sequence[ActorGroup], engines: Engines) -> None:
+    """If devices are shared, tell the engines which GPUs the policy's ranks have, before they start.
+
+    Args:
+        cluster: the section `cluster`.
+        created: the groups of ranks, the policy's first.
+        engines: the engines that are about to start.
+    """
+    if engines.turns is not None and engines.starter is not None and cluster.gpus:
+        devices = created[0].call("devices", timeout_s=cluster.start_timeout_s)
+        engines.starter.devices = [gpu for own in devices for gpu in own]
+
+
+def create_groups(config: TrainConfig, places: Sequence[Sequence[Any]]) -> list[ActorGroup]:
+    """Start the processes of each group of `assign_roles`."""
+    return [
+        create_ranks(ModelWorker, config, layout, own, rl_spec(config, roles), roles)
+        for (roles, layout), own in zip(assign_roles(config), places, strict=True)
+    ]
+
+
+def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
+    """Reserve the places of each group of ranks, and of the engines' members: one that shares GPUs has the place of its first rank."""
+    places = reserve_workers(config, demand(config))
+    if config.placement.engines == "shared" and config.cluster.gpus:
+        return places, places[0][: config.rollout.replicas * config.rollout.devices : config.rollout.tp]
+    return places[:-1], places[-1]
+
+
+def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turns | None = None, *, blank: bool = False) -> ModelGroups:
+    """Build the models on existing processes.
+
+    Args:
+        config: the run's configuration.
+        created: a group for each of `assign_roles`.
+        turns: given if ranks and engines share devices.
+        blank: `load` or `restore` comes next.
+    """
+    models = ModelGroups(config, (), None, turns)
+    models.build(created, blank=blank)
+    return models
+
+
+def capacity(train: StepSettings, critic: CriticSettings | None, roles: Sequence[Role]) -> int:
+    """The largest number of tokens in a micro-batch on the ranks that hold the models of these roles.
+
+    Args:
+        train: the section `train`.
+        critic: the section `critic`, if there is one.
+        roles: the roles of the models on these ranks.
+    """
+    own = critic.micro_batch_tokens if critic is not None and "policy" not in roles and "critic" in roles else None
+    return own or train.micro_batch_tokens
+
+
+def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
+    """The training settings for the ranks that hold the models of these roles."""
+    train, critic, judge = config.train, config.critic, model_of(config.reward.source)
+    critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * total_steps(config)
+    wished = None if critic is None else critic.micro_batch_tokens
+    return RLSpec(
+        algorithm=config.algorithm,
+        optimizer=config.optimizer,
+        updates=train.steps * train.mini_batches * train.epochs,
+        temperature=config.rollout.temperature,
+        critic=critic,
+        critic_updates=critic_updates,
+        critic_together=max(1, (wished or 0) // capacity(train, critic, roles)),
+        reward=None if judge is None else judge[1].path,
+        old_logp=config.old_logp,
+        offload=config.placement.offload,
+        shared_devices=config.placement.engines == "shared",
+        routing=config.routing,
+    )

@@ -1,0 +1,214 @@
+"""The driver's side of the model ranks: their places, their processes, and the handle to one group of the RL loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.cluster.actor_group import ActorGroup, end
+from megarl.cluster.allocation import Allocation
+from megarl.cluster.demand import Role, files
+from megarl.cluster.placement import ProcessKind
+from megarl.cluster.preflight import send_away
+from megarl.cluster.reserve import lost_nodes, reserve
+from megarl.cluster.shared_files import check_shared, nodes_of
+from megarl.config import Layout, RolloutSettings, RunSettings, SyncSettings
+from megarl.engines.worker import ExpertsWanted
+from megarl.observe.metrics import Mean, Metric, Sum, merge
+from megarl.ranks.assemble import Columns
+from megarl.ranks.megatron_worker import MegatronWorker
+from megarl.ranks.step_plan import ScoringPlan, StepPlan
+
+Running = list[Any]
+"""References to calls that have been started and must be waited for."""
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """One group of model ranks and the roles of the models that they hold together. Every call goes to all ranks at once."""
+
+    group: ActorGroup
+    roles: tuple[Role, ...]
+    layout: Layout
+    timeout_s: float
+
+    def experts_wanted(self, share: float) -> ExpertsWanted | None:
+        """Return which routed experts the policy's ranks need, for this share of the responses; None if none, as for a dense model."""
+        told = self.group.call("moe", timeout_s=self.timeout_s) if share else []
+        stages = {stage: layers for stage, layers, _, _ in told}
+        if not any(stages.values()):
+            return None
+        _, _, layers, topk = told[0]
+        return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, share)
+
+    def forward(self, plan: StepPlan, score: bool) -> Running:
+        """Start `ModelWorker.forward` on all ranks, each with its part of the plan."""
+        return self.group.start_each("forward", self._dealt(plan), score)
+
+    def rewards(self, plan: ScoringPlan) -> dict[int, float]:
+        """Return the reward model's score of each response of the plan."""
+        found: dict[int, float] = {}
+        for part in self.group.wait(self.group.start_each("rewards", self._dealt(plan)), "rewards", self.timeout_s):
+            found |= part
+        return found
+
+    def _dealt(self, plan: StepPlan | ScoringPlan) -> list[Any]:
+        """Return a reference to its part of the plan for each rank."""
+        parts = [ray.put(plan.part(dp_rank)) for dp_rank in range(self.layout.dp)]
+        return [parts[self.layout.dp_rank(rank)] for rank in range(self.layout.ranks)]
+
+    def columns(self, *names: str) -> Columns:
+        """Return per-token numbers of the last plan, as references."""
+        return [column for part in self.group.call("columns", names, timeout_s=self.timeout_s) for column in part]
+
+    def take(self, given: Columns, *names: str) -> None:
+        """Add columns of another group to the last plan."""
+        self.group.call("take", given, names, timeout_s=self.timeout_s)
+
+    def sequence_kl(self, responses: int) -> np.ndarray:
+        """Return each response's KL to the reference in the last plan (`old_kl`), float64 [N]; 0 without a reference."""
+        kl_N = np.zeros(responses)
+        for part in self.group.call("sequence_kl", timeout_s=self.timeout_s):
+            for n, value in part.items():
+                kl_N[n] += value
+        return kl_N
+
+    def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
+        """Compute the advantage of every token of the last plan, from one number per response.
+
+        Args:
+            advantage_N: float32 [N], from `response_advantages`.
+            kl_coef: the KL coefficient in this step.
+            monte_carlo: the critic's targets are Monte Carlo returns, whatever its lambda.
+
+        Returns:
+            The metrics of `ModelWorker.advantages`.
+        """
+        return merge(self.group.call("advantages", advantage_N, kl_coef, monte_carlo, timeout_s=self.timeout_s))
+
+    def update(self, mini_batch: int) -> Running:
+        """Start one optimizer step of the policy on a mini-batch of the last plan."""
+        return self.group.start("update", mini_batch)
+
+    def update_critic(self, mini_batch: int) -> Running:
+        """Start one optimizer step of the critic on a mini-batch of the last plan."""
+        return self.group.start("update_critic", mini_batch)
+
+    def merged(self, running: Running, doing: str) -> dict[str, Metric]:
+        """Wait for calls and merge their metrics. A loss is a sum over one call's mini-batch; its mean over the calls is reported."""
+        metrics, calls = merge(self.group.wait(running, doing, self.timeout_s)), len(running) / len(self.group.actors)
+        return {name: Mean(value.total, calls) if isinstance(value, Sum) else value for name, value in metrics.items()}
+
+    def sync(self, engines: ActorGroup, rollout: RolloutSettings, version: int, settings: SyncSettings) -> dict[str, Metric]:
+        """Bring the policy's weights into every engine, verified tensor by tensor with `settings.verify`.
+
+        Args:
+            engines: the engines' actors.
+            rollout: says how many processes of each engine hold weights, in which dtype, and how they are quantised.
+            version: the version of the weights, which samples then carry.
+            settings: how the weights are sent, and the time limit of the whole transfer.
+
+        Raises:
+            FingerprintMismatch: an engine holds other bits than were sent.
+        """
+        told = (engines.actors, rollout.devices, rollout.dtype, version, settings, rollout.quantization)
+        calls = self.group.start("sync", *told)
+        return merge(self.group.wait(calls, "sync", settings.timeout_s, {engines.kind: engines.actors}))
+
+    def save(self, role: Role, directory: Path) -> None:
+        """Write a model as a Hugging Face directory."""
+        self.group.call("save", role, directory, timeout_s=self.timeout_s)
+
+
+def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any) -> ActorGroup:
+    """Start the processes of one group; `build_ranks` then connects them.
+
+    Args:
+        worker: the processes' class.
+        config: the run's configuration.
+        layout: the group's parallel layout.
+        places: a scheduling strategy for each rank, from `reserve_workers`.
+        *arguments: further arguments of the class, after (rank, config, layout).
+    """
+    actor, gpus = ray.remote(worker), int(config.cluster.gpus)
+    actors = [
+        actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, config, layout, *arguments)
+        for rank, place in enumerate(places)
+    ]
+    return ActorGroup("rank", actors)
+
+
+def build_ranks(groups: Sequence[ActorGroup], start_timeout_s: float, *, blank: bool = False) -> None:
+    """Connect the ranks of each group and build their models, all groups at the same time; return when they are ready.
+
+    Notes on the hardware are printed only once. If a rank fails, all are ended, so that their places are free again.
+
+    Args:
+        groups: the groups, whose processes exist.
+        start_timeout_s: time limit.
+        blank: trained models get their weights from a checkpoint, which is loaded next.
+    """
+    building = []
+    try:
+        for group in groups:
+            [address] = ActorGroup(group.kind, group.actors[:1]).call("listen", timeout_s=start_timeout_s)
+            building.append(group.start("build", address, blank))
+        notes = [group.wait(calls, "start", start_timeout_s) for group, calls in zip(groups, building, strict=True)]
+    except BaseException:
+        end(actor for group in groups for actor in group.actors)
+        raise
+    for note in dict.fromkeys(note for told in notes for note in told if note):
+        print(f"megarl: {note}", file=sys.stderr)
+
+
+def start_ranks(
+    worker: type[MegatronWorker], config: RunSettings, layout: Layout, places: Sequence[Any], *arguments: Any, blank: bool = False
+) -> ActorGroup:
+    """Start one group: `create_ranks` and `build_ranks`.
+
+    Args:
+        worker: the processes' class.
+        config: the run's configuration.
+        layout: the group's parallel layout.
+        places: a scheduling strategy for each rank, from `reserve_workers`.
+        *arguments: further arguments of the class, after (rank, config, layout).
+        blank: trained models get their weights from a checkpoint, which is loaded next.
+    """
+    group = create_ranks(worker, config, layout, places, *arguments)
+    build_ranks([group], config.cluster.start_timeout_s, blank=blank)
+    return group
+
+
+def reserve_workers(config: RunSettings, kinds: Sequence[ProcessKind]) -> list[list[Any]]:
+    """Reserve a place for each process.
+
+    Args:
+        config: the run's configuration.
+        kinds: the kinds of processes, from `demand`.
+
+    Returns:
+        For each kind, the scheduling strategies of its processes.
+
+    Raises:
+        NoNodes: the session has no room and cannot grow.
+        WorkerLate: the cluster that was joined had no room in time.
+        Unfit: another machine does not see the run's files.
+    """
+    places = reserve(kinds, config.cluster.start_timeout_s, grows=config.cluster.address is not None)
+    if config.cluster.address is not None or config.cluster.allocation is not None:
+        check_shared(nodes_of([place for own in places for place in own]), *files(config), config.cluster.start_timeout_s)
+    return places
+
+
+def must_move(config: RunSettings, places: Sequence[Any]) -> bool:
+    """Whether failed processes cannot start again in these places, since a node is gone. In a Slurm job, first send unfit nodes away."""
+    cluster = config.cluster
+    if not lost_nodes(places) and cluster.allocation is not None:
+        send_away(Allocation.read(cluster.allocation), cluster.gpus, files(config)[0], cluster.start_timeout_s)
+    return lost_nodes(places)

@@ -1,0 +1,1 @@
+"""One engine: its actor, its interface, requests and episodes."""

@@ -1,0 +1,165 @@
+"""Check, before any process starts, whether vLLM could run a model with the given settings."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError, RolloutSettings
+from megarl.engines.vllm.arguments import check_arguments
+from megarl.engines.vllm.launch import VLLM_VERSION
+from megarl.models.families import family_of
+from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
+
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
+_NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py:72; models of its transformers backend are in other tables
+_BLOCK = 128  # tokens per KV cache block of vLLM on CPU (vllm/platforms/cpu.py)
+
+
+def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+    """Implement `Engine.check`.
+
+    A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention. A GPU engine takes none.
+    """
+    check_arguments(settings.engine.args, gpu=gpu)
+    _check_architectures(hf["architectures"])
+    heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
+    if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
+        raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
+    _check_experts(hf, settings)
+    if settings.quantization is not None:
+        _check_blocks(hf, settings)
+        if gpu and dtype != "bfloat16":
+            raise ConfigError(f"rollout.quantization=fp8: on GPUs it computes in bfloat16, and rollout.dtype is {dtype}")
+    if gpu:
+        if settings.kv_cache_mb is not None:
+            raise ConfigError(
+                f"rollout.kv_cache_mb={settings.kv_cache_mb}: a GPU engine's cache is what rollout.gpu_memory_fraction="
+                f"{settings.gpu_memory_fraction:g} leaves of the GPU's memory; set it to null"
+            )
+        return
+    if hf.get("kv_lora_rank"):
+        # vLLM 0.30.0's CPU_MLA decodes only latents of 512+64 (v1/attention/backends/mla/cpu_mla.py:26); its AMX_MLA takes no float32.
+        raise ConfigError(
+            f"model.path: config.json's kv_lora_rank={hf['kv_lora_rank']}: multi-latent attention needs GPU engines (cluster.gpus=true)"
+        )
+    if settings.kv_cache_mb is None:
+        raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
+    if (size := head_dim(hf)) not in HEAD_SIZES:
+        raise ConfigError(f"model.path: config.json's head_dim={size}: vLLM's CPU engines take {', '.join(map(str, HEAD_SIZES))}")
+    needed = cache_mb(hf, dtype, settings, sequences=1)
+    if needed > settings.kv_cache_mb:
+        longest = settings.max_prompt_tokens + settings.max_response_tokens
+        raise ConfigError(
+            f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
+            f"needs {needed}"
+        )
+
+
+def _check_blocks(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
+    """Raise ConfigError unless every worker of an engine holds whole blocks of every quantised matrix.
+
+    vLLM requires it of matrices that are split or merged (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1209, :1260), and of
+    all columns, whose inputs are quantised 128 at a time (:583). Only the rows of replicated matrices may end in a part of a block.
+    """
+    config = dict(hf)
+    for weight in family_of(config).weight_map(config):  # of one layer and expert for all, since `megarl plan` checks thousands of layouts
+        if not weight.linear:
+            continue
+        if "{expert}" not in weight.megatron:
+            tp, key = settings.tp, f"rollout.tp={settings.tp}"
+        else:
+            tp = 1 if settings.expert_parallel else settings.devices
+            key = f"rollout.dp={settings.dp}, rollout.tp={settings.tp}, rollout.expert_parallel={str(settings.expert_parallel).lower()}"
+        parts = weight.op.parts if isinstance(weight.op, Fused) else weight.op
+        first = {"layer": weight.layers[0] if weight.layers else 0, "expert": 0}
+        names = [name.format(**first) for name in weight.hf] * (len(parts.shapes) // len(weight.hf))
+        for index, (name, shape) in enumerate(zip(names, parts.shapes, strict=True)):
+            held = [size // tp if axis == parts.dim else size for axis, size in enumerate(shape)]
+            if isinstance(parts, QKV) and index:  # a key-value head that has to serve several workers is held by each
+                held[0] = max(held[0], parts.head_dim)
+            for axis, what in enumerate(("rows", "columns")):
+                if held[axis] % FP8_BLOCK and (what == "columns" or parts.dim == axis):
+                    raise ConfigError(
+                        f"rollout.quantization=fp8: with {key} a worker holds {held[axis]} {what} of {name}, not a multiple of {FP8_BLOCK}"
+                    )
+
+
+def _check_experts(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
+    """Raise ConfigError unless the GPUs of an engine can share the model's MLPs and experts.
+
+    `expert_parallel` on one GPU passes: that one then has every whole expert. Experts that do not divide pass, too: the first GPUs have one
+    more (vllm/model_executor/layers/fused_moe/expert_map_manager.py:67).
+    """
+    n, tp, dp, ranks = family_of(dict(hf)).sizes(dict(hf)), settings.tp, settings.dp, settings.devices
+    if not n.experts and dp > 1:
+        raise ConfigError(f"rollout.dp={dp}: the model has no experts; rollout.replicas makes more engines")
+    if not n.experts and settings.expert_parallel:
+        raise ConfigError("rollout.expert_parallel=true: the model has no experts")
+    if settings.expert_parallel and n.experts < ranks:
+        raise ConfigError(f"rollout.expert_parallel=true: {n.experts} experts for rollout.dp*rollout.tp={dp}*{tp}={ranks} GPUs")
+    # Mixtral calls the size of its experts as others call that of their dense layers.
+    whole = "intermediate_size" if n.experts and not hf.get("moe_intermediate_size") else "moe_intermediate_size"
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if key == whole and settings.expert_parallel and not n.shared_ffn:
+            continue
+        size, over = int(hf.get(key) or 0), ranks if key == whole and not settings.expert_parallel else tp
+        if size % tp:
+            raise ConfigError(f"rollout.tp={tp}: does not divide the model's {key}={size}")
+        if size % over:
+            raise ConfigError(
+                f"rollout.dp*rollout.tp={dp}*{tp}={ranks}: does not divide the model's {key}={size}; rollout.expert_parallel=true "
+                "gives each GPU whole experts"
+            )
+
+
+def _check_architectures(architectures: Sequence[str]) -> None:
+    known = native_architectures()
+    for architecture in architectures:
+        if known and architecture not in known:
+            raise ConfigError(
+                f"model.path: vLLM {VLLM_VERSION} has no native implementation of {architecture}, and megarl's engines do not use its "
+                "transformers backend"
+            )
+
+
+@cache
+def native_architectures() -> frozenset[str]:
+    """Return the language models that vLLM implements natively, read from its registry's source; empty if vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    tree = ast.parse((Path(spec.origin).parent / "model_executor/models/registry.py").read_text())
+    [models] = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _NATIVE]
+    return frozenset(ast.literal_eval(models))
+
+
+def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
+    """Implement `Engine.with_cache`."""
+    all_mb, one_mb = (cache_mb(hf, dtype, settings, sequences) for sequences in (settings.max_num_seqs, 1))
+    return settings.model_copy(update={"kv_cache_mb": max(min(all_mb, most_mb), one_mb)})
+
+
+def head_dim(hf: Mapping[str, Any]) -> int:
+    """Return the size of an attention head; if config.json does not give it, the default is that of vLLM's attention layers."""
+    return int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
+
+
+def cache_mb(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, sequences: int) -> int:
+    """Return the size of the KV cache that a CPU engine needs, in MiB, rounded up.
+
+    Args:
+        hf: the model's config.json.
+        dtype: the dtype of its weights and activations.
+        settings: the engine's settings, which have the lengths.
+        sequences: the number of concurrent sequences, all of the greatest length.
+    """
+    kv_heads = int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
+    token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim(hf) * (4 if dtype == "float32" else 2)
+    longest = settings.max_prompt_tokens + settings.max_response_tokens
+    blocks = sequences * -(-longest // _BLOCK) + 1  # vLLM keeps one block empty
+    return -(-token_bytes * _BLOCK * blocks >> 20)

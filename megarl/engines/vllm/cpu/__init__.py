@@ -1,0 +1,1 @@
+"""What lets vLLM's GPU features run on CPUs."""

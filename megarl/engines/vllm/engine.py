@@ -1,0 +1,397 @@
+"""The vLLM engine: vLLM's AsyncLLM with deterministic sampling, verified weight updates and typed failures.
+
+One engine per process: vLLM keeps its settings in environment variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psutil
+
+from megarl.batch import VersionSpan
+from megarl.config import RolloutSettings, TrainRolloutSettings
+from megarl.engines.engine import (
+    Engine,
+    EngineDead,
+    Finished,
+    Meeting,
+    Part,
+    Request,
+    RequestId,
+    RolloutError,
+    RolloutTimeout,
+    Setup,
+    WeightSyncError,
+)
+from megarl.engines.vllm import checks
+from megarl.engines.vllm.launch import (
+    EXTENSION,
+    engine_arguments,
+    launch,
+    open_directory,
+    overruled,
+    reads_anew,
+    remove_files,
+    unlink_shared_memory,
+)
+from megarl.engines.vllm.member import ENDED_S, VllmMember
+from megarl.engines.vllm.requests import check_request, sample_of, sampling_parameters
+from megarl.models.families import family_of
+from megarl.models.hf import read_config
+from megarl.sync.fingerprint import Piece, Print, join
+from megarl.text.display import one_line
+
+_AGAIN_S = 1.0  # after which the processes of an engine that has lost a member in its start are looked for again
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class _Open:
+    """A submitted request whose response `receive` has not returned yet."""
+
+    queue: Any  # vLLM's output queue
+    waiting: asyncio.Task[None]  # waits for that queue
+    rank: int  # the data-parallel rank that answers it
+    prompt_length: int
+    versions: list[VersionSpan]  # of the response
+
+
+class VllmEngine(Engine):
+    """One vLLM replica. The class is independent of Ray: an actor holds it, and tests run it under asyncio."""
+
+    reports_experts = True
+    member = VllmMember
+    extension = EXTENSION
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._llm: Any = None
+        self._version = 0
+        self._asleep: set[Part] = set()  # the parts that are not on the device
+        self._updating = False  # weights are partly loaded: nothing may be generated
+        self._blank = False  # no weights are loaded
+        self._up = False  # it has started
+        self._started = threading.Event()  # or it has failed to
+        self._count = 0  # requests so far
+        self._by_position = False  # the workers are set up to draw by position
+        self._open: dict[RequestId, _Open] = {}
+        self._counts: dict[str, int] = {}  # tokens of vLLM's requests when the update began
+        self._finished: list[Finished] = []  # not yet returned by `receive`
+        self._failure: Exception | None = None  # a failure of the engine seen by a request
+        self._watched: list[Any] = []
+
+    @staticmethod
+    def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+        checks.check(hf, dtype, settings, gpu=gpu)
+
+    @staticmethod
+    def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
+        return checks.with_cache(hf, dtype, settings, most_mb)
+
+    @staticmethod
+    def overruled(environ: Mapping[str, str], *, gpu: bool) -> list[str]:
+        return overruled(environ, gpu)
+
+    # ---------------------------------------------------------------- lifecycle
+
+    async def start(self, setup: Setup, meeting: Meeting | None = None) -> list[int]:
+        """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that started it."""
+        assert self._llm is None, "start comes once"
+        assert (meeting is not None) == (setup.settings.dp > 1), "members meet, and there are members to meet"
+        hf, settings = read_config(setup.model), setup.settings
+        self.check(hf, setup.dtype, settings, gpu=setup.gpu)
+        self._limit = settings.max_prompt_tokens + settings.max_response_tokens
+        self._tied = bool(hf.get("tie_word_embeddings", False))
+        self._expected = family_of(hf).update(hf, setup.dtype, settings.quantization)
+        self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
+        self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._updated.set()
+        self._blank = setup.blank
+        directory = open_directory(setup.gpu, *([] if meeting is None else [meeting.host]))
+        arguments = engine_arguments(setup, hf) | {"worker_extension_cls": self.extension}
+        try:
+            self._llm = launch(self.label, arguments, hf, gpu=setup.gpu, meeting=meeting)
+            self._watch()
+            workers = (await self._call("megarl_pid", timeout_s=settings.timeout_s))[: settings.tp]
+            if reads_anew(hf, settings) and not setup.blank:
+                await self._weights("megarl_read", str(setup.model), self._expected, timeout_s=settings.timeout_s)
+        except BaseException as error:
+            await self.close()
+            if self._failure is not None:
+                raise self._failure from error
+            raise
+        finally:
+            self._started.set()
+            remove_files(directory)
+        pids = sorted({process.pid for process in self._watched} | set(workers))
+        unlink_shared_memory(pids)
+        self._up = True
+        return pids
+
+    def _watch(self) -> None:
+        resources = self._llm.engine_core.resources
+        self._watched = [*resources.engine_manager.processes, *([resources.coordinator.proc] if resources.coordinator else [])]
+        for process in self._watched:
+            asyncio.get_running_loop().add_reader(process.sentinel, self._dead.set)
+
+    def lose(self, why: str) -> None:
+        self._failure = EngineDead(f"{self.label}: {why}")
+        while True:
+            for process in multiprocessing.active_children():
+                process.kill()
+            if self._started.wait(_AGAIN_S):  # until then there may be more of them: `launch` waits for its members without end
+                return
+
+    def check_health(self) -> None:
+        if self._llm is None:
+            raise EngineDead(f"{self.label}: is closed")
+        if self._failure is not None:
+            raise self._failure
+        if self._dead.is_set() or self._llm.errored:
+            for process in self._watched:
+                process.join(0.5)  # it has ended, but may not be reaped yet
+            exits = ", ".join(f"pid {process.pid}: exit code {process.exitcode}" for process in self._watched)
+            raise EngineDead(f"{self.label}: its process has ended ({exits})")
+
+    async def ping(self, timeout_s: float) -> None:
+        await self._call("megarl_pid", timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        for one in self._open.values():
+            one.waiting.cancel()
+        if llm is not None:
+            for process in self._watched:
+                asyncio.get_running_loop().remove_reader(process.sentinel)
+            # SIGKILL: an engine has nothing to save, and its own shutdown takes three times as long as its start.
+            for process in () if self._up else self._watched:
+                with suppress(psutil.NoSuchProcess):
+                    unlink_shared_memory([process.pid, *(one.pid for one in psutil.Process(process.pid).children(recursive=True))])
+            llm.shutdown(timeout=0)
+            for process in self._watched:
+                process.join(ENDED_S)
+
+    # ---------------------------------------------------------------- requests
+
+    async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
+        """In an idle engine all requests are queued before the first is scheduled, and the prefix cache starts empty; each response draws
+        from its own generator. So the same requests run in the same batches and give the same bits."""
+        while True:
+            if self._in_flight:
+                await self._bounded(self._updated.wait(), timeout_s, lambda: "a weight update")
+            async with self._lock:
+                if not (self._in_flight and self._updating):  # another update may have started first
+                    await self._take(requests, timeout_s)
+                    return
+
+    async def _take(self, requests: Sequence[Request], timeout_s: float) -> None:
+        self.check_health()
+        if self._updating:
+            raise WeightSyncError(f"{self.label}: a weight update was begun and not finished")
+        if self._asleep:
+            raise RolloutError(f"{self.label}: asleep ({', '.join(sorted(self._asleep))}): it takes no requests")
+        if self._blank:
+            raise RolloutError(f"{self.label}: has no weights before the next update")
+        taken = set(self._open)
+        for request in requests:
+            check_request(request, self._limit)
+            if request.id in taken:
+                raise ValueError(f"request {request.id!r}: another request of this id is unfinished")
+            taken.add(request.id)
+        if not self._by_position and any(request.by_position for request in requests):
+            await self._call("megarl_draw_by_position", timeout_s=timeout_s)
+            self._by_position = True
+        await self._bounded(self._add(requests), timeout_s, lambda: f"taking {len(requests)} requests")
+
+    async def _add(self, requests: Sequence[Request]) -> None:
+        idle, ranks = not self._open, self._ranks(len(requests))
+        queues: list[Any] = []
+        try:
+            if idle:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                await self._llm.reset_prefix_cache()
+            for request, rank in zip(requests, ranks, strict=True):
+                self._count += 1
+                prompt = {"prompt_token_ids": request.tokens}
+                taking = self._llm.add_request(str(self._count), prompt, sampling_parameters(request), data_parallel_rank=rank)
+                queues.append(await taking)
+            if idle:
+                await self._llm.resume_generation()
+        except BaseException:
+            if not self._dead.is_set():
+                with suppress(Exception):
+                    await self._llm.abort([queue.request_id for queue in queues], internal=True)
+                    if idle:
+                        await self._llm.resume_generation()
+            raise
+        for request, queue, rank in zip(requests, queues, ranks, strict=True):
+            waiting = asyncio.create_task(self._wait_for(request, queue))
+            self._open[request.id] = _Open(queue, waiting, rank, len(request.tokens), [VersionSpan(0, self._version)])
+
+    def _ranks(self, count: int) -> list[int]:
+        """Give each of so many new requests the data-parallel rank with the fewest unfinished ones, not vLLM's choice, which varies."""
+        loads = Counter({rank: 0 for rank in range(len(self._llm.engine_core.core_engines))})
+        loads.update(one.rank for one in self._open.values())
+        ranks = []
+        for _ in range(count):
+            ranks.append(min(loads, key=lambda rank: (loads[rank], rank)))
+            loads[ranks[-1]] += 1
+        return ranks
+
+    async def _wait_for(self, request: Request, queue: Any) -> None:
+        """Wait for a request's output, and store its response or failure for `receive`."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            output = await queue.get()
+            self._finished.append(Finished(request.id, sample_of(request, output, self._open[request.id].versions, self.label)))
+        except EngineDeadError as error:
+            self._failure = self._death(error)
+        except RolloutError as error:
+            self._failure = error
+        except Exception as error:
+            self._failure = RolloutError(f"{self.label}: request {request.id!r}: {type(error).__name__}: {error}")
+            self._failure.__cause__ = error
+        self._arrival.set()
+
+    async def receive(self, timeout_s: float) -> list[Finished]:
+        self.check_health()
+        if not self._finished:
+            self._arrival.clear()
+            with suppress(RolloutTimeout):
+                await self._bounded(self._arrival.wait(), timeout_s, lambda: "responses")
+            self.check_health()
+        finished, self._finished = self._finished, []
+        for one in finished:
+            del self._open[one.id]
+        return finished
+
+    async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
+        self.check_health()
+        names = [self._open[id_].queue.request_id for id_ in ids if id_ in self._open]
+        aborting = self._on_cores("megarl_abort", names)  # their tokens are still in the cores
+        await self._bounded(aborting, timeout_s, lambda: f"aborting {len(names)} requests")
+
+    # ---------------------------------------------------------------- the device
+
+    async def sleep(self, timeout_s: float, *, keep_weights: bool) -> None:
+        async with self._lock:
+            self.check_health()
+            if self._open:
+                raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: an engine sleeps between requests")
+            if self._updating:  # the ranks have failed midway; vLLM would copy tensors without memory (v1/worker/gpu_worker.py:253)
+                await self._weights("megarl_abandon_update", timeout_s=timeout_s)
+            # vLLM counts as asleep until all parts are awake (v1/executor/abstract.py:338), and would not sleep again.
+            if self._asleep == {"kv_cache"}:
+                await self._bounded(self._llm.wake_up(tags=["kv_cache"]), timeout_s, lambda: "waking its kv_cache")
+            await self._bounded(self._llm.sleep(level=1 if keep_weights else 2, mode="keep"), timeout_s, lambda: "falling asleep")
+            self._asleep, self._blank = {"weights", "kv_cache"}, self._blank or not keep_weights or self._updating
+
+    async def wake(self, part: Part, timeout_s: float) -> None:
+        async with self._lock:
+            self.check_health()
+            if part in self._asleep:
+                await self._bounded(self._llm.wake_up(tags=[part]), timeout_s, lambda: f"waking its {part}")
+                self._asleep.remove(part)
+
+    # ---------------------------------------------------------------- weights
+
+    async def connect(self, meetings: list[dict[str, Any]], first_rank: int) -> None:
+        await self._weights("megarl_connect", meetings, first_rank, timeout_s=meetings[0]["timeout_s"])
+
+    async def start_update(self, timeout_s: float) -> None:
+        async with self._lock:
+            self.check_health()
+            if self._open and not self._in_flight:
+                raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: new weights come between requests")
+            if "weights" in self._asleep:
+                raise RolloutError(f"{self.label}: asleep: new weights come into an engine whose weights are awake")
+            self._updating = True
+            self._updated.clear()
+            await self._bounded(self._llm.pause_generation(mode="keep", clear_cache=False), timeout_s, lambda: "pausing")
+            if self._open:
+                counts = await self._bounded(self._on_cores("megarl_counts"), timeout_s, lambda: "counting tokens")
+                self._counts = {name: count for core in counts for name, count in core.items()}
+            await self._weights("megarl_start_update", self._expected, timeout_s=timeout_s)
+
+    async def load_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
+        await self._weights("megarl_load_buckets", headers, timeout_s=timeout_s)
+
+    async def finish_update(self, version: int, timeout_s: float) -> None:
+        async with self._lock:
+            await self._weights("megarl_finish_update", timeout_s=timeout_s)
+            for one in self._open.values():
+                if not one.waiting.done() and version != self._version:  # a response that has ended ended before the update
+                    begun = max(0, self._counts.get(one.queue.request_id, 0) - one.prompt_length)
+                    one.versions = [span for span in one.versions if span.start < begun] + [VersionSpan(begun, version)]
+            await self._bounded(self._resume(version), timeout_s, lambda: "resuming")
+            self._version, self._updating, self._blank = version, False, False
+            self._updated.set()
+
+    async def _resume(self, version: int) -> None:
+        # Drop the old weights' keys and values, also those of running requests, which are recomputed (otherwise vLLM would reset nothing).
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        await self._llm.update_weight_version(str(version))
+        await self._llm.resume_generation()
+
+    async def fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
+        workers = await self._call("megarl_fingerprints", self._tied, timeout_s=timeout_s)
+        for worker in workers:
+            if isinstance(worker, str):
+                raise RolloutError(f"{self.label}: megarl_fingerprints: {worker}")
+        return join({name: [Piece(*piece) for piece in pieces] for name, pieces in worker.items()} for worker in workers)
+
+    async def _weights(self, method: str, *arguments: Any, timeout_s: float) -> None:
+        faults = [fault for fault in await self._call(method, *arguments, timeout_s=timeout_s) if fault is not None]
+        if faults:
+            raise WeightSyncError(f"{self.label}: {faults[0]}")
+
+    # ---------------------------------------------------------------- bounded waits
+
+    async def _call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        """Call `method` of the extension on every worker; return one result per worker, in the order of the ranks."""
+        self.check_health()
+        try:
+            cores = await self._bounded(self._on_cores("collective_rpc", method, None, arguments, None), timeout_s, lambda: method)
+            return [result for core in cores for result in core]
+        except RolloutError:
+            raise
+        except Exception as error:  # a worker's error arrives as a bare Exception with its text
+            raise RolloutError(f"{self.label}: {method}: {error}") from error
+
+    async def _on_cores(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of vLLM's engine core on every data-parallel rank (AsyncLLM returns the first one's result alone)."""
+        client = self._llm.engine_core
+        return list(await asyncio.gather(*(client._call_utility_async(method, *arguments, engine=core) for core in client.core_engines)))
+
+    async def _bounded(self, work: Awaitable[Result], timeout_s: float, late: Callable[[], str]) -> Result:
+        """Await `work`, but no longer than until the engine dies or the time is over; `late` then describes the work for the error."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(work)
+        death = asyncio.ensure_future(self._dead.wait())
+        try:
+            await asyncio.wait({task, death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not self._dead.is_set():
+                return task.result()
+        except EngineDeadError as error:
+            raise self._death(error) from error
+        finally:
+            for waiting in (task, death):
+                waiting.cancel()
+            await asyncio.gather(task, death, return_exceptions=True)
+        self.check_health()
+        raise RolloutTimeout(f"{self.label}: {late()} not done after {timeout_s:g} s")
+
+    def _death(self, error: Exception) -> EngineDead:
+        """Convert vLLM's error that its process has failed."""
+        return EngineDead(f"{self.label}: its process has failed: {one_line(str(error.__cause__ or error))}")

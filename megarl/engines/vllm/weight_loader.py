@@ -1,0 +1,158 @@
+"""Load new weights into the model of a vLLM worker, bucket by bucket, by vLLM's layerwise reload; each tensor must arrive exactly once.
+
+`start` -> `load_buckets`, once or several times -> `finish`. After any failure the worker refuses to continue until the next `start`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megarl.engines.vllm.expert_loader import ExpertLoader, expert_names
+from megarl.models.hf import Checkpoint
+from megarl.models.weight_map import FP8
+from megarl.sync.quantize import as_expected
+from megarl.sync.receive import BucketReceiver, Inventory, WeightError
+from megarl.sync.wire import Header, Rendezvous, TensorName, each
+
+
+class WeightLoader:
+    """Reloads the model of one worker."""
+
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+        self._model, self._config, self._device = model, vllm_config, device
+        self._buckets, self._experts = BucketReceiver(device), ExpertLoader(model)
+        self._inventory: Inventory | None = None  # of the update under way; None after a failure
+        self._begun = False  # vLLM may have buffered tensors
+        self._kernels: list[tuple[UnquantizedFusedMoEMethod, Any]] = []  # those that vLLM makes anew in an update
+
+    def connect(self, meetings: Sequence[Rendezvous], rank: int) -> None:
+        """Join each sender's broadcast group as `rank`."""
+        self._buckets.connect(meetings, rank)
+
+    def start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
+        """Begin an update that must bring exactly the expected tensors: (shape, dtype) by name.
+
+        Raises WeightError if one of them is not expected in the fp8 in which vLLM holds it: vLLM would convert it without a scale.
+        """
+        for name in fp8_names(self._model):
+            if name in expected and expected[name][1] != FP8:
+                raise WeightError(f"{name}: the engine holds it in {FP8}, and the trainer would send {expected[name][1]}")
+        self.abandon()
+        self._begun = True
+        with set_current_vllm_config(self._config):
+            if self._device.type == "cpu":
+                self._kernels = reset_moe_kernels(self._model)
+            initialize_layerwise_reload(self._model)
+        self._inventory = Inventory(expected)
+
+    def abandon(self) -> None:
+        """If an update has stopped midway, drop what vLLM has buffered. The model can run, with weights of which some are arbitrary."""
+        if self._begun:
+            with set_current_vllm_config(self._config):
+                finalize_layerwise_reload(self._model, self._config.model_config)
+            for method, kernel in self._kernels:
+                method.moe_kernel = method.moe_kernel or kernel
+            self._inventory, self._begun = None, False
+
+    def load_buckets(self, headers: Sequence[Header]) -> None:
+        """Receive buckets, one of each sender, and load them. Raises WeightError naming a tensor that does not fit."""
+        tensors = self._buckets.receive_stacks(headers)  # before any check: the trainer is already sending
+        inventory, self._inventory = self._inventory, None  # which stays so if this bucket fails
+        if inventory is None:
+            raise WeightError(f"{headers[0].first}: came outside of an update, or after it failed")
+        self._load(tensors, inventory)
+        self._inventory = inventory
+
+    def read(self, directory: Path, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
+        """Load a Hugging Face directory as an update would bring it: quantised where that is expected."""
+        self.start(expected)
+        inventory, self._inventory = self._inventory, None
+        assert inventory is not None
+        with Checkpoint(directory) as checkpoint:
+            stored = ((name, checkpoint.read(name).to(self._device)) for name in expected if name in checkpoint.tensors)
+            for name, tensor in as_expected(stored, expected):
+                self._load([(name, tensor)], inventory)
+        self._inventory = inventory
+        self.finish()
+
+    def _load(self, tensors: Sequence[tuple[TensorName, Tensor]], inventory: Inventory) -> None:
+        for name, tensor in tensors:
+            shape, dtype = tensor.shape if isinstance(name, str) else tensor.shape[1:], str(tensor.dtype).removeprefix("torch.")
+            for one in [name] if isinstance(name, str) else name:
+                inventory.take(one, shape, dtype)
+        with set_current_vllm_config(self._config):
+            others = [one for name, tensor in tensors if not self._experts.load(name, tensor) for one in each(name, tensor)]
+            # vLLM keeps views of the tensors until their layer is complete: their memory must not be reused.
+            if others:
+                self._model.load_weights(iter(others))
+
+    def finish(self) -> None:
+        """Finish the update. Raises WeightError naming a tensor that has not arrived."""
+        if self._inventory is None:
+            raise WeightError("finish: no update has been started, or it failed")
+        self._inventory.complete()
+        with set_current_vllm_config(self._config):
+            finalize_layerwise_reload(self._model, self._config.model_config)
+            if self._device.type == "cpu":
+                repack_tied_output(self._model)
+        self._inventory, self._begun = None, False
+
+
+def fp8_names(model: nn.Module) -> Iterator[str]:
+    """Yield the Hugging Face names of the matrices that a model holds in block-wise fp8."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    for path, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, Fp8LinearMethod):
+            parent, _, leaf = path.rpartition(".")
+            yield from (f"{parent}.{name}.weight" for name in packed.get(leaf, [leaf]))
+        elif isinstance(method, Fp8MoEMethod):
+            yield from (name for names in expert_names(path, layer) for name in names)
+
+
+def reset_moe_kernels(model: nn.Module) -> list[tuple[UnquantizedFusedMoEMethod, Any]]:
+    """Make vLLM pack reloaded experts again; return the kernels of before.
+
+    vLLM 0.30.0 skips `fused_experts.process_weights_after_loading`, the CPU packing, once `moe_kernel` exists
+    (vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py:156, `if not is_weight_update`), so that a reload silently
+    copies unpacked weights into the packed buffer. Without a kernel it takes the path of the first load.
+    Raises WeightError if vLLM's code there has changed: this workaround must then be reviewed.
+    """
+    source = inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
+    guard = source.find("if not is_weight_update:")
+    if "is_weight_update = self.moe_kernel is not None" not in source or not 0 < guard < source.find(
+        "fused_experts.process_weights_after_loading"
+    ):
+        raise WeightError("vLLM's UnquantizedFusedMoEMethod._setup_kernel is not that of 0.30.0: look at the mend of its CPU reload again")
+    methods = [
+        method for module in model.modules() if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod)
+    ]
+    kernels = [(method, method.moe_kernel) for method in methods]
+    for method in methods:
+        method.moe_kernel = None
+    return kernels
+
+
+def repack_tied_output(model: nn.Module) -> None:
+    """Pack the output layer again if it shares the embedding table.
+
+    On CPU the layer multiplies with a packed copy of the table (vllm/model_executor/layers/utils.py:452), and vLLM 0.30.0's reload packs
+    only layers that were themselves loaded (vllm/model_executor/model_loader/reload/layerwise.py:257, "No weights were loaded").
+    """
+    tables = {
+        id(layer.weight) for layer in model.modules() if isinstance(layer, VocabParallelEmbedding) and type(layer) is not ParallelLMHead
+    }
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and id(layer.weight) in tables:
+            layer.quant_method.process_weights_after_loading(layer)

@@ -1,0 +1,14 @@
+"""`megarl dpo`: a policy from pairs of responses, without a reward model (DPO, cDPO)."""
+
+from __future__ import annotations
+
+from megarl.checks.ranks import check_dpo
+from megarl.config import DpoConfig
+from megarl.loops.supervised import learn_pairs
+from megarl.resume.finished import has_finished
+
+
+def dpo(config: DpoConfig) -> None:
+    """Train on the pairs; the policy is written to runs/<name>/model, its held-out numbers to summary.json."""
+    if not has_finished(config):
+        learn_pairs(config, config.algorithm, check_dpo(config))

@@ -1,0 +1,344 @@
+"""`megarl generate MODEL`: a model's responses to one prompt, to a file of prompts, or in a chat, from the engine used in training."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import math
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from pydantic import ValidationError
+
+from megarl.cluster.machine import gpus_here
+from megarl.config import ConfigError, PromptFormat, RolloutSettings
+from megarl.data.columns import at
+from megarl.data.files import read_rows
+from megarl.data.messages import Message, arguments_of, checked, mapping, tools_of
+from megarl.data.prompts import Prompt, Renderer
+from megarl.data.rows import Row
+from megarl.data.tokenizer import load_tokenizer
+from megarl.engines.engine import RolloutError, Setup
+from megarl.engines.generate import Sampling, TokenPrompt, generate, text_of
+from megarl.engines.registry import check_engine, engine_type
+from megarl.engines.responder import Responder
+from megarl.errors import naming_files
+from megarl.host.shell import named
+from megarl.models.families import check_checkpoint, check_room
+from megarl.models.hf import end_tokens
+from megarl.text.display import escaped
+from megarl.text.stdout import say
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOGETHER = 32  # sequences that the engine decodes at a time
+PROMPTS = 256  # prompts per call of the engine
+CACHE_MB = 4096  # KV cache of a CPU engine, unless one sequence needs more
+RESPONSE = 512  # default of --max-tokens, if the model has room
+OPTIONS = {  # configuration keys in the checks' messages, and the options that they stand for
+    "model.path": "MODEL",
+    "rollout.max_response_tokens": "--max-tokens",
+    "max_response_tokens": "--max-tokens",
+    "rollout.tp": "--tp",
+    "data.chat": "MODEL",
+    "data.template_args": "--template-args",
+    "data.template": "--template",
+    "FILE.path": "--file",
+    "FILE.prompt_key": "--prompt-key",
+    "samples_per_prompt": "--n",
+    **{key: f"--{key.replace('_', '-')}" for key in ("tp", "top_p", "top_k", "min_p", "stop")},
+}
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """A request that passed every check."""
+
+    model: Path
+    tokenizer: PreTrainedTokenizerBase
+    format: PromptFormat
+    prompts: list[Prompt]  # empty for a chat
+    settings: RolloutSettings
+    sampling: Sampling
+    dtype: str
+    gpu: bool
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb. Raises ConfigError for unusable input, RolloutError if the engine fails."""
+    given = parser().parse_args(list(arguments))
+    try:
+        with naming_files("generate"):
+            job = check(given)
+    except ConfigError as error:
+        raise ConfigError(_in_options(str(error))) from None
+    with Speaker(job) as speaker:
+        if given.chat:
+            chat(speaker)
+        else:
+            answer(speaker, given.out)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the verb's arguments."""
+    top = argparse.ArgumentParser(
+        prog="megarl generate",
+        usage="megarl generate MODEL [PROMPT | --file FILE | --chat] [options]",
+        description="Asks a model in a Hugging Face directory, through the engine that training samples with. A prompt goes through "
+        "the model's chat template if it has one. What a terminal would obey is shown as \\x1b and the like.",
+    )
+    top.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory")
+    top.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt")
+    top.add_argument("--file", type=Path, metavar="FILE", help="prompts: .jsonl, .parquet, or a directory of `datasets`")
+    top.add_argument("--prompt-key", default="prompt", metavar="NAME", help="the column of the prompts (default: prompt)")
+    top.add_argument("--chat", action="store_true", help="a conversation, one line per turn; /new starts over, Ctrl-D ends")
+    top.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
+    top.add_argument("--template-args", metavar="JSON", help='arguments of the chat template, such as {"enable_thinking": false}')
+    top.add_argument("--template", metavar="TEXT", help='instead of the chat template, such as "Question: {prompt} Answer:"')
+    top.add_argument("--n", type=int, default=1, metavar="N", help="responses per prompt (default 1)")
+    top.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the most likely token (default 1)")
+    top.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together have probability P")
+    top.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    top.add_argument("--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the most likely one")
+    top.add_argument("--stop", action="append", metavar="TEXT", help="ends a response; may be given several times")
+    top.add_argument("--max-tokens", type=int, metavar="N", help=f"longest response ({RESPONSE}, or what the model has room for)")
+    top.add_argument("--seed", type=int, default=1, metavar="N", help="seed for sampling (default 1)")
+    top.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="dtype of the weights (default: bfloat16 on GPUs, float32 on the CPU)"
+    )
+    top.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model (default 1)")
+    top.add_argument("--cpu", action="store_true", help="run on the CPU even if there are GPUs")
+    top.add_argument("--out", type=Path, metavar="FILE", help="write JSON lines to this file, which must not exist")
+    return top
+
+
+def check(given: argparse.Namespace) -> GenerateJob:
+    """Check everything that can be checked before the engine starts. Raises ConfigError, in the terms of a configuration."""
+    if sum((given.prompt is not None, given.file is not None, given.chat)) != 1:
+        raise ConfigError("generate: give a PROMPT, --file FILE or --chat")
+    if given.out is not None and (given.chat or given.out.exists() or not given.out.absolute().parent.is_dir()):
+        why = "a chat is not written" if given.chat else "already exists" if given.out.exists() else "its directory does not exist"
+        raise ConfigError(f"--out {given.out}: {why}")
+    if given.chat and given.n != 1:
+        raise ConfigError(f"--n {given.n}: a chat has one response a turn")
+    if given.chat and given.template is not None:
+        raise ConfigError("--template: a chat goes through the model's chat template")
+    if not 0 <= given.temperature < math.inf:
+        raise ConfigError(f"--temperature {given.temperature:g}: must be 0 or more")
+    if given.top_k is not None and abs(given.top_k) >= 1 << 31:
+        raise ConfigError(f"--top-k {given.top_k}: an integer of {given.top_k.bit_length()} bits, more than 31")
+    if not 0 <= given.seed < 1 << 32:
+        raise ConfigError(f"--seed {given.seed}: must be 0 or more, and below 2^32")
+    for option, texts in (
+        ("PROMPT", [given.prompt]),
+        ("--system", [given.system]),
+        ("--template", [given.template]),
+        ("--template-args", [given.template_args]),
+        ("--stop", given.stop),
+    ):
+        if any("\ud800" <= letter <= "\udfff" for text in texts or () for letter in text or ""):  # stand for bytes that are not UTF-8
+            raise ConfigError(f"{option}: is not UTF-8")
+    gpu = gpus_here() > 0 and not given.cpu
+    if given.tp > 1 and gpu and given.tp > gpus_here():
+        raise ConfigError(f"--tp {given.tp}: this machine has {gpus_here()} GPUs")
+    model = given.model.absolute()
+    hf, tokenizer = check_checkpoint(model, drop_mtp=True), load_tokenizer(model)
+    if given.system is not None and (given.template is not None or not tokenizer.chat_template):
+        raise ConfigError("--system: is part of a chat, and the prompt goes through no chat template")
+    if given.chat and not tokenizer.chat_template:
+        raise ConfigError("--chat: the tokenizer has no chat template")
+    room, form = int(hf["max_position_embeddings"]), _format(given, tokenizer)
+    renderer = Renderer(tokenizer, form, room - 1, "the model's room")
+    prompts = renderer.all(iter(()) if given.chat else _rows(given))
+    renderer.intake.tell(len(prompts), "PROMPT" if given.file is None else f"--file {given.file}", "")
+    longest = max((len(prompt.ids) for prompt in prompts), default=room // 2)
+    response = min(RESPONSE, room - longest) if given.max_tokens is None else given.max_tokens
+    if given.chat:
+        longest = room - response
+    check_room(hf, max(1, longest) + response, f"--max-tokens {response} with its prompt")
+    settings = _settings(given, longest, response, min(TOGETHER, given.n * max(1, len(prompts))))
+    dtype = given.dtype or ("bfloat16" if gpu else "float32")
+    if not gpu:
+        settings = engine_type(settings).with_cache(hf, dtype, settings, CACHE_MB)
+    check_engine(hf, dtype, settings, gpu=gpu)
+    sampling = Sampling(given.n, given.temperature, response, given.seed).within(settings)
+    return GenerateJob(model, tokenizer, form, prompts, settings, sampling, dtype, gpu)
+
+
+def _format(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+    through_chat = given.template is None and bool(tokenizer.chat_template)
+    arguments = mapping(given.template_args, "--template-args")
+    if arguments and not through_chat:
+        raise ConfigError("--template-args: the prompt goes through no chat template")
+    return PromptFormat(chat=through_chat, template=given.template or "{prompt}", system=given.system, template_args=arguments)
+
+
+def _settings(given: argparse.Namespace, longest: int, response: int, together: int) -> RolloutSettings:
+    names = ("tp", "top_p", "top_k", "min_p", "stop")
+    tree = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    lengths = {"max_prompt_tokens": longest, "max_response_tokens": response, "samples_per_prompt": given.n}
+    try:
+        return RolloutSettings.model_validate({**tree, **lengths, "max_num_seqs": max(1, together)})
+    except ValidationError as error:
+        faults = [f"{OPTIONS[str(one['loc'][0])]}: {one['msg']} (got {one['input']!r})" for one in error.errors()]
+        raise ConfigError("\n".join(faults)) from None
+
+
+def _in_options(message: str) -> str:
+    """Rephrase an error message in the terms of the command line."""
+    keys = "|".join(re.escape(key) for key in OPTIONS if "." in key)
+    return re.sub(rf"\b({keys})(=?)", lambda found: OPTIONS[found[1]] + (" " if found[2] else ""), message)
+
+
+def _rows(given: argparse.Namespace) -> Iterator[Row]:
+    if given.prompt is not None:
+        yield Row("PROMPT", checked(given.prompt, "PROMPT"), "", {})
+        return
+    place, filled = "", given.file.suffix != ".jsonl"
+    for place, row in read_rows(given.file, "FILE"):
+        prompt = checked(at(row, given.prompt_key, place, "FILE.prompt_key"), place, filled)
+        yield Row(place, prompt, "", {}, tools_of(row, place, filled), arguments_of(row, place))
+    if not place:
+        raise ConfigError(f"--file: {given.file} holds no prompts")
+
+
+class Speaker:
+    """An engine in this process with the job's model, as a context manager. Its stderr is shown only if it fails."""
+
+    def __init__(self, job: GenerateJob) -> None:
+        self.job = job
+        self._runner, self._log = asyncio.Runner(), os.memfd_create("stderr")
+        self._engine = engine_type(job.settings)("the engine")
+        self._responder = Responder(self._engine, job.settings.timeout_s)
+
+    def __enter__(self) -> Speaker:
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # the engine has the cores to itself
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the engine's process is forked, which the tokenizer would warn about
+        job, self._stderr = self.job, os.dup(2)
+        if (unused := named(engine_type(job.settings).overruled(os.environ, gpu=job.gpu))) is not None:
+            print(f"megarl: {unused}", file=sys.stderr)
+        print(f"megarl: starting an engine with {job.model} ...", file=sys.stderr, flush=True)
+        os.dup2(self._log, 2)
+        try:
+            self._runner.run(self._engine.start(Setup(job.model, job.dtype, job.settings, job.sampling.seed, gpu=job.gpu)))
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._runner.run(self._engine.close())
+        finally:
+            self._runner.close()
+            os.dup2(self._stderr, 2)
+            os.close(self._stderr)
+            if isinstance(error, RolloutError):
+                sys.stderr.write(os.pread(self._log, os.fstat(self._log).st_size, 0).decode(errors="replace"))
+            os.close(self._log)
+
+    def responses(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[list[dict[str, Any]]]:
+        """Return `sampling.n` responses to each prompt, each with text, finish_reason and length in tokens."""
+        job, asked = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
+        sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
+        said, ends = self._runner.run(generate(self._responder, asked, sampling, job.settings.timeout_s)), end_tokens(job.model)
+        return [
+            [
+                {
+                    "response": text_of(sample, sampling, job.tokenizer, ends),
+                    "finish_reason": sample.finish_reason,
+                    "length": len(sample.tokens) - sample.prompt_length,
+                }
+                for sample in one.samples
+            ]
+            for one in said
+        ]
+
+
+def answer(speaker: Speaker, out: Path | None) -> None:
+    """Print the responses to all prompts, or write them as JSON lines; a file is complete or absent."""
+    if out is None:
+        for _ in _answered(speaker, None):
+            pass
+        return
+    partial = out.with_name(f"{out.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with naming_files("generate"):
+            file = partial.open("x", encoding="utf-8")
+        with file:
+            responses = sum(1 for _ in _answered(speaker, file))
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    say(f"megarl: wrote {responses:,} responses to {len(speaker.job.prompts):,} prompts into {out}")
+
+
+def _answered(speaker: Speaker, file: TextIO | None) -> Iterator[dict[str, Any]]:
+    """Yield a row for each response, after writing or printing it."""
+    prompts, n = speaker.job.prompts, speaker.job.sampling.n
+    for first in range(0, len(prompts), PROMPTS):
+        part = prompts[first : first + PROMPTS]
+        for prompt, responses in zip(part, speaker.responses(part), strict=True):
+            for number, response in enumerate(responses):
+                row = {"prompt": prompt.given, "sample": number, **response}
+                if file is not None:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                elif len(prompts) == n == 1:
+                    say(escaped(response["response"]))
+                else:
+                    say(*_shown(prompt, row, n))
+                yield row
+
+
+def _shown(prompt: Prompt, row: dict[str, Any], n: int) -> Iterator[str]:
+    ended = "ended by itself" if row["finish_reason"] == "stop" else "cut by the length limit"
+    which = f", response {row['sample'] + 1} of {n}" if n > 1 else ""
+    yield f"--- prompt {prompt.id + 1}{which}: {row['length']} tokens, {ended}"
+    yield from _spoken("prompt", prompt.text)
+    yield from _spoken("response", row["response"])
+
+
+def _spoken(who: str, text: str) -> Iterator[str]:
+    for number, line in enumerate(escaped(text).split("\n")):
+        yield f"{who if number == 0 else '':>8} | {line}"
+
+
+def chat(speaker: Speaker) -> None:
+    """Chat with the model until the input ends."""
+    job, said = speaker.job, list[Message]()
+    renderer = Renderer(job.tokenizer, job.format, job.settings.max_prompt_tokens, "the model's room")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # input that is not UTF-8
+    for turn in count():
+        try:
+            line = input(f"{'you':>8} | ")
+        except EOFError:
+            say("")
+            return
+        if line.strip() == "/new":
+            said = []
+        if not line.strip() or line.strip() == "/new":
+            continue
+        said.append({"role": "user", "content": line})
+        try:
+            [prompt] = renderer.prompts([Row("chat", list(said), "", {})], [0])
+        except ConfigError as error:
+            said.pop()
+            say(f"megarl: {escaped(str(error))} (/new starts over)")
+            continue
+        [[response]] = speaker.responses([prompt], job.sampling.seed + turn)
+        said.append({"role": "assistant", "content": response["response"]})
+        cut = " [cut by --max-tokens]" if response["finish_reason"] == "length" else ""
+        say(*_spoken("model", response["response"] + cut))

@@ -1,0 +1,30 @@
+"""`megarl sft`: supervised training on the assistant's messages, on the same ranks and layouts as the RL loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.algorithms.sft import Sft
+from megarl.checks.ranks import check_sft
+from megarl.config import SftConfig
+from megarl.data.conversations import Conversation, sample
+from megarl.loops.supervised import learn
+from megarl.ranks.learner import MiniBatch, mini_batch
+from megarl.resume.finished import has_finished
+
+
+def sft(config: SftConfig) -> None:
+    """Train on the conversations; the model is written to runs/<name>/model."""
+    if has_finished(config):
+        return
+    data, objective, settings = check_sft(config), Sft(config.sft.aggregation), config.sft
+
+    def plan(chosen: Sequence[Conversation]) -> MiniBatch:
+        return mini_batch(objective, [sample(one) for one in chosen], [0.0] * len(chosen), config.layout.dp, settings.micro_batch_tokens)
+
+    def draw(indices: list[int]) -> MiniBatch:
+        return plan([data.train[index] for index in indices])
+
+    held_out = plan(data.held_out) if data.held_out else None
+    first = (data.train or data.held_out)[:1]
+    learn(config, objective, len(data.train), draw, held_out, shuffle=config.data.shuffle, first=first)

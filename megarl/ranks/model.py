@@ -1,0 +1,220 @@
+"""One model on the ranks of the grid, frozen or trained: forward passes over batches, and optimizer steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megarl.batch import Batch
+from megarl.checkpoints.steps import trusted
+from megarl.config import Layout, ModelSettings, OptimizerSettings
+from megarl.host.parking import Parking
+from megarl.models import hf as directory
+from megarl.models.families import family_of
+from megarl.models.hf_writer import described
+from megarl.observe.metrics import Max, Metric
+from megarl.parallel import schedule
+from megarl.parallel.backend import Backend
+from megarl.parallel.build import DTYPES, build_chunks, transformer_config
+from megarl.parallel.checkpoint.load import load
+from megarl.parallel.checkpoint.state import ModelState
+from megarl.parallel.export import export_stacks, save_hf
+from megarl.parallel.grid import Grid
+from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
+from megarl.parallel.routing import Routing, RoutingPass
+from megarl.parallel.weights import load_hf, weight_buffers
+from megarl.ranks.speed import speed, training_flops
+from megarl.sync.quantize import as_expected
+
+# (logits [R, V], or values [R, 1] of a value model; the entries' rows on the R axis; the entries) -> one number per entry [T]
+OutputReader = Callable[[Tensor, Tensor, Batch], Tensor]
+
+
+class Model:
+    """This rank's part of a model loaded from a Hugging Face directory."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: ModelSettings,
+        layout: Layout,
+        backend: Backend,
+        grid: Grid,
+        *,
+        head: Literal["lm", "value"] = "lm",
+        optimizer: OptimizerSettings | None = None,
+        updates: int = 0,
+        blank: bool = False,
+    ) -> None:
+        """Build the model, and load its weights unless it is `blank`. Collective.
+
+        Args:
+            path: the Hugging Face directory.
+            settings: dtype and Megatron's fields; `weights` replaces the weights of a language model at `settings.path`.
+            layout: the parallel layout of the ranks.
+            backend: the hardware backend.
+            grid: this rank's grid.
+            head: "value" puts a scalar head in the place of the output layer.
+            optimizer: the optimizer's settings; None: the model is frozen.
+            updates: optimizer steps of the whole run, for the learning-rate schedule.
+            blank: read no weights, since a checkpoint is loaded next. Until then they are NaN.
+        """
+        self._path, self._grid, self._backend, self._parking = path, grid, backend, Parking(backend.parking_buffer)
+        self._head = head
+        self.hf = directory.read_config(path)
+        self._config = transformer_config(self.hf, settings, layout, backend)
+        self._modules: list[Any] = build_chunks(
+            self._config, self.hf, backend, grad=optimizer is not None, head=head, fp32_head=settings.fp32_head
+        )
+        if blank:
+            for module in self._modules:
+                for _, tensor in (*module.named_parameters(), *weight_buffers(module)):
+                    tensor.data.fill_(torch.nan)
+        elif settings.weights is not None and path == settings.path and head == "lm":
+            load(trusted(settings.weights), {"policy": ModelState(self._modules, self.hf)}, grid)
+        else:
+            load_hf(self._modules, path, self.hf, grid)
+        self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
+        self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
+        self.routing = Routing(self.chunks, grid)
+        self.topk = int(self._config.moe_router_topk) if self._config.num_moe_experts else 0  # experts per token; 0: a dense model
+        self.layers = int(self._config.num_layers)  # of the whole model
+        dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
+        self._described = described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
+
+    def forward_tokens(self, batches: Sequence[Batch], name: str, read: OutputReader, routing: RoutingPass | None = None) -> list[Batch]:
+        """Run the model forward and compute one number per token from its output. Collective.
+
+        Args:
+            batches: micro-batches of whole sequences, the same list on all ranks of a data-parallel replica.
+            name: the numbers' name in `extra_T`.
+            read: computes the numbers [T] from the output.
+            routing: follows this model's routers.
+
+        Returns:
+            The batches with `extra_T[name]` [T]: the numbers of this rank's entries, NaN for entries of other ranks.
+
+        Raises:
+            FloatingPointError: a number is not finite at a loss token.
+            RoutingError: experts should have been replayed but were not.
+        """
+
+        def loss_fn(output_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            value_T = read(output_RV, row_T, batch)
+            if not value_T[batch.mask_T].isfinite().all():  # readers take NaN to mean "on another rank"
+                raise FloatingPointError(f"{name}: {self._path} gives a number that is not finite")
+            return value_T.sum(), (batch.extra_T["entry"], value_T)
+
+        numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
+        results = iter(schedule.run(self.chunks, numbered, loss_fn, self._grid, forward_only=True, routing=routing))
+        if routing is not None:
+            routing.check()
+        filled = []
+        for batch in batches:
+            value_T = torch.full((len(batch),), torch.nan)
+            if len(batch) and self._grid.is_last_stage:
+                entry_T, found_T = next(results)
+                value_T[entry_T] = found_T.cpu()
+            filled.append(batch.with_extra(**{name: value_T}))
+        return filled
+
+    def step(self, batches: Sequence[Batch], loss_fn: schedule.LossFn, routing: RoutingPass | None = None) -> tuple[list[Any], StepInfo]:
+        """Take one optimizer step on the sum of the micro-batches' losses.
+
+        Args:
+            batches: the micro-batches of this data-parallel rank.
+            loss_fn: (logits, rows, batch) -> a 0-dim loss, and a result to return with it.
+            routing: follows this model's routers.
+
+        Returns:
+            The results that `loss_fn` returned on the last stage, one per micro-batch, and the optimizer's report of the step.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are as before.
+            RoutingError: experts were not replayed; the weights are as before.
+        """
+        assert self._trainable is not None, "a frozen model takes no steps"
+        begun = time.perf_counter()
+        self._trainable.zero_grad()
+        results = schedule.run(self.chunks, batches, loss_fn, self._grid, forward_only=False, routing=routing)
+        if routing is not None:
+            routing.check()
+        info = self._trainable.step()
+        self._backend.synchronize()
+        self._seconds = time.perf_counter() - begun
+        if info.skipped:
+            raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
+        return results, info
+
+    def performance(self, batches: Sequence[Batch], *, report: bool) -> dict[str, Metric]:
+        """Return the speed of the last step, which was on these batches, and this rank's peak memory, as metrics.
+
+        `report` says whether this rank reports the speed of its data-parallel replica, whose work is split equally over the
+        context-parallel ranks.
+        """
+        memory: dict[str, Metric] = {f"perf/memory_{kind}_gb/max": Max(size) for kind, size in self._backend.peak_memory_gb().items()}
+        if not report:
+            return memory
+        lengths = [length for batch in batches for length in batch.contexts()[1].tolist()]
+        flops = training_flops(self.hf, self._head, lengths)
+        dtype = str(self._config.params_dtype).removeprefix("torch.")
+        return memory | speed(flops, self._grid.world // self._grid.dp_size, self._seconds, self._backend.name, dtype)
+
+    def park(self) -> None:
+        """Move weights and optimizer off the device. Call `wake` before the model is used again."""
+        self._wait_for_weights()
+        if self._trainable is not None:
+            self._parking.park(self._trainable.gradients(), keep=False)
+            self._parking.park(self._trainable.state())
+        for module in self._modules:
+            self._parking.park([*module.parameters(), *module.buffers()])
+        self._backend.empty_cache()
+
+    def wake(self) -> None:
+        """Move the model back to the device if it was parked."""
+        self._parking.wake()
+        self._backend.synchronize()
+
+    def stream(self, dtype: str | None, *, by_stage: bool) -> Any:
+        """Stream the weights as (Hugging Face name, tensor); every rank must iterate to the end.
+
+        Args:
+            dtype: their dtype; None: the model's.
+            by_stage: each pipeline stage's on its first rank, instead of all on rank 0.
+        """
+        self._wait_for_weights()
+        kind = DTYPES[dtype] if dtype else self._config.params_dtype
+        return export_stacks(self.chunks, self.hf, self._grid, kind, by_stage=by_stage)
+
+    def quantized(self, stream: Any, dtype: str | None, quantization: str) -> Any:
+        """Quantise a weight stream on the rank that sends it.
+
+        Args:
+            stream: from `stream`, in the model's dtype.
+            dtype: the dtype of the engines' weights that are not quantised; None: the model's.
+            quantization: `rollout.quantization`.
+
+        Returns:
+            The stream that engines of this quantisation expect.
+        """
+        rest = dtype or str(self._config.params_dtype).removeprefix("torch.")
+        return as_expected(stream, family_of(self.hf).update(self.hf, rest, quantization))
+
+    def saved(self) -> ModelState:
+        """Return the state of the model and its optimizer, as saved in a checkpoint. Collective."""
+        self._wait_for_weights()
+        return ModelState(self.chunks, self.hf, self._trainable, self._described)
+
+    def save(self, target: Path) -> None:
+        """Write the model as a Hugging Face directory. Collective."""
+        self._wait_for_weights()
+        save_hf(self.chunks, self.hf, self._grid, source=self._path, target=target)
+
+    def _wait_for_weights(self) -> None:
+        if self._trainable is not None:
+            self._trainable.wait_for_weights()

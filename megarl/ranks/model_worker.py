@@ -1,0 +1,430 @@
+"""One model rank of the RL loop: holds its shard of some of the run's models, scores responses, learns, sends weights to the engines.
+
+Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N responses of the step, S samples (see `plan`).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megarl.algorithms import PolicyAlgorithm
+from megarl.algorithms.ops import log_ratio
+from megarl.algorithms.ppo import ActorCritic
+from megarl.batch import EXPERTS, Batch, concat
+from megarl.cluster.demand import Role
+from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
+from megarl.lazy_torch import Tensor, torch
+from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
+from megarl.ranks.assemble import (
+    Columns,
+    assemble,
+    columns,
+    corrections,
+    known,
+    mismatch,
+    mismatch_of_sequences,
+    spread,
+    weight_metrics,
+    with_columns,
+)
+from megarl.ranks.critic import Critic, critic_metrics, loss_metrics
+from megarl.ranks.megatron_worker import MegatronWorker
+from megarl.ranks.reward import RewardModel
+from megarl.ranks.step_plan import ScoringPlan, StepPlan
+
+if TYPE_CHECKING:
+    from megarl.parallel.checkpoint.state import ModelState
+    from megarl.parallel.routing import ExpertsRecorded, RoutingPass
+    from megarl.ranks.model import Model
+    from megarl.ranks.publisher import Publisher
+    from megarl.sync.senders import SenderRounds
+
+TRAINED: tuple[Role, ...] = ("policy", "critic")
+# Experts that the pass of the old log-probs keeps for the updates, by routing.replay.
+RECORD: dict[str, ExpertsRecorded] = {"off": "known", "r2": "all", "r3": "none"}
+COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # the column of per-token numbers that each role computes
+
+
+@dataclass(frozen=True)
+class RLSpec:
+    """What the ranks of an RL run optimise, and how."""
+
+    algorithm: PolicyAlgorithm
+    optimizer: OptimizerSettings
+    updates: int  # optimizer steps of the whole run, for the learning-rate schedule
+    temperature: float  # sampling temperature, which the log-probs must match
+    critic: CriticSettings | None = None
+    critic_updates: int = 0  # optimizer steps of the critic
+    critic_together: int = 1  # micro-batches that the critic joins into one
+    reward: Path | None = None  # the reward model
+    offload: bool = False  # idle models leave the device
+    shared_devices: bool = False  # the engines share the devices of the policy's ranks
+    routing: RoutingSettings = RoutingSettings()
+    old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
+
+
+class ModelWorker(MegatronWorker):
+    """One rank of a group that holds some of the models of an RL run.
+
+    Args:
+        rank: its rank in the group.
+        config: the run's configuration.
+        layout: the group's parallel layout.
+        spec: what to optimise, and how.
+        roles: the roles of the group's models.
+    """
+
+    def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
+        super().__init__(rank, config, layout, "" if "policy" in roles else roles[0])
+        self._spec, self._roles = spec, tuple(roles)
+
+    def build_models(self) -> None:
+        """Build the models of this group's roles."""
+        policy, spec = self._config.model.path, self._spec
+        self._models: dict[Role, Model] = {}
+        for role in self._roles:
+            if role == "policy":
+                self._models[role] = self._model(policy, "lm", spec.optimizer, spec.updates)
+            elif role == "reference":
+                self._models[role] = self._model(policy)
+            elif role == "critic":
+                assert spec.critic is not None
+                self._models[role] = self._model(spec.critic.path or policy, "value", spec.critic.optimizer, spec.critic_updates)
+            else:
+                assert spec.reward is not None
+                self._models[role] = self._model(spec.reward, "value")
+            self._use(role)
+        self._publisher: Publisher | None = None
+        self._rounds: SenderRounds | None = None
+        self._kl_coef = 0.0
+
+    def forward(self, plan: StepPlan, score: bool = True) -> dict[str, Metric]:
+        """Fetch this data-parallel rank's responses and run its models over them: log-probs before the step, and values.
+
+        The mini-batches are kept for `update`.
+
+        Args:
+            plan: the step's plan.
+            score: run the policy over the responses even if its old log-probs come from elsewhere.
+
+        Returns:
+            Metrics of the gap between the policy's and the engine's log-probs, if the policy has run, and of the host memory of the experts
+            that are kept.
+        """
+        split = [mini_batch[self._grid.dp_rank] for mini_batch in plan.split]
+        layers = self._engine_layers
+        mini_batches = [[assemble(plan, samples, layers) for samples in micro_batches] for micro_batches in split]
+        self._samples = [samples for micro_batches in split for samples in micro_batches]
+        self._members = [plan.responses(samples) for samples in self._samples]
+        self._responses, self._divided, self._part_N = plan.mini_batches, plan.divided, torch.from_numpy(plan.part_N)
+        flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], dict[str, Metric]()
+        if "reference" in self._models:
+            with self._follow("reference", replay=self._spec.routing.reference) as routing:
+                flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp, routing)
+        self._scored, self._fresh = score or self._spec.old_logp == "forward", True
+        if "policy" in self._models:
+            if self._scored:
+                flat, metrics = self._score_policy(flat)
+            if self._spec.old_logp != "forward":
+                flat = [batch.with_extra(old_logp=self._held(batch.extra_T["rollout_logp"], batch)) for batch in flat]
+        self._keep(flat, mini_batches)
+        if "critic" in self._models:
+            self._keep(self._critic().forward_tokens(self._mini_batches), mini_batches)
+        held = [batch.extra_T[name].nbytes for batch in self._flat() for name in EXPERTS if name in batch.extra_T]
+        return metrics | ({"routing/held_mb": Max(sum(held) / 2**20)} if held else {})
+
+    def moe(self) -> tuple[int, list[int], int, int]:
+        """The policy's pipeline stage on this rank, the MoE layers of that stage, all layers of the model, and its experts per token."""
+        policy = self._models["policy"]
+        return self._grid.pp_rank, policy.routing.layers, policy.layers, policy.topk
+
+    def rewards(self, plan: ScoringPlan) -> dict[int, float]:
+        """Score the plan's responses with the reward model; return the scores that this rank reports, by response."""
+        return RewardModel(self._use("reward"), self._grid).scores(plan)
+
+    def columns(self, names: Sequence[str]) -> Columns:
+        """Per-token numbers of the last plan for another group, from the one rank of each data-parallel replica that reports them."""
+        if not self._grid.is_last_stage:
+            return []
+        batches = [self._completed(batch) for batch in self._flat()]
+        return columns(batches, self._samples, names) if self._speaks else []
+
+    def take(self, given: Columns, names: Sequence[str]) -> None:
+        """Add columns of another group to the last plan, each token's number only on the rank that computed the token's own column."""
+        if not self._grid.is_last_stage:
+            return
+        own = COLUMN[self._roles[0]]
+        flat = []
+        for batch in with_columns(self._flat(), self._samples, given, names):
+            elsewhere_T = batch.extra_T[own].isnan()
+            flat.append(batch.with_extra(**{name: batch.extra_T[name].masked_fill(elsewhere_T, torch.nan) for name in names}))
+        self._keep(flat, self._mini_batches)
+
+    def sequence_kl(self) -> dict[int, float]:
+        """Each response's KL to the reference in the last plan (`old_kl`), over the loss tokens that this rank computed and reports.
+
+        Responses that take part in the step and are not trained on have theirs too.
+        """
+        found = collections.defaultdict[int, float](float)
+        if self._spec.algorithm.needs_reference and self._reports:
+            compared = [replace(batch, mask_T=batch.extra_T.get("compared", batch.mask_T)) for batch in self._flat()]
+            for members, batch in zip(self._members, map(known, compared), strict=True):
+                for n, kl in zip(members, batch.sequence_sum(self._spec.algorithm.old_kl(batch)).tolist(), strict=True):
+                    found[n] += kl
+        return dict(found)
+
+    def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
+        """Compute the advantage of every token of the last plan, from the responses' numbers. Collective over the last stage's ranks.
+
+        Args:
+            advantage_N: float32 [N], from `response_advantages`.
+            kl_coef: the KL coefficient, here and in the updates that follow.
+            monte_carlo: the critic's targets are Monte Carlo returns, whatever its lambda.
+
+        Returns:
+            On the ranks that report: metrics of how well the critic's values explain the returns, of the gap between the engine's and the
+            trainer's log-probs of whole responses, and of the correction's weights.
+        """
+        algorithm = self._spec.algorithm
+        self._kl_coef = kl_coef
+        if not self._grid.is_last_stage:
+            return {}
+        batches = [spread(batch, members, advantage=advantage_N) for members, batch in zip(self._members, self._flat(), strict=True)]
+        whole = concat([self._completed(batch.without(*EXPERTS)) for batch in batches], self._members)
+        extra = {"advantage": algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)}
+        if isinstance(algorithm, ActorCritic):
+            extra["outcome"] = algorithm.outcomes(whole, kl_coef)
+            extra["return"] = extra["outcome"] if monte_carlo else algorithm.returns(whole, kl_coef)
+        metrics = [mismatch_of_sequences(whole)] if self._speaks and self._spec.old_logp == "forward" else []
+        if algorithm.correction is not None:
+            members = list(dict.fromkeys(n for chosen in self._members for n in chosen))
+            extra |= corrections(algorithm, algorithm.correction, whole, members, self._responses, self._part_N, self._sum_over_replicas)
+            metrics += [weight_metrics(extra["correction"], whole)] if self._speaks else []
+        ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
+        parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}
+        filled = [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
+        self._keep(filled, self._mini_batches)
+        if algorithm.needs_critic and self._reports:
+            metrics += [critic_metrics(batch) for batch in filled]
+        return merge(metrics)
+
+    def update(self, mini_batch: int) -> dict[str, Metric]:
+        """Take one optimizer step on a mini-batch of the last plan; return the metrics of the tokens that only this rank reports."""
+        batches, replay = self._mini_batches[mini_batch], self._spec.routing.replay != "off"
+        if self._divided[mini_batch] and self._spec.algorithm.joins_tokens and self._spec.old_logp != "update":
+            batches = self._with_sequence_means(mini_batch, replay)
+        with self._follow("policy", replay=replay) as routing:
+            results, info = self._use("policy").step(batches, self._loss_fn, routing)
+            metrics = merge(results) if self._reports else {}
+            if routing is not None:
+                metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
+        self._fresh = False
+        metrics |= self._models["policy"].performance(self._mini_batches[mini_batch], report=self._reports)
+        if self._rank == 0:
+            metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
+        return metrics
+
+    def _with_sequence_means(self, mini_batch: int, replay: bool) -> list[Batch]:
+        """A mini-batch with the means of the algorithm's `sequence_term` over whole responses, of which some are in several micro-batches.
+
+        Args:
+            mini_batch: the number of the mini-batch.
+            replay: route as the optimizer step does.
+        """
+        batches, algorithm = self._mini_batches[mini_batch], self._spec.algorithm
+        with self._follow("policy", replay=replay) as routing:
+            scored = self._use("policy").forward_tokens(batches, "logp", self._logp, routing)
+        if not self._grid.is_last_stage:
+            return batches
+        first = sum(map(len, self._mini_batches[:mini_batch]))
+        whole = concat([batch.without(*EXPERTS) for batch in scored], self._members[first : first + len(batches)])
+        mine = known(replace(whole, extra_T={**whole.extra_T, "old_logp": whole.extra_T["logp"]}))  # this context-parallel rank's share
+        own_T = algorithm.sequence_term(log_ratio(mine.extra_T["logp"], whole.extra_T["old_logp"], mine), whole.extra_T["advantage"])
+        assert own_T is not None
+        mean_T = whole.spread(self._sum_over(mine.sequence_sum(own_T)) / whole.count_N.clamp(min=1))
+        ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
+        return [batch.with_extra(sequence_mean=own) for batch, own in zip(batches, mean_T.tensor_split(ends), strict=True)]
+
+    def update_critic(self, mini_batch: int) -> dict[str, Metric]:
+        """Take one optimizer step of the critic on a mini-batch of the last plan."""
+        assert isinstance(self._spec.algorithm, ActorCritic)
+        return self._critic().step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
+
+    def sync(
+        self,
+        engines: Sequence[Any],
+        workers_per_engine: int,
+        dtype: str | None,
+        version: int,
+        settings: SyncSettings,
+        quantization: str | None = None,
+    ) -> dict[str, Metric]:
+        """Stream the policy's weights into the engines. Every rank takes part in the gather.
+
+        The first rank of each pipeline stage sends the stage's weights, or rank 0 all of them (see `SyncSettings.senders`).
+
+        Args:
+            engines: the engines' actors; they stay connected for later calls, until one fails or they change.
+            workers_per_engine: the processes of each engine that hold weights.
+            dtype: the dtype of the engines' weights; None: the model's.
+            version: the version of the weights, which samples then carry.
+            settings: transport, bucket size, time limit, and whether to verify; read when the engines are connected.
+            quantization: how the engines' weights are quantised (`rollout.quantization`): the senders do it, from the model's own dtype.
+
+        On rank 0 it returns metrics of what was moved and how long it took. It raises FingerprintMismatch if an engine holds other bits
+        (`settings.verify`), and whatever an engine or the transport has raised.
+        """
+        from megarl.sync.senders import SenderRounds, SenderStopped
+
+        sharing = len(engines) * workers_per_engine if self._spec.shared_devices else 0
+        model, senders = self._use("policy"), settings.senders(self._grid.layout, sharing)
+        stream = model.stream(None if quantization else dtype, by_stage=senders > 1)
+        if not (self._grid.leads_stage and self._grid.pp_rank < senders):
+            collections.deque(stream, maxlen=0)
+            return {}
+        if self._rounds is None:
+            self._rounds = SenderRounds(self._grid.store, self._grid.pp_rank, senders, settings.timeout_s)
+        try:
+            if self._publisher is None or not self._publisher.reaches(engines):
+                self._publisher = self._connected(engines, workers_per_engine, settings, self._rounds)
+            return self._publisher.publish(stream if quantization is None else model.quantized(stream, dtype, quantization), version)
+        except BaseException as error:
+            self._publisher = None
+            collections.deque(stream, maxlen=0)  # the other ranks gather to the stream's end
+            if isinstance(error, SenderStopped):  # the sender that has failed raises
+                return {}
+            raise
+
+    def _connected(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, rounds: SenderRounds) -> Publisher:
+        """Connect this rank to the engines, as one of the senders."""
+        from megarl.ranks.publisher import StagePublisher, WeightPublisher
+
+        kind = StagePublisher if self._grid.pp_rank else WeightPublisher
+        relay = self._grid.rank if self._spec.shared_devices else None  # on GPUs in the ranks' order; else any on its machine
+        return kind(engines, workers_per_engine, settings, self._host, self._backend.device, rounds, relay=relay)
+
+    def save(self, role: Role, directory: Path) -> None:
+        """Write a model as a Hugging Face directory; value models in the sequence-classification layout."""
+        self._use(role).save(directory)
+
+    def trained(self) -> dict[str, ModelState]:
+        """The policy and the critic, as far as this group holds them."""
+        return {role: replace(self._models[role].saved(), wake=partial(self._use, role)) for role in self._roles if role in TRAINED}
+
+    def park(self) -> None:
+        """Move all models off the device; each returns when it is used."""
+        for model in self._models.values():
+            model.park()
+
+    def _use(self, role: Role) -> Model:
+        """Move the model of a role to the device and return it; with `offload`, the other models leave the device."""
+        if self._spec.offload:
+            for other, model in self._models.items():
+                if other != role:
+                    model.park()
+        self._models[role].wake()
+        return self._models[role]
+
+    def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
+        """Run the policy over the batches; return them with "old_logp", and metrics that compare log-probs and experts with the engine's.
+
+        "routed_experts" then holds the experts that the updates replay or compare with.
+        """
+        replay, metrics = self._spec.routing.replay, dict[str, Metric]()
+        with self._follow("policy", replay=replay == "r3", record=RECORD[replay]) as routing:
+            filled = self._use("policy").forward_tokens(flat, "old_logp", self._logp, routing)
+            if self._reports:
+                metrics = merge(mismatch(batch) for batch in filled)
+            if routing is not None:
+                metrics |= routing.metrics("rollout")
+                if replay != "r3":
+                    filled = [batch.without("routed_experts") for batch in filled]
+                    for index, experts_TLK in routing.recorded.items():
+                        filled[index] = filled[index].with_extra(routed_experts=experts_TLK)
+        return filled, metrics
+
+    @contextmanager
+    def _follow(self, role: Role, *, replay: bool, record: ExpertsRecorded = "none") -> Iterator[RoutingPass | None]:
+        """Follow the routers of a model of the policy's shape, with the experts of "routed_experts"; None if there is nothing to follow."""
+        model = self._models[role]
+        if model.topk and (replay or (role == "policy" and self._spec.routing.follows)):
+            with model.routing.follow("routed_experts", replay=replay, record=record) as routing:
+                yield routing
+        else:
+            yield None
+
+    @property
+    def _engine_layers(self) -> list[int]:
+        """The layers for which this rank's models need the experts that the engine chose."""
+        if "policy" in self._models:
+            return self._models["policy"].routing.layers
+        return self._models["reference"].routing.layers if self._spec.routing.reference and "reference" in self._models else []
+
+    def _critic(self) -> Critic:
+        """The critic, on the device."""
+        return Critic(self._use("critic"), self._grid, self._spec.critic_together, replay=self._spec.routing.critic)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this is the one rank of its data-parallel replica that reports metrics of whole sequences."""
+        return self._reports and self._grid.cp_rank == 0
+
+    def _flat(self) -> list[Batch]:
+        return [batch for mini_batch in self._mini_batches for batch in mini_batch]
+
+    def _keep(self, flat: Sequence[Batch], shape: Sequence[Sequence[Batch]]) -> None:
+        """Keep the batches as the step's mini-batches, as many in each as in `shape`."""
+        rest = iter(flat)
+        self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in shape]
+
+    def _completed(self, batch: Batch) -> Batch:
+        """Complete the models' per-token numbers of the batch with those of the other context-parallel ranks."""
+        if self._grid.cp_size == 1:
+            return batch
+        names = [name for name in COLUMN.values() if name in batch.extra_T]
+        return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
+
+    def _held(self, value_T: Tensor, batch: Batch) -> Tensor:
+        """Keep the values of the entries whose output this rank computes; NaN for entries of other ranks."""
+        from megarl.parallel.packing import pack_micro
+
+        if not self._grid.is_last_stage:
+            return torch.full_like(value_T, torch.nan)
+        if self._grid.cp_size == 1 or not len(batch):
+            return value_T
+        place = {"cp_rank": self._grid.cp_rank, "cp_size": self._grid.cp_size, "tp": self._grid.layout.tp}
+        entry_T = pack_micro(batch, **place, device=torch.device("cpu")).entry_T
+        return torch.full_like(value_T, torch.nan).index_copy(0, entry_T, value_T[entry_T])
+
+    def _logp(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
+        return self._logprobs(logits_RV, row_T, batch)[0]
+
+    def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+        from megarl.parallel.logprobs import logprob_entropy
+
+        model = self._models.get("policy") or self._models["reference"]
+        group, temperature = self._grid.groups.tp, self._spec.temperature
+        return logprob_entropy(logits_RV, row_T, batch.target_T, temperature, group, int(model.hf["vocab_size"]), overwrite)
+
+    def _loss_fn(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
+        seen = batch.with_extra(old_logp=logp_T.detach())
+        loss = self._spec.algorithm.loss(
+            logp_T, entropy_T, seen if self._spec.old_logp == "update" else batch, self._sum_over, self._kl_coef
+        )
+        total = (loss.loss_T * batch.extra_T["weight"]).sum()
+        if loss.weighted is not None:
+            total = total + loss.weighted
+        metrics = {"actor/pg_loss": Sum(float(total.detach())), **loss_metrics(loss)}
+        if self._fresh and self._spec.old_logp != "forward":  # the weights are still those that the step began with
+            of_sequences = mismatch_of_sequences(seen, self._sum_over)
+            metrics |= mismatch(seen) | (of_sequences if self._speaks else {})
+        return total, metrics

@@ -1,0 +1,1 @@
+"""Stop and go on: saves, recovery, the best step."""

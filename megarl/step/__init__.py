@@ -1,0 +1,1 @@
+"""The driver's half of an RL step."""

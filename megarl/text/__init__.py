@@ -1,0 +1,1 @@
+"""Text of others: strict JSON, safe display, names of files."""

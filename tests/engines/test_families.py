@@ -1,0 +1,148 @@
+"""Engines serve the other families too: what is sent is what they hold, and what they say afterwards is transformers' answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.config import ConfigError, RolloutSettings
+from megarl.engines.engine import Setup
+from megarl.engines.generate import Sampling
+from megarl.engines.registry import check_engine
+from megarl.engines.vllm import engine
+from megarl.models.hf import read_config
+from megarl.sync.fingerprint import compare
+from tests.engines.engine_host import Host
+from tests.engines.test_updates import SETTINGS, Corruptible, Layout, _check_update, _start, check_plan
+from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate
+from tests.rows import rows
+from tools.make_tiny_model import build, has_experts
+
+SIZES = {"layers": 2, "hidden": 128, "experts": 8, "expert_hidden": 64}
+SAMPLING = Sampling(n=1, temperature=0.0, max_tokens=4, seed=0)
+FUSED = "model.layers.1.self_attn.qkv_proj.weight"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def other(path: Path, family: str) -> Any:
+    """transformers' model of another seed, sharper than the one that the engine starts with."""
+    from transformers import AutoModelForCausalLM
+
+    build(path, **SIZES, seed=2, family=family, initializer_range=0.12)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def stored(path: Path, dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
+    """As a trainer of that dtype exports it."""
+    tensors = load_file(path / "model.safetensors").items()
+    return [(name, tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)) for name, tensor in tensors]
+
+
+async def _follows(tmp_path: Path, family: str) -> None:
+    build(tmp_path / "model", **SIZES, seed=1, family=family)
+    engine = await _start(tmp_path / "model", blank=True)
+    try:
+        model = other(tmp_path / "other", family)
+        await _check_update(engine, Trainer(engine, "shm"), model, stored(tmp_path / "other"))
+        routed = (await generate(engine, PROMPTS, SAMPLING))[0].samples[0].routed_experts
+        assert (routed is not None) == has_experts(family)
+    finally:
+        await engine.close()
+
+
+# What runs without --long. A new family joins the names in the parametrization below.
+SUITE = ("qwen2_tied", "mixtral", "glm4_moe")
+
+
+@pytest.mark.parametrize("family", rows(("qwen3", "llama", "mistral", *SUITE), SUITE))
+def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Path, family: str) -> None:
+    host.run(_follows, tmp_path, family)
+
+
+async def _fused(tmp_path: Path, tp: int) -> None:
+    build(tmp_path / "model", **SIZES, seed=1, family="phi3")
+    engine = await _start(tmp_path / "model", layout=Layout(tp), blank=True)
+    trainer = Trainer(engine, "gloo", tp)
+    try:
+        tensors = stored(tmp_path / "model")
+        digest = await trainer.update(tensors)
+        held = await engine.fingerprints(TIMEOUT_S)
+        assert compare(digest, held) == [] and all(len(places) == 1 for places in held.values())
+        if tp == 1:
+            weight = dict(tensors)[FUSED].clone()
+            weight[130, 5] *= 1.01  # a key's
+            await engine._call("megarl_corrupt_linear", "self_attn.qkv_proj", weight.tolist(), timeout_s=TIMEOUT_S)
+            assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == [FUSED]
+        await _check_update(engine, trainer, other(tmp_path / "other", "phi3"), stored(tmp_path / "other"))
+        await check_plan(engine, tmp_path / "model", Layout(tp))
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_tensor_of_several_projections_follows_updates_on_any_rank(host: Host, tmp_path: Path, tp: int) -> None:
+    host.run(_fused, tmp_path, tp)
+
+
+async def _bias(tmp_path: Path, dtype: str) -> None:
+    build(tmp_path / "model", **SIZES, seed=1, family="glm4_moe")
+    engine = await _start(tmp_path / "model", dtype)
+    try:
+        digest = await Trainer(engine, "shm").update(stored(tmp_path / "model", getattr(torch, dtype)))
+        held = await engine.fingerprints(TIMEOUT_S)
+        assert compare(digest, held) == [] and len(held[BIAS]) == 2, "the router's, and where the experts' kernel reads it"
+        await engine._call("megarl_corrupt", "expert_bias", timeout_s=TIMEOUT_S)
+        assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == [BIAS]
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_expert_bias_is_float32_in_every_engine_and_checked(host: Host, tmp_path: Path, dtype: str) -> None:
+    host.run(_bias, tmp_path, dtype)
+
+
+class Latent(Corruptible):
+    """On a CPU vLLM's reference kernel takes latents of the published size; `check` refuses all of them."""
+
+    @staticmethod
+    def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+        pass
+
+
+async def _latents(tmp_path: Path) -> list[list[str]]:
+    """What differs after an update, and after what the engine made of it was changed."""
+    published = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    for seed, name in ((1, "model"), (2, "other")):
+        build(tmp_path / name, **SIZES, seed=seed, family="deepseek_v3", **published)
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = engine.engine_arguments
+        patch.setattr(engine, "engine_arguments", lambda *given, **named: arguments(*given, **named) | {"attention_backend": "CPU_MLA"})
+        latent = Latent("engine 0")
+        await latent.start(Setup(tmp_path / "model", "float32", SETTINGS, 1, gpu=False, blank=True))
+    try:
+        digest = await Trainer(latent, "shm").update(stored(tmp_path / "other"))
+        updated = compare(digest, await latent.fingerprints(TIMEOUT_S))
+        await latent._call("megarl_corrupt", "absorbed", timeout_s=TIMEOUT_S)
+        return [updated, compare(digest, await latent.fingerprints(TIMEOUT_S))]
+    finally:
+        await latent.close()
+
+
+def test_what_latent_attention_makes_of_a_weight_is_held_against_it(host: Host, tmp_path: Path) -> None:
+    assert host.run(_latents, tmp_path) == [[], ["model.layers.1.self_attn.mla_attn.mla_attn.W_UV"]]
+
+
+def test_multi_latent_attention_on_a_cpu_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    build(tmp_path / "model", **SIZES, seed=1, family="deepseek_v3")
+    hf = read_config(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"^model\.path: config\.json's kv_lora_rank=32: .* needs GPU engines \(cluster\.gpus=true\)$"):
+        check_engine(hf, "float32", SETTINGS, gpu=False)
+    check_engine(hf, "float32", SETTINGS.model_copy(update={"kv_cache_mb": None}), gpu=True)

@@ -1,0 +1,69 @@
+"""The page of every mend of an upstream fault (`megarl/upstream/README.md`), made from the code. `--write` writes it.
+
+Each mend is a function of `megarl/` that calls `expect`: with the upstream function and the faulty lines that must still be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "megarl" / "upstream" / "README.md"
+START = "<!-- python -m tools.list_upstream --write -->\n"
+
+
+@dataclass(frozen=True)
+class Mend:
+    """One mend: the file and function in which it stands, its first words, and what it replaces upstream."""
+
+    file: str
+    function: str
+    summary: str
+    targets: tuple[str, ...]
+
+
+def mends() -> list[Mend]:
+    """Every mend in `megarl/`, by file and line."""
+    files = sorted((ROOT / "megarl").rglob("*.py"))
+    return [mend for path in files for mend in _mends_of(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text()))]
+
+
+def table() -> str:
+    """The table of all mends in Markdown."""
+    rows = []
+    for mend in mends():
+        targets = ", ".join(f"`{target}`" for target in mend.targets)
+        rows.append(f"| `{mend.file}` | `{mend.function}` | {targets} | {mend.summary} |")
+    return "\n".join(["| file | function | upstream | fault |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _mends_of(file: str, tree: ast.Module) -> Iterator[Mend]:
+    targets: dict[ast.FunctionDef, list[str]] = defaultdict(list)
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "expect":
+                    targets[function].append(ast.unparse(node.args[0]))
+    for function, names in targets.items():
+        if not any(inner is not function and inner in targets for inner in ast.walk(function)):  # the innermost function is the mend
+            summary = " ".join((ast.get_docstring(function) or "").partition("\n\n")[0].split())
+            yield Mend(file, function.name, summary.replace("|", "\\|"), tuple(dict.fromkeys(names)))
+
+
+def main() -> None:
+    """Print the table, or write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="into the page")
+    if parser.parse_args().write:
+        PAGE.write_text(PAGE.read_text().partition(START)[0] + START + table())
+    else:
+        print(table(), end="")
+
+
+if __name__ == "__main__":
+    main()
