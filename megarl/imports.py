@@ -1,4 +1,4 @@
-"""Import helpers: make heavy imports lighter, and look up objects named in text."""
+"""Import helpers: pause the garbage collector, skip a package's `__init__`, and look up objects named in text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_current_folder() -> None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause the garbage collector in a block that creates very many objects. What the block imports is exempt from collection for good.
 
     Python would scan all objects again and again while they are created: a quarter of the time that vLLM, Megatron and transformers take
@@ -49,11 +49,10 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def parts_alone(package: str) -> Iterator[None]:
+def without_package_init(package: str) -> Iterator[None]:
     """Let a block import modules of a package without running its `__init__`, which runs when the package is next imported.
 
-    For a package whose `__init__` does a lot that those modules do not need; they may use its `__version__`, but nothing else of it. It may
-    be a package inside another.
+    For a package whose `__init__` does a lot that those modules do not need. It may be a package inside another.
     """
     if package in sys.modules:
         yield
@@ -62,10 +61,6 @@ def parts_alone(package: str) -> Iterator[None]:
     assert spec is not None, f"{package} is not installed"
     stand_in = ModuleType(package)
     stand_in.__spec__, stand_in.__path__ = spec, list(spec.submodule_search_locations or ())
-    if "." not in package:
-        from importlib.metadata import version  # takes longer to import than everything else in a scoring process
-
-        vars(stand_in)["__version__"] = version(package)
     sys.modules[package] = stand_in
     try:
         yield
@@ -79,13 +74,13 @@ def gym_factory(dataset: str) -> Any:
     The package imports a hundred data sets, with sympy and matplotlib, in 1.6 s. Most data sets have a module of their own name that needs
     neither.
     """
-    with uncollected():
-        with parts_alone("reasoning_gym"):
+    with gc_paused():
+        with without_package_init("reasoning_gym"):
             importlib.import_module("reasoning_gym.coaching")  # it and the factory import each other, and only this order works
             factory = importlib.import_module("reasoning_gym.factory")
             modules = Path(factory.__file__ or "").parent.glob("*/*.py")
             for package in [f"reasoning_gym.{module.parent.name}" for module in modules if module.stem == dataset]:
-                with parts_alone(package):
+                with without_package_init(package):
                     importlib.import_module(f"{package}.{dataset}")
         if dataset not in factory.DATASETS:
             importlib.import_module("reasoning_gym")

@@ -7,7 +7,7 @@ from threading import Thread
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from megarl.imports import uncollected
+from megarl.imports import gc_paused
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ else:
 
 
 def _import(name: str) -> ModuleType:
-    with uncollected():
+    with gc_paused():
         return importlib.import_module(name)
 
 

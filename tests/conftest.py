@@ -18,9 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell hands it dow
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from megarl.imports import uncollected
+from megarl.imports import gc_paused
 
-with uncollected():
+with gc_paused():
     import torch
 
     from tests.rank_pool import Pool
@@ -34,7 +34,7 @@ ORDER = (*TOGETHER, "tests/slurm/", "tests/distributed/", "tests/unit/cluster/",
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    with uncollected():
+    with gc_paused():
         return (yield)
 
 

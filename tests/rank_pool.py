@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from megarl.config import Layout
-from megarl.imports import uncollected
+from megarl.imports import gc_paused
 from megarl.parallel.grid import destroy_grid, init_grid
 from megarl.sync.store import connect_store, listen_store
 
@@ -135,7 +135,7 @@ def _serve(session: Connection, start: Start) -> None:
 
 
 def _import_all() -> None:
-    with uncollected():
+    with gc_paused():
         import numpy.random  # noqa: F401  # numpy puts it off until it is used, which every rank would pay for
         import torch
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl import __version__
 from megarl.host import termination
-from megarl.imports import add_current_folder, find, uncollected
+from megarl.imports import add_current_folder, find, gc_paused
 from megarl.text.display import escaped, one_line
 from megarl.text.stdout import say
 from megarl.verbs import TOOLS, VERBS, Verb
@@ -91,16 +91,16 @@ def _main(arguments: list[str]) -> int:
 
 
 def _run(verb: Verb, path: Path, overrides: list[str], check: bool) -> int:
-    with uncollected():
+    with gc_paused():
         from megarl.config import load
     root: Any = find(verb.config)
     config = load(path, overrides, root)
-    with uncollected():
+    with gc_paused():
         work = find(verb.check if check else verb.run)
     if not check:
         work(config)
         return 0
-    with uncollected():
+    with gc_paused():
         from megarl.data.gym import first_items
         from megarl.host.http_client import elsewhere
     # A run that resumes must have as many prompts as its checkpoint says, so all of them are counted.

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import ConfigError
 from megarl.data.intake import TooLong
 from megarl.errors import Absent
-from megarl.imports import uncollected
-from megarl.light_transformers import light_transformers
 from megarl.text.strict_json import read_json
 
 if TYPE_CHECKING:
@@ -44,9 +42,8 @@ def _load(path: Path) -> PreTrainedTokenizerBase:
         raise Absent(f"model.path: no tokenizer in {path} (none of {', '.join(TOKENIZER_FILES)})")
     try:
         if (path / "tokenizer.json").is_file():
-            # The class of all fast tokenizers. AutoTokenizer would find the same one, but takes 7 s longer to import.
-            with uncollected(), light_transformers():
-                from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+            # The class of all fast tokenizers. AutoTokenizer would find the same one, but imports torch, which takes 3 s more.
+            from transformers import PreTrainedTokenizerFast
 
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
             # transformers/tokenization_utils_base.py:1780 ignores the key beside a tokenizer.json, and DeepSeek's begins no text by itself.

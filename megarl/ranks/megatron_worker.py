@@ -16,7 +16,7 @@ from megarl.cluster.machine import capability_here
 from megarl.cluster.on_node import live_nodes
 from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainConfig, optimizers
 from megarl.host.shared_memory import mapped
-from megarl.imports import uncollected
+from megarl.imports import gc_paused
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.output import keep_output
 
@@ -80,7 +80,7 @@ class MegatronWorker:
         # Megatron warns of deliberate choices of the backend (no Transformer Engine or apex on CPU) and calls deprecated torch functions.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-        with uncollected():
+        with gc_paused():
             from megarl.parallel import backend
 
             cluster, exact = self._config.cluster, self._config.model.dtype == "float32"

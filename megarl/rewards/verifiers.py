@@ -17,7 +17,7 @@ from numbers import Rational, Real
 from typing import Any
 
 from megarl.data.answers import Answer
-from megarl.imports import uncollected
+from megarl.imports import gc_paused
 from megarl.rewards.golds import texts_of
 from megarl.rewards.mathematics import MathVerify
 
@@ -92,7 +92,7 @@ def _sum(parts: list[dict[str, Any]]) -> Verifier:
 
 
 def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
-    with uncollected():  # the whole package, since the data sets are not known yet, and an import must not count towards a sample's time
+    with gc_paused():  # the whole package, since the data sets are not known yet, and an import must not count towards a sample's time
         import reasoning_gym
     pattern = None if extract is None else re.compile(extract)
 

@@ -21,7 +21,7 @@ from megarl.engines.child_output import overheard
 from megarl.engines.engine import Meeting, RolloutError, Setup
 from megarl.host.network import interface_towards, reserved_ports
 from megarl.host.shell import FULL_PRECISION, differing
-from megarl.imports import uncollected
+from megarl.imports import gc_paused
 from megarl.models.families import family_of
 from megarl.models.quantized import QUANTIZATION
 from megarl.models.weight_map import FP8_BLOCK
@@ -286,11 +286,9 @@ def _configure(arguments: dict[str, Any], *, headless: bool = False) -> tuple[An
 @contextmanager
 def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *, gpu: bool) -> Iterator[None]:
     """Import vLLM and check its version and platform; turn the errors of the block, in which vLLM is started, into a RolloutError."""
-    with uncollected():
-        from megarl.engines.vllm.light_import import light_import  # it imports torch
     if not gpu:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no Triton
-    with uncollected(), nullcontext() if gpu else light_import():
+    with gc_paused():
         import vllm
 
         if vllm.__version__ != VLLM_VERSION:
@@ -309,10 +307,7 @@ def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *
         import megarl.engines.vllm.worker_extension
 
         if not gpu:
-            # Otherwise these would be imported outside light_import, and torch's compilers and the openai package with them.
-            import vllm.model_executor.layers.quantization.online.base
-            import vllm.renderers.hf
-            import vllm.v1.worker.cpu_worker
+            import vllm.v1.worker.cpu_worker  # once, for all processes that are forked from this one
 
             _register_model(hf)
             if arguments["hf_overrides"].get(QUANTIZATION):

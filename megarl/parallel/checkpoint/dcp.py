@@ -35,7 +35,7 @@ from xxhash import xxh3_128
 from megarl.checkpoints.files import FileRecord, StoredFile, write_file
 from megarl.checkpoints.steps import COMMON, FLIPPED, SavedStep
 from megarl.errors import ConfigError, DamagedFile
-from megarl.imports import uncollected
+from megarl.imports import gc_paused
 from megarl.parallel.checkpoint.index import INDEX, Location, Shard, StoredShard, encode_index, read_index
 from megarl.text.display import one_line
 
@@ -58,7 +58,7 @@ def write_metadata(folder: Path, shards: Iterable[tuple[Shard, Location]]) -> di
     }
 
 
-@uncollected()  # as in `encode_index`
+@gc_paused()  # as in `encode_index`
 def _pickled(shards: Iterable[tuple[Shard, Location]]) -> bytes:
     tensors: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}

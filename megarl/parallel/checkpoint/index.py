@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from megarl.checkpoints.steps import SavedStep
 from megarl.errors import ConfigError
-from megarl.imports import uncollected
+from megarl.imports import gc_paused
 from megarl.text.display import one_line
 
 INDEX = "shards.json"
@@ -109,7 +109,7 @@ def check_cover(shards: Iterable[Shard]) -> None:
             raise ValueError(f"{key}: {elements} elements of {whole} in shape {list(pieces[0].shape)}")
 
 
-@uncollected()  # garbage collection would stall, for seconds, the training step that runs alongside
+@gc_paused()  # garbage collection would stall, for seconds, the training step that runs alongside
 def encode_index(shards: Iterable[tuple[Shard, Location]]) -> bytes:
     """Return the contents of the file INDEX."""
     tensors: dict[str, _Tensor] = {}
@@ -120,7 +120,7 @@ def encode_index(shards: Iterable[tuple[Shard, Location]]) -> bytes:
     return _INDEX.dump_json(tensors)
 
 
-@uncollected()
+@gc_paused()
 def read_index(step: SavedStep, model: str) -> dict[str, StoredTensor]:
     """Read the index of a model's tensors, by their names.
 
