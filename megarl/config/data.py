@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -26,7 +26,20 @@ class ReasoningGymSource(Section):
     """Another source, with the same keys as this one; questions that it contains (compared by text) are left out."""
 
 
-class FileSource(Section):
+class TableSource(Section):
+    """The rows of a .jsonl or .parquet file, or of a directory written by `datasets` (save_to_disk)."""
+
+    type: str
+    path: Place
+    """The file."""
+    skip: NonNegativeInt = 0
+    """Rows to skip at the beginning, such as those that another source holds out."""
+    rows: PositiveInt | None = None
+    """Maximum number of rows to read, before `where` selects among them; null: all."""
+    where: Where = {}
+
+
+class FileSource(TableSource):
     """A .jsonl or .parquet file, or a directory written by `datasets` (save_to_disk), with the columns that DAPO and verl use.
 
     These are `prompt` (text or chat messages) and `reward_model.ground_truth`; a column `tools` has the schemas of the tools. With 100,000
@@ -35,40 +48,46 @@ class FileSource(Section):
     """
 
     type: Literal["file"] = "file"
-    path: Place
-    """The file."""
     prompt_key: str = "prompt"
     """Column of the prompt; a dot looks inside dictionaries."""
     answer_key: str = "reward_model.ground_truth"
     """Column of the answer: a text, a number, a list of which any is right, or, for your own reward, any other value but null; a dot looks
     inside dictionaries."""
-    skip: NonNegativeInt = 0
-    """Rows to skip at the beginning, such as those that another source holds out."""
-    rows: PositiveInt | None = None
-    """Maximum number of rows to read, before `where` selects among them; null: all."""
-    where: Where = {}
 
 
-MixtureWeight = Annotated[float, Field(gt=0, le=1000)]
+class Part(Section):
+    """One source of a mixture."""
+
+    source: Any
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """How often each item comes up in an epoch: 2 means twice; 0.25 means that a quarter of them, drawn once, come up."""
 
 
-class PromptPart(Section):
+PartT = TypeVar("PartT")
+Parts = Annotated[list[PartT], Field(min_length=1, max_length=1024)]
+
+
+class Mixture(Section):
+    """Several sources as one."""
+
+    type: Literal["mixture"] = "mixture"
+    parts: Parts[Any]
+    """The sources and their weights."""
+    seed: NonNegativeInt = 1
+    """Seed for drawing the items of a part with a weight below 1."""
+
+
+class PromptPart(Part):
     """One source of a mixture."""
 
     source: Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
     """Its prompts."""
-    weight: MixtureWeight = 1.0
-    """How often each item comes up in an epoch: 2 means twice; 0.25 means that a quarter of them, drawn once, come up."""
 
 
-class MixtureSource(Section):
+class MixtureSource(Mixture):
     """Several sources as one. With `data.shuffle=false` they follow one another, so parts selected by `where` make a curriculum."""
 
-    type: Literal["mixture"] = "mixture"
-    parts: Annotated[list[PromptPart], Field(min_length=1, max_length=1024)]
-    """The sources and their weights."""
-    seed: NonNegativeInt = 1
-    """Seed for drawing the items of a part with a weight below 1."""
+    parts: Parts[PromptPart]
 
 
 class EpisodeSource(Section):
@@ -132,7 +151,7 @@ class DataSettings(SourceFormat):
     """Draw the prompts of an epoch in random order."""
 
 
-class ConversationSource(Section):
+class ConversationSource(TableSource):
     """A .jsonl or .parquet file, or a directory written by `datasets`, of conversations, which are lists of chat messages.
 
     The model learns the assistant's messages, reasoning and tool calls included, as the chat template writes them; the others are only
@@ -140,34 +159,21 @@ class ConversationSource(Section):
     """
 
     type: Literal["conversations"] = "conversations"
-    path: Place
-    """The file."""
     messages_key: str = "messages"
     """Column of the messages; a dot looks inside dictionaries."""
-    skip: NonNegativeInt = 0
-    """Rows to skip at the beginning, such as those that another source holds out."""
-    rows: PositiveInt | None = None
-    """Maximum number of rows to read, before `where` selects among them; null: all."""
-    where: Where = {}
 
 
-class SftPart(Section):
+class SftPart(Part):
     """One source of a mixture."""
 
     source: Annotated[ReasoningGymSource | FileSource | ConversationSource, Field(discriminator="type")]
     """Its conversations, or prompts with answers."""
-    weight: MixtureWeight = 1.0
-    """How often each item comes up in an epoch: 2 means twice; 0.25 means that a quarter of them, drawn once, come up."""
 
 
-class SftMixture(Section):
+class SftMixture(Mixture):
     """Several sources as one."""
 
-    type: Literal["mixture"] = "mixture"
-    parts: Annotated[list[SftPart], Field(min_length=1, max_length=1024)]
-    """The sources and their weights."""
-    seed: NonNegativeInt = 1
-    """Seed for drawing the items of a part with a weight below 1."""
+    parts: Parts[SftPart]
 
 
 SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource | SftMixture, Field(discriminator="type")]
@@ -186,15 +192,13 @@ class SftData(SourceFormat):
     """Draw the conversations of an epoch in random order; false: in the order of the file."""
 
 
-class PreferenceSource(Section):
+class PreferenceSource(TableSource):
     """A .jsonl or .parquet file, or a directory written by `datasets`, of pairs: `prompt`, `chosen`, `rejected` (text or chat messages).
 
     `chosen` and `rejected` may be whole conversations that end with the assistant's message; the prompt is then what comes before it.
     """
 
     type: Literal["file"] = "file"
-    path: Place
-    """The file."""
     prompt_key: str = "prompt"
     """Column of the prompt; a dot looks inside dictionaries."""
     chosen_key: str = "chosen"
@@ -203,30 +207,19 @@ class PreferenceSource(Section):
     """Column of the worse response; a dot looks inside dictionaries."""
     margin_key: str = "margin"
     """Reward model: column with the margin by which the chosen response is better (0 if missing); a dot looks inside dictionaries."""
-    skip: NonNegativeInt = 0
-    """Rows to skip at the beginning, such as those that another source holds out."""
-    rows: PositiveInt | None = None
-    """Maximum number of rows to read, before `where` selects among them; null: all."""
-    where: Where = {}
 
 
-class PreferencePart(Section):
+class PreferencePart(Part):
     """One source of a mixture."""
 
     source: PreferenceSource
     """Its pairs."""
-    weight: MixtureWeight = 1.0
-    """How often each item comes up in an epoch: 2 means twice; 0.25 means that a quarter of them, drawn once, come up."""
 
 
-class PreferenceMixture(Section):
+class PreferenceMixture(Mixture):
     """Several sources as one."""
 
-    type: Literal["mixture"] = "mixture"
-    parts: Annotated[list[PreferencePart], Field(min_length=1, max_length=1024)]
-    """The sources and their weights."""
-    seed: NonNegativeInt = 1
-    """Seed for drawing the items of a part with a weight below 1."""
+    parts: Parts[PreferencePart]
 
 
 def _file_unless_said(given: Any) -> Any:

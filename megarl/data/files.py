@@ -15,7 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, ConversationSource, FileSource, PreferenceSource
+from megarl.config import ConfigError, FileSource
+from megarl.config.data import TableSource
 from megarl.data.answers import Answer, checked_answer
 from megarl.data.bounds import in_memory
 from megarl.data.columns import at, chosen_rows
@@ -47,9 +48,7 @@ def refused(error: ConfigError) -> None:
     raise error
 
 
-def taken_rows(
-    source: FileSource | ConversationSource | PreferenceSource, key: str, refuse: Callable[[ConfigError], None] = refused
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def taken_rows(source: TableSource, key: str, refuse: Callable[[ConfigError], None] = refused) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place for messages, columns) of the rows that `skip`, `rows` and `where` select.
 
     Args:

@@ -19,19 +19,17 @@ from megarl.config import (
     EpisodeSource,
     EvalConfig,
     LearnConfig,
-    MixtureSource,
     PairsConfig,
-    PreferenceMixture,
     ReasoningGymSource,
     RmConfig,
     RunSettings,
     ServeConfig,
     SftConfig,
-    SftMixture,
     ToolsEnvironment,
     TrainConfig,
     load,
 )
+from megarl.config.data import Mixture
 from megarl.config.loading import tree_of
 from megarl.data.files import each_row
 from megarl.data.intake import RowReport, reported
@@ -162,9 +160,8 @@ def sources_of(config: RunSettings) -> Iterator[KeyedSource]:
     if not any(given.values()):
         raise ConfigError(f"data: {config.name} reads no data: it takes no steps and has no data.eval")
     for key, source in given.items():
-        if isinstance(source, MixtureSource | SftMixture | PreferenceMixture):
-            parts: list[Any] = list(source.parts)
-            yield from (KeyedSource(f"{key}.parts.{n}.source", part.source, part.weight) for n, part in enumerate(parts))
+        if isinstance(source, Mixture):
+            yield from (KeyedSource(f"{key}.parts.{n}.source", part.source, part.weight) for n, part in enumerate(source.parts))
         elif source is not None:
             yield KeyedSource(key, source)
 
