@@ -1,4 +1,4 @@
-"""The verbs of the command line, and where their code is."""
+"""The table of verbs. It imports none of their code, so that `megarl --help` comes at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's handle to the ranks of the supervised loops."""
+"""The driver's handle to the ranks of the supervised stages."""
 
 from __future__ import annotations
 

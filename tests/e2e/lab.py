@@ -25,6 +25,7 @@ from megarl.cluster.placement import ProcessKind
 from megarl.cluster.server import StandsStill
 from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, ValueConfig, load
+from megarl.driver import learners
 from megarl.driver.device_turns import Turns
 from megarl.driver.engines import Engines, EngineStarter, playing, start_engines
 from megarl.driver.model_groups import ModelGroups, build_groups, rl_spec
@@ -38,7 +39,7 @@ from megarl.loops.value import learn_values
 from megarl.observe import report
 from megarl.observe.restarts import Restarts
 from megarl.observe.run import Run
-from megarl.ranks import learner
+from megarl.ranks.learner import Learner
 from megarl.ranks.megatron_worker import MegatronWorker
 from megarl.ranks.model_worker import ModelWorker
 from megarl.resume.recovery import newest, recovering
@@ -130,9 +131,9 @@ class Lab:
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
             if not picture:
                 without_picture(patch)
-            patch.setattr(learner, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
-            patch.setattr(learner, "start_ranks", play)
-            patch.setattr(learner, "must_move", lambda config, places: False)
+            patch.setattr(learners, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
+            patch.setattr(learners, "start_ranks", play)
+            patch.setattr(learners, "must_move", lambda config, places: False)
             for stage in (pairs, eval_stage):
                 patch.setattr(stage, "start_engines", engines_of)
             with self._returned(played):
@@ -233,7 +234,7 @@ def _played(name: str) -> Callable[..., Any]:
     return lambda player, *arguments: getattr(player.part, name)(*arguments)
 
 
-for _name in {name for kind in (ModelWorker, learner.Learner) for name in dir(kind) if not name.startswith("_")}:
+for _name in {name for kind in (ModelWorker, Learner) for name in dir(kind) if not name.startswith("_")}:
     setattr(Player, _name, _played(_name))
 
 
