@@ -8,9 +8,11 @@ from typing import Literal
 import pytest
 
 from megarl.config import RoutingSettings
-from megarl.observe.alarms import KL_STEPS, OUTSIDE_STEPS, REROUTED_STEPS, Alarms
+from megarl.observe.alarms import Alarms, lasting_signs
 
 Row = Mapping[str, float]
+STEPS = {event: sign.steps for event, sign in lasting_signs(RoutingSettings(), ahead=True).items()}
+KL_STEPS, OUTSIDE_STEPS, REROUTED_STEPS = STEPS["kl_beyond_target"], STEPS["reward_outside_range"], STEPS["rollout_routing"]
 
 
 def given(rows: Sequence[Row]) -> list[tuple[int, str]]:

@@ -13,10 +13,13 @@ from megarl.algorithms.value import explained_variance_sums
 from megarl.batch import Batch, Sample, pack
 from megarl.config import CriticSettings
 from megarl.engines.episodes import chained
-from megarl.observe.alarms import BIAS, BIASED_STEPS, WORSE_STEPS, Alarms
+from megarl.observe.alarms import BIAS, Alarms, lasting_signs
 from megarl.observe.metrics import Explained, Mean, Metric, merge, scalars
 from megarl.ranks.critic import critic_metrics
 from megarl.step.pretraining import PATIENCE, ValuePretraining
+
+STEPS = {event: sign.steps for event, sign in lasting_signs(None, ahead=False).items()}
+BIASED_STEPS, WORSE_STEPS = STEPS["critic_position_bias"], STEPS["critic_worse_than_mean"]
 
 
 def explained(value_T: Tensor, return_T: Tensor) -> Explained:
