@@ -126,25 +126,25 @@ class Alarms:
 
     def check(self, step: int, values: Values) -> dict[str, str]:
         """Return the alarms that are new in this step: event name to a message with the numbers."""
-        found = {f"non_finite/{name}": f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)}
-        found |= self._collapses(values) | self._lasting(values) | self._overoptimisation(values) | self._dead(values)
-        new = {event: f"step {step}: {message}" for event, message in found.items() if event not in self._given}
+        messages = {f"non_finite/{name}": f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)}
+        messages |= self._collapses(values) | self._lasting(values) | self._overoptimisation(values) | self._dead(values)
+        new = {event: f"step {step}: {message}" for event, message in messages.items() if event not in self._given}
         self._given |= new.keys()
         return new
 
-    def _lasts(self, sign: str, there: bool) -> int:
+    def _streak(self, sign: str, present: bool) -> int:
         """Record whether the sign is present in this step; return for how many steps in a row it has been."""
-        self._lasted[sign] = self._lasted.get(sign, 0) + 1 if there else 0
+        self._lasted[sign] = self._lasted.get(sign, 0) + 1 if present else 0
         return self._lasted[sign]
 
     def _lasting(self, values: Values) -> dict[str, str]:
         """Return the signs that have lasted for their number of steps."""
-        found, row = dict[str, str](), _with_derived(values)
+        messages, row = dict[str, str](), _with_derived(values)
         for event, sign in self._table.items():
-            lasts = sign.metric in row and self._lasts(event, row[sign.metric] > sign.limit) >= sign.steps
-            if lasts and (sign.needs or sign.metric) in row:
-                found[event] = sign.message.format_map(row | {"steps": self._lasted[event], "limit": sign.limit})
-        return found
+            enough = sign.metric in row and self._streak(event, row[sign.metric] > sign.limit) >= sign.steps
+            if enough and (sign.needs or sign.metric) in row:
+                messages[event] = sign.message.format_map(row | {"steps": self._lasted[event], "limit": sign.limit})
+        return messages
 
     def _dead(self, values: Values) -> dict[str, str]:
         """Return the signs of a dead run that have lasted for several steps in a row, with advice."""
@@ -152,17 +152,17 @@ class Alarms:
             return {}
         for name, value in values.items():
             self._first_step.setdefault(name, value)
-        found = {}
+        messages = {}
         for event, sign in SIGNS.items():
             what = sign.seen(values, self._first_step)
-            if what is not None and self._lasts(event, bool(what)) >= STEPS:
-                found[event] = f"{event.replace('_', ' ')}: for {self._lasted[event]} steps {what}; {sign.advice}"
+            if what is not None and self._streak(event, bool(what)) >= STEPS:
+                messages[event] = f"{event.replace('_', ' ')}: for {self._lasted[event]} steps {what}; {sign.advice}"
         if "actor/grad_norm" in values:
             self._steps += 1
             self._still += values["actor/grad_norm"] == 0
             self._equal += values.get("reward/min") == values.get("reward/max", math.nan)
             self._unscored += values.get("reward/unscored", 0.0) > UNSCORED
-        return found
+        return messages
 
     def at_the_end(self) -> dict[str, str]:
         """Return the alarms that concern the run as a whole."""
@@ -170,29 +170,29 @@ class Alarms:
         return {} if message is None else {"learned_nothing": message}
 
     def _collapses(self, values: Values) -> dict[str, str]:
-        found = {}
+        messages = {}
         for event, (name, share) in COLLAPSE.items():
             value = values.get(name)
             if value is not None and "reward/mean" in values:
                 first = self._first.setdefault(name, value)
                 if value < share * first:
-                    found[event] = f"{event.replace('_', ' ')}: {name} is {value:.3g}, down from {first:.3g} at first"
-        return found
+                    messages[event] = f"{event.replace('_', ' ')}: {name} is {value:.3g}, down from {first:.3g} at first"
+        return messages
 
     def _overoptimisation(self, values: Values) -> dict[str, str]:
         """Detect a policy that exploits the reward instead of doing what was meant (arXiv:2210.10760)."""
-        found = dict[str, str]()
+        messages = dict[str, str]()
         for name, rate in values.items():
             place, _, kind = name.rpartition("/")
             if name.startswith("eval/") and kind.startswith("avg@") and not place.endswith("_base"):
                 error = values.get(f"{place}/stderr")
-                found |= {} if error is None or found.get("over_optimisation") else self._held_out(place, rate, error)
+                messages |= {} if error is None or messages.get("over_optimisation") else self._held_out(place, rate, error)
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
             for place, (best, then, error) in self._best.items():
                 if then is None:
                     self._best[place] = (best, self._rewards[-1], error)
-        return found
+        return messages
 
     def _held_out(self, place: str, rate: float, error: float) -> dict[str, str]:
         """Detect a held-out score that falls while the reward rises.

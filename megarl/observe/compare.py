@@ -110,13 +110,13 @@ def read(path: Path) -> Told:
 def _flat(tree: Any, key: str) -> list[tuple[str, Any]]:
     if not isinstance(tree, dict) or not tree:
         return [(key, tree)]
-    return [found for name, value in tree.items() for found in _flat(value, f"{key}.{name}" if key else name)]
+    return [leaf for name, value in tree.items() for leaf in _flat(value, f"{key}.{name}" if key else name)]
 
 
 def metrics(runs: Sequence[Told]) -> list[str]:
     """The names of the metrics to show, out of those that any of the runs has: held-out numbers first."""
-    there = {name for run in runs for row in run.rows for name in row}
-    return held_out(there, *SCORES, "accuracy", "loss") + [name for name in SHOWN if name in there]
+    names = {name for run in runs for row in run.rows for name in row}
+    return held_out(names, *SCORES, "accuracy", "loss") + [name for name in SHOWN if name in names]
 
 
 def table(runs: Sequence[Told]) -> list[str]:

@@ -117,8 +117,8 @@ def _length(now: Values, first: Values) -> str | None:
     mean, start = now.get("response_length/mean"), first.get("response_length/mean")
     if cut is None or before is None or mean is None or start is None:
         return None
-    there = mean > LONGER * start and cut > CUT > 2 * before
-    return f"responses have {mean:.0f} tokens, up from {start:.0f} at first; {cut:.0%} are cut off, up from {before:.0%}" if there else ""
+    runaway = mean > LONGER * start and cut > CUT > 2 * before
+    return f"responses have {mean:.0f} tokens, up from {start:.0f} at first; {cut:.0%} are cut off, up from {before:.0%}" if runaway else ""
 
 
 READ = "read some: megarl samples RUN"

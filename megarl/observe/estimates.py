@@ -87,8 +87,8 @@ def estimated(set_: str, score_Pn: Sequence[Sequence[float | None]], greedy_P: S
         score_Pn: the scores of n sampled responses to each of P prompts; None: a response without a score.
         greedy_P: the scores of the greedy responses, if there are any.
     """
-    n, greedy = len(score_Pn[0]), _there(greedy_P or [])
-    scored_Pn = [scored_n for scored_n in map(_there, score_Pn) if scored_n]
+    n, greedy = len(score_Pn[0]), _without_none(greedy_P or [])
+    scored_Pn = [scored_n for scored_n in map(_without_none, score_Pn) if scored_n]
     mean_P = [fmean(scored_n) for scored_n in scored_Pn]
     rate = all(score in (0, 1) for scored_n in [*scored_Pn, greedy] for score in scored_n)
     per_prompt = {f"avg@{n}": mean_P}
@@ -100,7 +100,7 @@ def estimated(set_: str, score_Pn: Sequence[Sequence[float | None]], greedy_P: S
     return SetResult(set_, len(score_Pn), rate, _stderr(mean_P) if mean_P else None, found)
 
 
-def _there(score_n: Sequence[float | None]) -> list[float]:
+def _without_none(score_n: Sequence[float | None]) -> list[float]:
     return [score for score in score_n if score is not None]
 
 

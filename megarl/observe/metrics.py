@@ -181,12 +181,12 @@ def merge(reports: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for report in reports:
         for name, metric in report.items():
-            held = merged.get(name)
-            if held is None:
+            total = merged.get(name)
+            if total is None:
                 merged[name] = metric
             else:
-                assert type(held) is type(metric), f"{name}: {type(held).__name__} merged with {type(metric).__name__}"
-                merged[name] = held.merge(metric)  # type: ignore[arg-type]  # the same class, as just asserted
+                assert type(total) is type(metric), f"{name}: {type(total).__name__} merged with {type(metric).__name__}"
+                merged[name] = total.merge(metric)  # type: ignore[arg-type]  # the same class, as just asserted
     return merged
 
 

@@ -84,11 +84,11 @@ def _evaluations(evaluations: Mapping[str, Any], results: Mapping[str, Mapping[s
                 one["prompts"],
                 f"{'pass rate' if one['rate'] else 'score'} {name}",
                 weights(when, evaluation["step"]),
-                _interval(found),
+                _interval(estimate),
             )
             for when, evaluation in evaluations.items()
             for one in evaluation["results"]
-            for name, found in one["estimates"].items()
+            for name, estimate in one["estimates"].items()
         )
         yield from _table(("set", "prompts", "", "weights", "mean [95 %]"), rows)
     if results:
@@ -96,8 +96,8 @@ def _evaluations(evaluations: Mapping[str, Any], results: Mapping[str, Mapping[s
         yield from _table(("", "", ""), ((name, metric, f"{x:.4g}") for name, values in results.items() for metric, x in values.items()))
 
 
-def _interval(found: Mapping[str, float]) -> str:
-    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+def _interval(estimate: Mapping[str, float]) -> str:
+    return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
 
 
 def _samples(files: Sequence[samples.File]) -> Iterator[str]:
@@ -123,8 +123,8 @@ def _sample(record: samples.SampleRecord) -> Iterator[str]:
     failed = "" if record.error is None else f'<p class="bad">{text(record.error)}</p>'
     about = text(f"{record.scored_as}{parts}, {record.length} tokens{', greedy' if record.greedy else ''}, ")
     yield f"<details><summary>{about}{ended}</summary>{failed}"
-    for name, said in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):
-        cut = said if len(said) <= LONGEST else f"{said[: LONGEST // 2]}\n...\n{said[-LONGEST // 2 :]}"
+    for name, content in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):
+        cut = content if len(content) <= LONGEST else f"{content[: LONGEST // 2]}\n...\n{content[-LONGEST // 2 :]}"
         yield f'<span class="note">{name}</span><pre>{text(cut)}</pre>'
     yield "</details>"
 

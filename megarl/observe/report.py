@@ -48,8 +48,8 @@ def draw(metrics: Path, picture: Path) -> None:
     from matplotlib.ticker import LogFormatter
 
     rows = read_json_lines(metrics)
-    there = {name for row in rows for name in row}
-    panels = [(title, names) for title, names in {**PANELS, HELD_OUT: held_out(there, *SCORES)}.items() if not there.isdisjoint(names)]
+    keys = {name for row in rows for name in row}
+    panels = [(title, names) for title, names in {**PANELS, HELD_OUT: held_out(keys, *SCORES)}.items() if not keys.isdisjoint(names)]
     profiled = [row for row in rows if any(name.startswith(PROFILE) for name in row)]
     profiles = PROFILES if profiled else ()
     columns, used = 3, len(panels) + len(profiles) + 1

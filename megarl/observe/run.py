@@ -359,8 +359,8 @@ class Run:
     def _saved(self) -> str:
         """Describe where another start of the run would resume."""
         latest = self.directory / CHECKPOINTS / "latest"
-        there = latest.is_file()
-        return f"another start resumes from {latest.read_text().strip()}" if there else "another start begins from scratch (save.every)"
+        resumable = latest.is_file()
+        return f"another start resumes from {latest.read_text().strip()}" if resumable else "another start begins from scratch (save.every)"
 
     def _new_alarms(self) -> Alarms:
         if not isinstance(self._config, TrainConfig):

@@ -130,8 +130,8 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
 
 def line(record: SampleRecord) -> str:
     """A short form of a response, on one line that is safe to print."""
-    said = f"{one_line(record.question, 120)} -> {one_line(record.response, 240)}"
-    return f"{record.scored_as}, {record.length} tokens, {record.ending}{', greedy' if record.greedy else ''}: {said}"
+    exchange = f"{one_line(record.question, 120)} -> {one_line(record.response, 240)}"
+    return f"{record.scored_as}, {record.length} tokens, {record.ending}{', greedy' if record.greedy else ''}: {exchange}"
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -162,8 +162,8 @@ def write(run: Path, step: int, records: Sequence[SampleRecord], evaluation: str
 
 def files(run: Path) -> list[File]:
     """All sample files of a run, newest step first; within a step, evaluations first."""
-    found = [(path, _FILE.fullmatch(path.name)) for path in sorted((run / FOLDER).glob("*.jsonl"))]
-    named = [File(path, int(match["step"]), match["set"]) for path, match in found if match is not None]
+    matches = [(path, _FILE.fullmatch(path.name)) for path in sorted((run / FOLDER).glob("*.jsonl"))]
+    named = [File(path, int(match["step"]), match["set"]) for path, match in matches if match is not None]
     return sorted(named, key=lambda file: (-file.step, file.set is None))
 
 

@@ -39,10 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     given = top.parse_args(list(arguments))
     if given.most < 1:
         raise ConfigError(f"samples: --most {given.most}: must be 1 or more")
-    found = chosen(run_of(given.run), given)
-    if not found:
+    samples = chosen(run_of(given.run), given)
+    if not samples:
         raise ConfigError(f"samples: {given.run} has no such samples ({_of(files(run_of(given.run)))})")
-    for file, record in found:
+    for file, record in samples:
         say(*shown(file, record, given.whole))
     return 0
 
@@ -58,12 +58,12 @@ def run_of(path: Path) -> Path:
 
 def chosen(run: Path, given: argparse.Namespace) -> list[FileSample]:
     """The samples that the arguments ask for, in the order that they ask for."""
-    found = _matching(run, given)
+    samples = _matching(run, given)
     if given.best or given.worst:
         pick = heapq.nlargest if given.best else heapq.nsmallest
-        scored = ((record.reward, (file, record)) for file, record in found if record.reward is not None)
+        scored = ((record.reward, (file, record)) for file, record in samples if record.reward is not None)
         return [pair for _, pair in pick(given.most, scored, key=lambda entry: entry[0])]
-    return list(islice(found, min(given.most, sys.maxsize)))
+    return list(islice(samples, min(given.most, sys.maxsize)))
 
 
 def _matching(run: Path, given: argparse.Namespace) -> Iterator[FileSample]:
@@ -77,8 +77,8 @@ def _matching(run: Path, given: argparse.Namespace) -> Iterator[FileSample]:
                 yield file, record
 
 
-def _of(found: Sequence[File]) -> str:
-    steps, sets = [file.step for file in found], sorted({file.set or "train" for file in found})
+def _of(sample_files: Sequence[File]) -> str:
+    steps, sets = [file.step for file in sample_files], sorted({file.set or "train" for file in sample_files})
     return f"steps {min(steps)} to {max(steps)}, sets {', '.join(sets)}"
 
 

