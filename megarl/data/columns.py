@@ -89,7 +89,7 @@ def chosen_rows(rows: Iterator[tuple[str, dict[str, Any]]], where: Where, path: 
         yield from rows
         return
     read, taken, first = 0, 0, dict[str, Any]()
-    held: dict[str, list[Any]] = {name: [] for name in where}
+    examples: dict[str, list[Any]] = {name: [] for name in where}
     for place, row in rows:
         read, first = read + 1, first or row
         values = {name: find(row, name) for name in where}
@@ -98,10 +98,10 @@ def chosen_rows(rows: Iterator[tuple[str, dict[str, Any]]], where: Where, path: 
             yield place, row
         elif not taken:
             for name, value in values.items():
-                if len(held[name]) <= SHOWN and value is not None and value not in held[name]:
-                    held[name].append(value)
+                if len(examples[name]) <= SHOWN and value is not None and value not in examples[name]:
+                    examples[name].append(value)
     if read and not taken:
-        raise _none(held, read, first, path, key)
+        raise _no_match(examples, read, first, path, key)
 
 
 def chosen_places(table: pyarrow.Table, where: Where, path: Path, key: str) -> np.ndarray:
@@ -123,42 +123,42 @@ def chosen_places(table: pyarrow.Table, where: Where, path: Path, key: str) -> n
     from pyarrow import compute, types
 
     taken_N = np.ones(table.num_rows, dtype=bool)
-    held: dict[str, Sequence[Any]] = {}
+    examples: dict[str, Sequence[Any]] = {}
     for name, condition in where.items():
         column = find_in_table(table, name)
         if column is not None and types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
         if column is None or types.is_nested(column.type):
-            held[name] = [] if column is None else column.slice(0, SHOWN).to_pylist()
+            examples[name] = [] if column is None else column.slice(0, SHOWN).to_pylist()
             taken_N[:] = False
             continue
         distinct = column.unique()
-        held[name] = [value for value in distinct.slice(0, SHOWN + 2).to_pylist() if value is not None]
+        examples[name] = [value for value in distinct.slice(0, SHOWN + 2).to_pylist() if value is not None]
         wanted = distinct.filter(pyarrow.array([takes(condition, value) for value in distinct.to_pylist()], pyarrow.bool_()))
         taken_N &= compute.is_in(column, value_set=wanted).to_numpy()
     if not taken_N.any():
-        raise _none(held, table.num_rows, table.slice(0, 1).to_pylist()[0], path, key)
+        raise _no_match(examples, table.num_rows, table.slice(0, 1).to_pylist()[0], path, key)
     return np.flatnonzero(taken_N)
 
 
-def _none(held: Mapping[str, Sequence[Any]], read: int, first: dict[str, Any], path: Path, key: str) -> ConfigError:
+def _no_match(examples: Mapping[str, Sequence[Any]], read: int, first: dict[str, Any], path: Path, key: str) -> ConfigError:
     """Return the error for conditions that select no row.
 
     Args:
-        held: the first values of each column; more than SHOWN if the column has more.
+        examples: the first values of each column; more than SHOWN if the column has more.
         read: number of rows.
         first: the first row.
         path: the file's path.
         key: the source's dotted key.
     """
-    for name, values in held.items():
+    for name, values in examples.items():
         if not values:
             return ConfigError(f"{key}.where: no row of {path} has a value for {name!r}; the first one has {', '.join(_names(first))}")
-    said = "; ".join(
+    description = "; ".join(
         f"{name} is {', '.join(f'{value!r:.40}' for value in values[:SHOWN])}{', ...' if len(values) > SHOWN else ''}"
-        for name, values in held.items()
+        for name, values in examples.items()
     )
-    return ConfigError(f"{key}.where: selects none of the {read:,} rows of {path}, where {said}")
+    return ConfigError(f"{key}.where: selects none of the {read:,} rows of {path}, where {description}")
 
 
 def _names(row: dict[str, Any]) -> list[str]:

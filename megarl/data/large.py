@@ -238,5 +238,5 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 
 
 def _numpy(array: pyarrow.Array) -> np.ndarray:
-    found: np.ndarray = array.to_numpy(zero_copy_only=False)
-    return found
+    values: np.ndarray = array.to_numpy(zero_copy_only=False)
+    return values

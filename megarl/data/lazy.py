@@ -23,5 +23,5 @@ class LazySequence(Sequence[Item]):
     def __getitem__(self, index: slice) -> list[Item]: ...
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        found = range(len(self))[index]  # IndexError beyond the end
-        return self._at(found) if isinstance(found, range) else self._at([found])[0]
+        position = range(len(self))[index]  # IndexError beyond the end
+        return self._at(position) if isinstance(position, range) else self._at([position])[0]

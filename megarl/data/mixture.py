@@ -42,9 +42,9 @@ class Mixture(LazySequence[Item]):
         return int(self._ends[-1])
 
     def _at(self, places: Sequence[int]) -> list[Item]:
-        found = []
+        items = []
         for place in places:
             part = int(np.searchsorted(self._ends, place, side="right"))
             chosen = self._chosen[part]
-            found.append(self._parts[part][int(chosen[place - self._ends[part]])])  # a negative index, from the part's end
-        return found
+            items.append(self._parts[part][int(chosen[place - self._ends[part]])])  # a negative index, from the part's end
+        return items

@@ -144,10 +144,10 @@ class Renderer:
 
     def all(self, rows: Iterator[Row]) -> list[Prompt]:
         """Return the rows of a source as prompts with ids from 0; having no rows at all is not an error."""
-        found: list[Prompt] = []
+        prompts: list[Prompt] = []
         while chunk := list(islice(rows, CHUNK)):
-            found += self.prompts(chunk, range(len(found), len(found) + len(chunk)))
-        return [replace(prompt, id=number) for number, prompt in enumerate(found)] if self.intake.dropped else found
+            prompts += self.prompts(chunk, range(len(prompts), len(prompts) + len(chunk)))
+        return [replace(prompt, id=number) for number, prompt in enumerate(prompts)] if self.intake.dropped else prompts
 
 
 def _text(row: Row) -> str:

@@ -127,25 +127,25 @@ class TurnTokens:
         return {}
 
     def _form(self, arguments: Mapping[str, Any]) -> TurnForm:
-        asked: Message = {"role": "user", "content": f"{PROBE}question"}
-        said, thought = f"{PROBE}answer", f"{PROBE}thought"
+        question: Message = {"role": "user", "content": f"{PROBE}question"}
+        answer, thought = f"{PROBE}answer", f"{PROBE}thought"
 
         def written(message: Message) -> str:
-            [text] = self.template.texts([Chat([asked, {"role": "assistant", **message}], None, arguments)], generation=False)
+            [text] = self.template.texts([Chat([question, {"role": "assistant", **message}], None, arguments)], generation=False)
             return text if isinstance(text, str) else ""
 
-        prompt, bare = (self.template.texts([Chat([asked], None, arguments)], generation)[0] for generation in (True, False))
+        prompt, bare = (self.template.texts([Chat([question], None, arguments)], generation)[0] for generation in (True, False))
         if not isinstance(prompt, str) or not isinstance(bare, str):
             return TurnForm("")
 
         def begins(text: str) -> str:
             return text[len(os.path.commonprefix([prompt, text])) :].strip()
 
-        header = begins(written({"content": said}).partition(said)[0])
+        header = begins(written({"content": answer}).partition(answer)[0])
         for key in SPOKEN[1:]:
-            before, _, rest = written({"content": said, key: thought}).partition(thought)
-            separator, there, _ = rest.partition(said)
-            if there and separator.strip():
+            before, _, rest = written({"content": answer, key: thought}).partition(thought)
+            separator, marker, _ = rest.partition(answer)
+            if marker and separator.strip():
                 word = before[len(os.path.commonprefix([bare, before])) :].split()[-1:]
                 return TurnForm(header, key, [*filter(None, (begins(before), *word))], separator.strip())
         return TurnForm(header)
@@ -239,8 +239,8 @@ class Dialogue:
         for content in dict.fromkeys((text.lstrip(), text, written.removesuffix(self._turns.template.end))):
             yield {**plain, "content": content}
         form, parsed = self._turns.form(self._chat.arguments), dict(plain)
-        head, there, content = text.partition(form.separator) if form.separator else (text, "", "")
-        if form.key is not None and there:
+        head, marker, content = text.partition(form.separator) if form.separator else (text, "", "")
+        if form.key is not None and marker:
             thought = head.strip()
             opening = next(filter(thought.startswith, form.openings), "")
             parsed |= {form.key: thought.removeprefix(opening).strip(), "content": content.strip()}
@@ -293,10 +293,10 @@ def check_turns(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], key: s
         ConfigError: the template refuses such a conversation, or leaves out a message.
     """
     turns, anew = TurnTokens(tokenizer, data), False
-    said = f"{PROBE}-answer"
+    answer = f"{PROBE}-answer"
     for role in roles:
         try:
-            for text in (said, "", f" {said}\n\n", f"{THINK}\n{PROBE}\n{THOUGHT}\n\n{said}"):
+            for text in (answer, "", f" {answer}\n\n", f"{THINK}\n{PROBE}\n{THOUGHT}\n\n{answer}"):
                 conversation = turns.opened([{"role": "user", "content": "Q"}])
                 for _ in range(2):
                     turn = continued(conversation.context, text)
