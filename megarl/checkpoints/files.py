@@ -61,10 +61,10 @@ class HashedFile:
     def end_part(self) -> tuple[int, int, str]:
         """Return the offset, length and hash of what has been written since the last call."""
         self._hash_collected()
-        offset, found = self._part, self._part_hash.hexdigest()
+        offset, digest = self._part, self._part_hash.hexdigest()
         self._part = self.size
         self._part_hash.reset()
-        return offset, self.size - offset, found
+        return offset, self.size - offset, digest
 
     def flush(self) -> None:
         """Do nothing: the file is flushed when it is closed."""

@@ -55,41 +55,41 @@ Contents = Mapping[str, str]
 """Fingerprints of the files at a path, as `places.contents` returns them."""
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, Any], held: Mapping[str, Contents | str] | None = None) -> list[str]:
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any], fingerprints: Mapping[str, Contents | str] | None = None) -> list[str]:
     """Return one line for each refused change, with the dotted key and both values, or the path and the files that have changed there.
 
     Args:
         saved: the checkpoint's configuration, as returned by model_dump(mode="json").
         now: the run's configuration, likewise.
-        held: fingerprints of the files that were at the paths of `saved`; they may be elsewhere now. Earlier versions saved one text for
+        fingerprints: those of the files that were at the paths of `saved`; they may be elsewhere now. Earlier versions saved one text for
             each path, which says nothing now.
     """
-    before = {key: files for key, files in (held or {}).items() if isinstance(files, Mapping)}
+    before = {key: files for key, files in (fingerprints or {}).items() if isinstance(files, Mapping)}
     differing = {key: (old, new) for key, old, new in _differences(saved, now, "") if not _free(key)}
     lines = []
     for key in [*differing, *(key for key in before if key not in differing and not _free(key))]:
         place = _at(now, key)
-        found = contents(Path(place)) if key in before and isinstance(place, str) else None
-        if found is not None and found == before[key]:
+        current = contents(Path(place)) if key in before and isinstance(place, str) else None
+        if current is not None and current == before[key]:
             continue
         if key in differing:
             old, new = differing[key]
             lines.append(f"{key}: {old!r} in the checkpoint and {new!r} now: a resumed run cannot change it")
         elif isinstance(place, str):
-            lines.append(f"{key}: {place} {_changes(before[key], found)}: a resumed run cannot change it")
+            lines.append(f"{key}: {place} {_changes(before[key], current)}: a resumed run cannot change it")
     return lines
 
 
-def changed_files(saved: Contents, found: Contents | None) -> list[str]:
+def changed_files(saved: Contents, current: Contents | None) -> list[str]:
     """Return the names of the files that were changed, added or removed; the name of a path that is itself a file is empty."""
-    now = found or {}
+    now = current or {}
     return sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
 
 
-def _changes(saved: Contents, found: Contents | None) -> str:
-    if found is None:
+def _changes(saved: Contents, current: Contents | None) -> str:
+    if current is None:
         return "was read by the run, and cannot be read any more"
-    names = [name for name in changed_files(saved, found) if name]
+    names = [name for name in changed_files(saved, current) if name]
     if not names:
         return "has other contents than when the checkpoint was saved"
     others = f" and {len(names) - 1} more files there" if len(names) > 1 else ""
@@ -125,8 +125,8 @@ def completed(saved: Mapping[str, Any], kind: type[BaseModel]) -> Mapping[str, A
 
 def held_by(tree: Mapping[str, Any]) -> dict[str, Contents]:
     """Return fingerprints, by dotted key, of the files at paths that may change only if the files are the same. `tree`: model_dump()."""
-    found = {key: contents(path) for key, path in paths(tree) if not _free(key)}
-    return {key: one for key, one in found.items() if one is not None}
+    fingerprints = {key: contents(path) for key, path in paths(tree) if not _free(key)}
+    return {key: one for key, one in fingerprints.items() if one is not None}
 
 
 def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

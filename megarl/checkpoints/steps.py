@@ -201,8 +201,8 @@ def _faults(path: Path, manifest: Manifest, contents: bool) -> list[str]:
 def damaged(files: Mapping[Path, FileRecord], contents: bool = True) -> dict[Path, str]:
     """Return what is wrong with files recorded in a manifest, for those at fault; contents=False skips the hashes."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = zip(files, pool.map(lambda file: _fault(file, files[file], contents), files), strict=True)
-        return {file: fault for file, fault in found if fault is not None}
+        faults = zip(files, pool.map(lambda file: _fault(file, files[file], contents), files), strict=True)
+        return {file: fault for file, fault in faults if fault is not None}
 
 
 def _fault(file: Path, record: FileRecord, contents: bool) -> str | None:
