@@ -53,8 +53,8 @@ class Allocation:
         """Read what the job script has written. Raises ConfigError where it is missing or cannot be read."""
         path = directory / NODES
         try:
-            said = json.loads(path.read_text())
-            return cls(directory, tuple(map(str, said["nodes"])), int(said["needed"]), int(said["gpus"]))
+            content = json.loads(path.read_text())
+            return cls(directory, tuple(map(str, content["nodes"])), int(content["needed"]), int(content["gpus"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"cluster.allocation: {path}, which the job script writes, cannot be read ({error})") from None
 
@@ -95,8 +95,8 @@ class Allocation:
     def all_excluded(self) -> dict[str, str]:
         """Return the nodes known so far to be unusable, and why."""
         with suppress(OSError):  # a shared disk may fail for a moment
-            said = {path.name.removeprefix(BAD): path.read_text().strip() for path in self.directory.glob(f"{BAD}*")}
-            return {node: why for node, why in said.items() if why}  # an empty file is still being written
+            reasons = {path.name.removeprefix(BAD): path.read_text().strip() for path in self.directory.glob(f"{BAD}*")}
+            return {node: why for node, why in reasons.items() if why}  # an empty file is still being written
         return {}
 
     def lose(self, nodes: Mapping[str, str]) -> None:

@@ -39,13 +39,13 @@ def unfit(nodes: Mapping[str, str], read: Mapping[str, Path], gpus: bool, timeou
         return {}
     if lost:
         return {next(iter(nodes)): f"does not see {', '.join(lost)}"}
-    said = answers(nodes, fitness, wanted, gpus, timeout_s, within_s=timeout_s + ANSWER_S)
-    found = {name: why for name, why in said.items() if why is not None}
-    faults = {GPU if why.startswith(GPU) else why for why in found.values()}
-    if len(found) == len(nodes) and len(faults) == 1 and (len(nodes) > 1 or GPU not in faults):
-        tell(f"no node is to blame for what all of them lack: {next(iter(found.values()))}")
+    replies = answers(nodes, fitness, wanted, gpus, timeout_s, within_s=timeout_s + ANSWER_S)
+    reasons = {name: why for name, why in replies.items() if why is not None}
+    faults = {GPU if why.startswith(GPU) else why for why in reasons.values()}
+    if len(reasons) == len(nodes) and len(faults) == 1 and (len(nodes) > 1 or GPU not in faults):
+        tell(f"no node is to blame for what all of them lack: {next(iter(reasons.values()))}")
         return {}
-    return found
+    return reasons
 
 
 def fitness(wanted: Mapping[str, tuple[Path, str]], gpus: bool, timeout_s: float) -> str | None:

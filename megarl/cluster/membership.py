@@ -44,8 +44,8 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
     begun, enough = time.monotonic(), None
     while True:
         watch.check("waiting for nodes", {})
-        there = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in live_nodes().values()}
-        bad = _lacking(allocation, there, allocation.gpus if gpus else 0)
+        node_gpus = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in live_nodes().values()}
+        bad = _lacking(allocation, node_gpus, allocation.gpus if gpus else 0)
         unfit = {name: why for name, why in bad.items() if why != MISSING}
         whole, now = len(allocation.nodes) - len(bad), time.monotonic()
         enough = (enough or now) if whole >= allocation.needed else None
@@ -60,18 +60,18 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
         time.sleep(POLL_S)
 
 
-def _lacking(allocation: Allocation, there: Mapping[str, int], gpus: int) -> dict[str, str]:
-    """What is wrong with each node that is absent or short of GPUs. `there`: the number of GPUs of each node that has joined."""
+def _lacking(allocation: Allocation, node_gpus: Mapping[str, int], gpus: int) -> dict[str, str]:
+    """What is wrong with each node that is absent or short of GPUs. `node_gpus`: the number of GPUs of each node that has joined."""
     excluded = allocation.all_excluded()
-    absent = {name: excluded.get(name, MISSING) for name in allocation.nodes if name not in there}
-    short = {name: f"has {has} of {gpus} GPUs" for name, has in there.items() if has < gpus}
+    absent = {name: excluded.get(name, MISSING) for name in allocation.nodes if name not in node_gpus}
+    short = {name: f"has {has} of {gpus} GPUs" for name, has in node_gpus.items() if has < gpus}
     return {name: (absent | short)[name] for name in allocation.nodes if name in absent or name in short}
 
 
 def present(allocation: Allocation) -> dict[str, str]:
     """The ids of the allocation's live nodes by name, the head first."""
-    there = {node["NodeName"]: node["NodeID"] for node in live_nodes().values()}
-    return {name: there[name] for name in allocation.nodes if name in there}
+    node_ids = {node["NodeName"]: node["NodeID"] for node in live_nodes().values()}
+    return {name: node_ids[name] for name in allocation.nodes if name in node_ids}
 
 
 def died(before: set[str]) -> dict[str, str]:

@@ -52,7 +52,7 @@ def place(kinds: Sequence[ProcessKind], nodes: Sequence[Node]) -> list[list[str]
     """
     free = {node.name: node for node in nodes}
     block = [_block(kind, nodes) for kind in kinds]
-    found: list[list[str]] = [[] for _ in kinds]
+    places: list[list[str]] = [[] for _ in kinds]
     for index in sorted(range(len(kinds)), key=lambda index: -block[index] * max(1, kinds[index].gpus)):
         kind, together = kinds[index], block[index]
         missing = kind.processes // together
@@ -63,9 +63,9 @@ def place(kinds: Sequence[ProcessKind], nodes: Sequence[Node]) -> list[list[str]
                 raise NoRoom(_refusal(kinds, block, nodes))
             taken = together * room[best]
             free[best] = replace(free[best], cpus=free[best].cpus - taken, gpus=free[best].gpus - taken * kind.gpus)
-            found[index] += [best] * taken
+            places[index] += [best] * taken
             missing -= room[best]
-    return found
+    return places
 
 
 def _block(kind: ProcessKind, nodes: Sequence[Node]) -> int:
@@ -84,9 +84,9 @@ def _left(node: Node, kind: ProcessKind, processes: int) -> int:
 
 def _refusal(kinds: Sequence[ProcessKind], block: Sequence[int], nodes: Sequence[Node]) -> str:
     """One line for whatever is short: GPUs in total, GPUs of one node, or CPUs."""
-    asked = ", ".join(f"{kind.name} {kind.processes // size}x{size * (kind.gpus or 1)}" for kind, size in zip(kinds, block, strict=True))
+    request = ", ".join(f"{kind.name} {kind.processes // size}x{size * (kind.gpus or 1)}" for kind, size in zip(kinds, block, strict=True))
     gpus, cpus = sum(kind.processes * kind.gpus for kind in kinds), sum(kind.processes for kind in kinds)
     unit, wanted, have = ("GPUs", gpus, [node.gpus for node in nodes]) if gpus else ("CPUs", cpus, [node.cpus for node in nodes])
     short = "" if not gpus or sum(node.cpus for node in nodes) >= cpus else f"; and {cpus} CPUs, of {sum(node.cpus for node in nodes)}"
     each = ", ".join(map(str, sorted(have, reverse=True)))
-    return f"{wanted} {unit} are asked for, in blocks on one node each ({asked}); there are {sum(have)} ({each}){short}"
+    return f"{wanted} {unit} are asked for, in blocks on one node each ({request}); there are {sum(have)} ({each}){short}"

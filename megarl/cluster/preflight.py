@@ -63,13 +63,13 @@ def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
     reports = _reports(nodes, allocation.directory)
     for line in bound(reports, cpus):
         tell(line)
-    found = faults(reports, allocation.nodes[0], allocation.gpus if gpus else 0)
-    found |= unfit(_passed(nodes, found, allocation), read, gpus, timeout_s)
-    good = list(_passed(nodes, found, allocation))
+    reasons = faults(reports, allocation.nodes[0], allocation.gpus if gpus else 0)
+    reasons |= unfit(_passed(nodes, reasons, allocation), read, gpus, timeout_s)
+    good = list(_passed(nodes, reasons, allocation))
     timed = ""
     if len(good) > 1 or gpus:
         times, alone = reach(good, nodes, allocation.needed, allocation.gpus if gpus else 1, gpus, timeout_s)
-        found |= alone
+        reasons |= alone
         good = [name for name in good if name not in alone]
         slow, timed = compared(times, len(good), SLOW)
         if gpus and (warning := without_fabric(times, len(good))):
@@ -77,17 +77,17 @@ def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
         spare = [name for name in good[1:] if name in {good[n] for n in slow}][: len(good) - allocation.needed]
         named = ", ".join(good[n] for n in slow)
         timed += f"; slow: {named}" if named else ""
-        found |= dict.fromkeys(spare, f"takes {SLOW:g} times as long as others to reach its neighbours")
+        reasons |= dict.fromkeys(spare, f"takes {SLOW:g} times as long as others to reach its neighbours")
     tell(f"{len(good)} nodes have passed the test in {time.monotonic() - begun:.1f} s{timed}")
-    if found:
-        _leave(allocation, found, timeout_s)
+    if reasons:
+        _leave(allocation, reasons, timeout_s)
 
 
-def _passed(nodes: Mapping[str, str], found: Mapping[str, str], allocation: Allocation) -> dict[str, str]:
+def _passed(nodes: Mapping[str, str], reasons: Mapping[str, str], allocation: Allocation) -> dict[str, str]:
     """Return the nodes in which no fault was found. Raises TooFewNodes if they are too few, or the head is not among them."""
-    good = {name: node for name, node in nodes.items() if name not in found}
+    good = {name: node for name, node in nodes.items() if name not in reasons}
     if len(good) < allocation.needed or allocation.nodes[0] not in good:
-        raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", found)
+        raise TooFewNodes(f"{len(good)} of {len(nodes)} nodes have passed the test, and the run needs {allocation.needed}", reasons)
     return good
 
 
@@ -103,11 +103,11 @@ def send_away(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
     Raises:
         TooFewNodes: the head is unfit, or a node has not left in time.
     """
-    found = unfit(present(allocation), read, gpus, timeout_s)
-    if allocation.nodes[0] in found:
-        raise TooFewNodes("the first node cannot go on", found)
-    if found:
-        _leave(allocation, found, timeout_s)
+    reasons = unfit(present(allocation), read, gpus, timeout_s)
+    if allocation.nodes[0] in reasons:
+        raise TooFewNodes("the first node cannot go on", reasons)
+    if reasons:
+        _leave(allocation, reasons, timeout_s)
 
 
 def report(wanted: Mapping[str, tuple[Path, str]]) -> Report:
@@ -136,30 +136,30 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
         head: the node whose versions the others must match.
         gpus: the number of GPUs that each must have.
     """
-    found, files = dict[str, str](), LEAST_FILES + FILES_FOR_A_NODE * (len(reports) - 1)
+    reasons, files = dict[str, str](), LEAST_FILES + FILES_FOR_A_NODE * (len(reports) - 1)
     model = reports[head]
-    for name, said in reports.items():
-        if isinstance(said, str):
-            found[name] = said
+    for name, answer in reports.items():
+        if isinstance(answer, str):
+            reasons[name] = answer
             continue
-        wrong = [f"its own disk has {said.free_gb:.1f} GB free of {LEAST_DISK_GB:g}"] if said.free_gb < LEAST_DISK_GB else []
-        wrong += [f"does not see {what} as the driver does" for what in said.unseen]
-        if said.gpus < gpus:
-            wrong.append(f"has {said.gpus} GPUs of {gpus}")
-        if said.files < files:
-            wrong.append(f"lets a process open {said.files} files of {files}")
+        wrong = [f"its own disk has {answer.free_gb:.1f} GB free of {LEAST_DISK_GB:g}"] if answer.free_gb < LEAST_DISK_GB else []
+        wrong += [f"does not see {what} as the driver does" for what in answer.unseen]
+        if answer.gpus < gpus:
+            wrong.append(f"has {answer.gpus} GPUs of {gpus}")
+        if answer.files < files:
+            wrong.append(f"lets a process open {answer.files} files of {files}")
         if isinstance(model, Report):
-            differing = {part: (value, said.versions[part]) for part, value in model.versions.items() if said.versions[part] != value}
-            wrong += [f"{part} is {mine}, and {its} on {head}" for part, (its, mine) in differing.items()]
+            differing = {part: (value, answer.versions[part]) for part, value in model.versions.items() if answer.versions[part] != value}
+            wrong += [f"{part} is {own_value}, and {head_value} on {head}" for part, (head_value, own_value) in differing.items()]
         if wrong:
-            found[name] = "; ".join(wrong)
-    return found
+            reasons[name] = "; ".join(wrong)
+    return reasons
 
 
 def bound(reports: Mapping[str, Report | str], cpus: Mapping[str, int]) -> list[str]:
     """Return a line for each node whose processes may run on fewer CPUs than the job has there, and so wait for each other."""
-    held = {name: said.cpus for name, said in reports.items() if isinstance(said, Report) and said.cpus < cpus.get(name, 0)}
-    return [f"{name} lets processes run on {few} of its {cpus[name]} CPUs (--cpu-bind of Slurm's step?)" for name, few in held.items()]
+    few_cpus = {name: answer.cpus for name, answer in reports.items() if isinstance(answer, Report) and answer.cpus < cpus.get(name, 0)}
+    return [f"{name} lets processes run on {few} of its {cpus[name]} CPUs (--cpu-bind of Slurm's step?)" for name, few in few_cpus.items()]
 
 
 def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | str]:
@@ -172,13 +172,13 @@ def _free_gb(directory: Path) -> float:
     return shutil.disk_usage(directory).free / 1e9
 
 
-def _leave(allocation: Allocation, found: Mapping[str, str], timeout_s: float) -> None:
+def _leave(allocation: Allocation, reasons: Mapping[str, str], timeout_s: float) -> None:
     """Exclude nodes, and wait until they have left."""
-    for name, why in found.items():
+    for name, why in reasons.items():
         tell(f"goes on without {name}: {why}")
         allocation.exclude(name, why)
     deadline = time.monotonic() + timeout_s
-    while staying := {node["NodeName"] for node in live_nodes().values()} & found.keys():
+    while staying := {node["NodeName"] for node in live_nodes().values()} & reasons.keys():
         if time.monotonic() > deadline:
             raise TooFewNodes(f"cluster.start_timeout_s={timeout_s:g}", dict.fromkeys(sorted(staying), "should have left, and has not"))
         time.sleep(POLL_S)

@@ -67,8 +67,8 @@ def _start_without_agents() -> None:
 
     One agent serves the dashboard, the other makes environments for actors that ask for them: half of the CPU time of Ray's start.
     """
-    asked, agents = f"if {ASKED}() is not None:", (f'"{agent}={{}}".format(' for agent in AGENTS)
-    expect(services.start_raylet, asked, *agents, "start_ray_process(")
+    condition, agents = f"if {ASKED}() is not None:", (f'"{agent}={{}}".format(' for agent in AGENTS)
+    expect(services.start_raylet, condition, *agents, "start_ray_process(")
     # The original imports aiohttp to find out whether an agent could serve the dashboard, which takes half a second.
     services.ray._private.utils.get_dashboard_dependency_error = _start_nothing
     # Keeps the standard input of these processes open for as long as the raylet lives.
@@ -135,14 +135,14 @@ def _range() -> tuple[int, int, int]:
 def _free_ports(count: int) -> list[int]:
     """Choose ports in the lower half of the range on which nothing listens."""
     first, middle, _ = _range()
-    found: list[int] = []
-    while len(found) < count:
+    ports: list[int] = []
+    while len(ports) < count:
         port = first + secrets.randbelow(middle - first)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
-            if port not in found:
-                found.append(port)
-    return found
+            if port not in ports:
+                ports.append(port)
+    return ports
 
 
 def _last_words(node: Any, kind: str, process: Any) -> str:
@@ -152,8 +152,8 @@ def _last_words(node: Any, kind: str, process: Any) -> str:
         with suppress(OSError):
             lines += Path(node.get_logs_dir_path(), f"{kind}.{end}").read_text(errors="replace").splitlines()
     errors = [line for line in lines if re.match(r"\[[^]]* [EFC] ", line)]  # "[2026-11-22 02:33:00,123 C 77 77] (raylet) file.cc:9: ..."
-    said = [line for line in errors or lines if line.strip()]
-    return f"exit code {process.returncode}; {one_line(said[-1]) if said else 'its log is empty'}"
+    messages = [line for line in errors or lines if line.strip()]
+    return f"exit code {process.returncode}; {one_line(messages[-1]) if messages else 'its log is empty'}"
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:

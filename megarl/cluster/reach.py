@@ -78,16 +78,16 @@ def answers(nodes: Mapping[str, str], ask: Callable[..., Any], *arguments: Any, 
         within_s: for all results.
     """
     task: Any = ray.remote(ask)
-    asked = {name: task.options(**on(node), max_retries=0).remote(*arguments) for name, node in nodes.items()}
-    deadline, found = time.monotonic() + within_s, dict[str, Any]()
-    for name, reference in asked.items():
+    references = {name: task.options(**on(node), max_retries=0).remote(*arguments) for name, node in nodes.items()}
+    deadline, results = time.monotonic() + within_s, dict[str, Any]()
+    for name, reference in references.items():
         try:
-            found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+            results[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
         except RayTaskError as error:
-            found[name] = f"cannot be tested: {one_line(str(error.cause), SHOWN)}"
+            results[name] = f"cannot be tested: {one_line(str(error.cause), SHOWN)}"
         except RayError as error:
-            found[name] = f"does not answer within {within_s:g} s ({type(error).__name__})"
-    return found
+            results[name] = f"does not answer within {within_s:g} s ({type(error).__name__})"
+    return results
 
 
 class Linked:
@@ -222,13 +222,13 @@ def to_blame(names: Sequence[str], broken: Sequence[Link], unreached: Callable[[
     from megarl.parallel.links import edges
 
     reached = {names[n] for pairs in edges(len(names)) for edge in pairs if (names[edge[0]], names[edge[1]]) not in broken for n in edge}
-    bad, found = [name for name in names if name not in reached], list(broken)
+    bad, broken_links = [name for name in names if name not in reached], list(broken)
     for a, b in broken:
         if a in bad or b in bad:
             continue
         if len(names) > 3:
-            found += unreached([(names[names.index(a) - 1], b), (a, names[(names.index(b) + 1) % len(names)])])
-        counting = [link for link in found if not {*link} & {*bad}]
+            broken_links += unreached([(names[names.index(a) - 1], b), (a, names[(names.index(b) + 1) % len(names)])])
+        counting = [link for link in broken_links if not {*link} & {*bad}]
         bad.append(max(a, b, key=lambda name: (sum(name in link for link in counting), names.index(name))))
-    others = {name: sorted({*chain(*(link for link in found if name in link))} - {name}) for name in bad}
+    others = {name: sorted({*chain(*(link for link in broken_links if name in link))} - {name}) for name in bad}
     return {name: f"does not reach {', '.join(unreached_by)}" for name, unreached_by in others.items()}

@@ -91,7 +91,7 @@ class Roster:
     @property
     def stopped(self) -> list[StoppedProcess]:
         """What is stopped on the other machines."""
-        return [one for found in self._stopped.copy().values() for one in found]
+        return [one for processes in self._stopped.copy().values() for one in processes]
 
     @property
     def silent(self) -> list[tuple[set[int], str]]:
@@ -112,7 +112,7 @@ class Roster:
         """
         machines, stopped, silent = self._machines, self._stopped, set(self._silent)
         self._machines, self._stopped, self._silent = {}, {}, {}
-        calls = {machines[node].actor.end.remote(): node for node, found in stopped.items() if found and node in machines}
+        calls = {machines[node].actor.end.remote(): node for node, processes in stopped.items() if processes and node in machines}
         if calls:
             _, unanswered = ray.wait(list(calls), num_returns=len(calls), timeout=self._limit_s)
             silent |= {calls[call] for call in unanswered}

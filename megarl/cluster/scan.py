@@ -73,8 +73,8 @@ def is_stopped(pid: int) -> bool:
 
 def _table() -> dict[int, _Process]:
     """All processes of this machine, by pid."""
-    found = ((int(name), _read(int(name))) for name in os.listdir("/proc") if name.isdecimal())
-    return {pid: process for pid, process in found if process is not None}
+    processes = ((int(name), _read(int(name))) for name in os.listdir("/proc") if name.isdecimal())
+    return {pid: process for pid, process in processes if process is not None}
 
 
 def _read(pid: int) -> _Process | None:

@@ -125,16 +125,16 @@ def _join(address: str) -> None:
     Raises ClusterError if nothing answers at the address, or if the cluster asks for a different token from the one that Ray finds here.
     """
     try:
-        found = services.canonicalize_bootstrap_address_or_die(address)
-        host, _, port = found.rpartition(":")
+        bootstrap_address = services.canonicalize_bootstrap_address_or_die(address)
+        host, _, port = bootstrap_address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()  # Ray would try a refused one for half a minute
-        token = _asks_for_token(found)
+        token = _asks_for_token(bootstrap_address)
         _set_mode(token)
-        ray.init(address=found, log_to_driver=True)
+        ray.init(address=bootstrap_address, log_to_driver=True)
     except (OSError, AuthenticationError, RpcError, ValueError) as error:
         raise ClusterError(f"cluster.address={address}: {' '.join(str(error).split())}") from error
     way = "asks for a token" if token else "asks for no token: whoever reaches its ports can run code there"
-    print(f"megarl: joined the Ray cluster at {found}, which {way}", file=sys.stderr)
+    print(f"megarl: joined the Ray cluster at {bootstrap_address}, which {way}", file=sys.stderr)
 
 
 def _asks_for_token(address: str) -> bool:
@@ -200,8 +200,8 @@ def _own_caches(below: Path) -> dict[str, str]:
     folder = below / f"megarl-kernels-{os.geteuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
             return {name: str(folder / kind) for name, kind in CACHES.items()}
     return {}
 

@@ -54,9 +54,9 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
             canary = made.enter_context(fresh_file(path))
             wanted[key] = (canary, content(canary))
         look: Any = ray.remote(differences)
-        asked = {node: look.options(**on(node)).remote(wanted) for node in nodes}
+        references = {node: look.options(**on(node)).remote(wanted) for node in nodes}
         deadline = time.monotonic() + timeout_s
-        for node, reference in asked.items():
+        for node, reference in references.items():
             try:
                 while not ray.wait([reference], timeout=LOOK_S)[0]:
                     watch.check(DOING, {})

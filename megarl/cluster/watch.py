@@ -101,10 +101,10 @@ class Watch:
         for pids, why in self._roster.silent:
             if pids & names.keys() or (not names and pids - spared):
                 raise StandsStill(f"{doing}: {why}", seconds=self._limit_s)
-        found = [one for one in self._all_stopped if spared.isdisjoint(one.pids)]
-        if found:
-            lines = [f"{next((names[pid] for pid in one.pids if pid in names), '')}{one}" for one in found]
-            raise StandsStill(f"{doing}: {'; '.join(lines)}", seconds=max(one.seconds for one in found))
+        stopped = [one for one in self._all_stopped if spared.isdisjoint(one.pids)]
+        if stopped:
+            lines = [f"{next((names[pid] for pid in one.pids if pid in names), '')}{one}" for one in stopped]
+            raise StandsStill(f"{doing}: {'; '.join(lines)}", seconds=max(one.seconds for one in stopped))
 
     def still(self, doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
         """Find which of these actors are stopped, have a descendant process that is, or are on a machine that does not answer.
@@ -117,16 +117,16 @@ class Watch:
         Returns:
             An error for each of them, by the actor's number.
         """
-        found = dict[int, StandsStill]()
+        errors = dict[int, StandsStill]()
         for index, actor in enumerate(actors):
             pids = self._roster.pids_of(actor)
             for one in self._all_stopped:
                 if not pids.isdisjoint(one.pids):
-                    found[index] = StandsStill(f"{doing}: {kind} {index}: {one}", seconds=one.seconds)
-            for there, why in self._roster.silent:
-                if pids & there:
-                    found[index] = StandsStill(f"{doing}: {kind} {index}: {why}", seconds=self._limit_s)
-        return found
+                    errors[index] = StandsStill(f"{doing}: {kind} {index}: {one}", seconds=one.seconds)
+            for silent_pids, why in self._roster.silent:
+                if pids & silent_pids:
+                    errors[index] = StandsStill(f"{doing}: {kind} {index}: {why}", seconds=self._limit_s)
+        return errors
 
     def close(self) -> None:
         """End the watch, and kill Ray's own processes if they are stopped, for which a shutdown would wait."""
