@@ -55,7 +55,7 @@ class FileSource(TableSource):
     inside dictionaries."""
 
 
-class Part(Section):
+class MixturePart(Section):
     """One source of a mixture."""
 
     source: Any
@@ -67,7 +67,7 @@ PartT = TypeVar("PartT")
 Parts = Annotated[list[PartT], Field(min_length=1, max_length=1024)]
 
 
-class Mixture(Section):
+class SourceMixture(Section):
     """Several sources as one."""
 
     type: Literal["mixture"] = "mixture"
@@ -77,14 +77,14 @@ class Mixture(Section):
     """Seed for drawing the items of a part with a weight below 1."""
 
 
-class PromptPart(Part):
+class PromptPart(MixturePart):
     """One source of a mixture."""
 
     source: Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
     """Its prompts."""
 
 
-class MixtureSource(Mixture):
+class MixtureSource(SourceMixture):
     """Several sources as one. With `data.shuffle=false` they follow one another, so parts selected by `where` make a curriculum."""
 
     parts: Parts[PromptPart]
@@ -163,14 +163,14 @@ class ConversationSource(TableSource):
     """Column of the messages; a dot looks inside dictionaries."""
 
 
-class SftPart(Part):
+class SftPart(MixturePart):
     """One source of a mixture."""
 
     source: Annotated[ReasoningGymSource | FileSource | ConversationSource, Field(discriminator="type")]
     """Its conversations, or prompts with answers."""
 
 
-class SftMixture(Mixture):
+class SftMixture(SourceMixture):
     """Several sources as one."""
 
     parts: Parts[SftPart]
@@ -209,14 +209,14 @@ class PreferenceSource(TableSource):
     """Reward model: column with the margin by which the chosen response is better (0 if missing); a dot looks inside dictionaries."""
 
 
-class PreferencePart(Part):
+class PreferencePart(MixturePart):
     """One source of a mixture."""
 
     source: PreferenceSource
     """Its pairs."""
 
 
-class PreferenceMixture(Mixture):
+class PreferenceMixture(SourceMixture):
     """Several sources as one."""
 
     parts: Parts[PreferencePart]

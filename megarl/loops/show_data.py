@@ -29,7 +29,7 @@ from megarl.config import (
     TrainConfig,
     load,
 )
-from megarl.config.data import Mixture
+from megarl.config.data import SourceMixture
 from megarl.config.loading import tree_of
 from megarl.data.files import each_row
 from megarl.data.intake import RowReport, reported
@@ -160,7 +160,7 @@ def sources_of(config: RunSettings) -> Iterator[KeyedSource]:
     if not any(given.values()):
         raise ConfigError(f"data: {config.name} reads no data: it takes no steps and has no data.eval")
     for key, source in given.items():
-        if isinstance(source, Mixture):
+        if isinstance(source, SourceMixture):
             yield from (KeyedSource(f"{key}.parts.{n}.source", part.source, part.weight) for n, part in enumerate(source.parts))
         elif source is not None:
             yield KeyedSource(key, source)
