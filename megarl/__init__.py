@@ -38,7 +38,8 @@ def load_config(path: str | os.PathLike[str], *overrides: str, verb: str = "trai
 
     if verb not in VERBS:
         raise ValueError(f"verb: {verb!r} is none of {', '.join(VERBS)}")
-    return load(Path(path), list(overrides), find(VERBS[verb].config))
+    root: Any = find(VERBS[verb].config)
+    return load(Path(path), list(overrides), root)
 
 
 def train(config: TrainConfig) -> RunResult:
@@ -93,7 +94,8 @@ def _call(verb: str, config: Any) -> None:
     from megarl.imports import add_current_folder, find
     from megarl.verbs import VERBS
 
-    if not isinstance(config, expected := find(VERBS[verb].config)):
+    expected: Any = find(VERBS[verb].config)
+    if not isinstance(config, expected):
         needed = f'{expected.__name__}: load_config(..., verb="{verb}")'
         raise ValueError(f"{verb}: the configuration is a {type(config).__name__}, not a {needed}")
     add_current_folder()
