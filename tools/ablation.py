@@ -90,7 +90,7 @@ def trials(path: Path, seeds: Sequence[int], overrides: Sequence[str]) -> list[T
         for variant, changes in tree["variants"].items():
             name = f"{load(base, list(overrides), TrainConfig).name}/{re.sub(r'[^a-z0-9]+', '-', variant.lower())}-seed{seed}"
             given = [*overrides, *changes, f"name={name}", f"seed={seed}"]
-            command = [sys.executable, "-m", "megarl.cli.main", "train", str(base), *given]
+            command = [sys.executable, "-m", "megarl.cli", "train", str(base), *given]
             found.append(Trial(variant, seed, load(base, given, TrainConfig), command))
     return found
 

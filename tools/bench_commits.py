@@ -58,7 +58,7 @@ class Side:
         (self._here / "job.yaml").write_text(text)
 
     def _start(self, *arguments: object) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "megarl.cli.main", *map(str, arguments)]
+        command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
         with (self._here / "log").open("w") as log:
             return subprocess.Popen(command, cwd=self._here, env=self._environment, stdout=log, stderr=log)
 

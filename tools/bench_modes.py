@@ -122,7 +122,7 @@ def run(here: Path, model: Path, url: str, steps: int, overrides: Sequence[str])
     (here / "job.yaml").write_text(CONFIG.format(runs=here / "runs", model=model, url=url, steps=steps))
     metrics = here / "runs" / "job" / "metrics.jsonl"
     with (here / "log").open("w") as log:
-        command = [sys.executable, "-m", "megarl.cli.main", "train", str(here / "job.yaml"), *overrides]
+        command = [sys.executable, "-m", "megarl.cli", "train", str(here / "job.yaml"), *overrides]
         job = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, preexec_fn=end_with_parent)
         cpu, begun, ended, measured = _Cpu(job.pid), (0.0, 0.0), (0.0, 0.0), 0
         while job.poll() is None:

@@ -100,7 +100,7 @@ def megarl(here: Path, overrides: tuple[str, ...], steps: int) -> dict[str, Any]
         return [row for row in read_json_lines(metrics) if "actor/lr" in row] if metrics.exists() else []
 
     with (here / "log").open("w") as log:
-        command = [sys.executable, "-m", "megarl.cli.main", "train", str(here / "job.yaml"), *overrides]
+        command = [sys.executable, "-m", "megarl.cli", "train", str(here / "job.yaml"), *overrides]
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         while process.poll() is None and not learned():
             time.sleep(0.02)

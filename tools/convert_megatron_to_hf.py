@@ -2,7 +2,7 @@
 
 import sys
 
-from megarl.cli.main import main
+from megarl.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", "megatron-to-hf", *sys.argv[1:]]))

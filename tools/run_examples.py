@@ -206,7 +206,7 @@ def commands(example: Example, start: str) -> Iterator[list[str]]:
         if "-" in start and example.name == WARM and "train" not in command.split():
             continue  # its models were copied
         first, *rest = shlex.split(command.replace("{seed}", str(seed_of(start))))
-        yield [sys.executable, *(["-m", "megarl.cli.main"] if first == "megarl" else []), *rest]
+        yield [sys.executable, *(["-m", "megarl.cli"] if first == "megarl" else []), *rest]
 
 
 def run(example: Example, place: Path, start: str, commit: str) -> Result:

@@ -1,1 +1,5 @@
-"""The command line: its verbs' arguments, `config`, `init` and `data`."""
+"""The command line: its verbs' arguments, `config` and `init`."""
+
+from megarl.cli.command import main
+
+__all__ = ["main"]

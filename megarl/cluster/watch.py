@@ -56,7 +56,8 @@ class Watch:
         if own:
             self._own = {kind: ray_worker._global_node.all_processes[kind][0].process for kind in OWN}
         self._host = None if own else _host()
-        self._scan = Scan(*(process.pid for process in self._own.values()))
+        self._roots = tuple(process.pid for process in self._own.values())
+        self._scan, self._exchange = Scan(*self._roots), threading.Lock()
         self._stopped: list[StoppedProcess] = []  # on this machine
         self._running = time.monotonic()  # when `_host` was last seen to run
         self._roster = Roster(limit_s, ray.get_runtime_context().get_node_id() if own else None, others=not own)
@@ -71,7 +72,8 @@ class Watch:
     def renew(self) -> None:
         """End the processes that are stopped, and forget what was seen. Waits until Ray knows of the machines that did not answer."""
         self._scan.end()
-        self._stopped = []
+        with self._exchange:  # what a scan that is under way has seen is never read
+            self._scan, self._stopped = Scan(*self._roots), []
         self._roster.renew()
 
     def spare(self, actors: Sequence[Any]) -> None:
@@ -147,7 +149,10 @@ class Watch:
             scanned = time.monotonic()
             while not self._ended.wait(min(POLL_S, self._limit_s / POLLS)):
                 if (now := time.monotonic()) - scanned >= self._limit_s / POLLS:
-                    scanned, self._stopped = now, self._scan.stopped(self._limit_s)
+                    scanned, scan = now, self._scan
+                    stopped = scan.stopped(self._limit_s)
+                    with self._exchange:
+                        self._stopped = stopped if scan is self._scan else self._stopped
                 self._seen = time.monotonic()
                 if (why := self.loss()) is not None:
                     self._end(why)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.config import CheckpointSettings, Layout, ModelSettings
 from megarl.models.families import family_of
 from megarl.models.hf import Checkpoint, read_config

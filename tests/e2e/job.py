@@ -114,7 +114,7 @@ class Job:
         inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}  # of a lab's session
         own = {MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self.scratch}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.cli.main", self.verb, str(config), *self.overrides],
+            [sys.executable, "-m", "megarl.cli", self.verb, str(config), *self.overrides],
             cwd=ROOT,
             env={**inherited, **self.foreign, **own, **self.environment},
             stdin=subprocess.DEVNULL,

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from safetensors.torch import load_file, save_file
 
 from megarl.checks.train import check_train, check_value
-from megarl.cli import main as cli
+from megarl.cli import command as cli
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.cluster.demand import assign_roles, engine_kind
 from megarl.cluster.placement import ProcessKind

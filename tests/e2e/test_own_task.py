@@ -122,7 +122,7 @@ def test_the_script_leaves_a_folder_alone_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_hour_itself(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    for name, command in (("python", ""), ("megarl", "-m megarl.cli.main")):
+    for name, command in (("python", ""), ("megarl", "-m megarl.cli")):
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
         (tmp_path / "bin" / name).chmod(0o755)
     search = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(EXAMPLE.parents[1])}

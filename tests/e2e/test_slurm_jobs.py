@@ -159,7 +159,7 @@ def cancel(submitted: Submitted) -> None:
 
 def kill_driver(submitted: Submitted) -> None:
     """Nobody knows why: as where memory runs out, the next start could end in the same way."""
-    [driver] = [pid for pid, words in submitted.slurm.processes("n1").items() if " -m megarl.cli.main train " in words]
+    [driver] = [pid for pid, words in submitted.slurm.processes("n1").items() if " -m megarl.cli train " in words]
     os.kill(driver, signal.SIGKILL)
 
 

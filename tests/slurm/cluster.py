@@ -71,7 +71,7 @@ class Cluster:
 
     def megarl(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         """The command line on the control node."""
-        return self.run(sys.executable, "-m", "megarl.cli.main", *arguments)
+        return self.run(sys.executable, "-m", "megarl.cli", *arguments)
 
     def job(self, number: str, field: str) -> str:
         """A field of `scontrol show job`, say JobState."""

@@ -96,7 +96,7 @@ def test_a_folder_on_the_path_that_is_not_installed_knows_its_version() -> None:
         from megarl.checkpoints import steps
         from megarl.observe import summary
         print(steps.versions()["megarl"], summary.versions()["megarl"])
-        from megarl.cli.main import main
+        from megarl.cli import main
         main(["--version"])
     """
     root, program = Path(megarl.__file__).parents[1], textwrap.dedent(code)

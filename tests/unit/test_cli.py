@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main as cli
+from megarl.cli import command as cli
 from megarl.errors import SaveError
 from megarl.host.termination import SIGNALS
 from megarl.verbs import TOOLS, VERBS
@@ -31,7 +31,7 @@ train: {steps: 1, prompts_per_step: 8}
 
 def megarl(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    command = [sys.executable, "-m", "megarl.cli.main", *map(str, arguments)]
+    command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from megarl.cli import main as cli
+from megarl.cli import command as cli
 from megarl.cli.describe import keys, schema
 from megarl.config import EvalConfig, RunSettings, TrainConfig, load
 from megarl.config.loading import sections
@@ -72,7 +72,7 @@ def test_a_key_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("arguments", [["train"], ["train", "--schema"]], ids=" ".join)
 def test_a_reader_that_leaves_early_is_no_failure(arguments: list[str]) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "megarl.cli.main", "config", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "megarl.cli", "config", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

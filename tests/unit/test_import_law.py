@@ -129,7 +129,7 @@ def test_trainer_and_engine_never_share_a_process(start: str, package: str) -> N
 @pytest.mark.parametrize(
     ("start", "packages"),
     [
-        ("megarl.cli.main; megarl.cli.main.parser()", ("torch", "pydantic", "ray", "numpy", "yaml")),
+        ("megarl.cli.command; megarl.cli.command.parser()", ("torch", "pydantic", "ray", "numpy", "yaml")),
         ("megarl.cluster.join", ("torch", "pydantic")),  # every further node of a job
         ("megarl.resume.copies", ("torch", "pydantic")),  # the copies of every node
         (", ".join(sorted({verb.run.partition(":")[0] for verb in VERBS.values()})), ("torch", "megatron", "vllm")),  # the driver

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.cli import main as cli
+from megarl.cli import command as cli
 from tests.e2e.job import RL
 
 

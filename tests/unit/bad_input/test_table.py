@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main as cli
+from megarl.cli import command as cli
 from megarl.data import gym
 from megarl.errors import ConfigError
 from megarl.host.termination import SIGNALS

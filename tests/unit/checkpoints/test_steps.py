@@ -263,7 +263,7 @@ def test_a_disk_that_is_full_within_a_block_says_so(tmp_path: Path) -> None:
 def test_verify_needs_no_torch(tmp_path: Path) -> None:
     save(tmp_path / "run" / "checkpoints", 1)
     code = (
-        "import sys\nfrom megarl.cli.main import main\n"
+        "import sys\nfrom megarl.cli import main\n"
         f"status = main(['verify', {str(tmp_path / 'run')!r}])\n"
         "assert status == 0 and 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

@@ -30,7 +30,7 @@ JOB = """
     import os, signal, sys, threading, time
     from pathlib import Path
     import ray
-    from megarl.cli import main as cli
+    from megarl.cli import command as cli
     from megarl.cluster import membership, watch
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings

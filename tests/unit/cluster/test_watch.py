@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError
 
 from megarl.cluster import roster, server, watch
 from megarl.cluster.roster import Actors, Roster
-from megarl.cluster.scan import Scan
+from megarl.cluster.scan import Scan, StoppedProcess
 from megarl.cluster.server import StandsStill, ask
 from megarl.cluster.watch import Watch, WatchFailed
 
@@ -205,6 +205,29 @@ def test_a_watch_that_stands_still_is_seen_by_whoever_it_watches_for(
         blocked.set()
 
 
+def test_what_a_scan_sees_while_the_watch_is_renewed_is_not_raised(
+    machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a process that the renewal has killed, whose name is gone already: another restart for nothing."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def scan(limit_s: float) -> list[StoppedProcess]:
+        begun.set()
+        assert ended.wait(60)
+        return [StoppedProcess((1,), "", 1.0)]
+
+    monkeypatch.setattr(watched._scan, "stopped", scan)
+    monkeypatch.setattr(watch, "SLACK_S", 60.0)
+    assert begun.wait(60)
+    first = watched._scan
+    watched.renew()
+    ended.set()
+    seen = watched._seen
+    within(30, lambda: watched._seen > seen)
+    assert watched._scan is not first and watched._stopped == []
+    watched.check("update", {})
+
+
 def test_a_server_that_does_not_answer_the_watch_loses_the_session(
     machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +302,7 @@ def test_what_stops_itself_in_a_sandbox_is_nobodys_affair() -> None:
 # A session of which one process is stopped or killed, while the main thread is in a call that nothing interrupts, or waits as a run does.
 LOST = """
     import os, signal, sys, time, ray
-    from megarl.cli import main as cli
+    from megarl.cli import command as cli
     from megarl.cluster import watch
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings

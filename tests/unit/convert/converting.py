@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.models.hf import Checkpoint
 
 WEIGHTS = "model.safetensors"

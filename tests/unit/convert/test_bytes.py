@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.convert import plan
 from megarl.models.hf import read_config
 from tests.unit.convert.converting import WEIGHTS, change, convert, refused, stored

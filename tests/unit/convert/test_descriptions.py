@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.models.families import check_checkpoint
 from megarl.models.hf_writer import described
 from tests.quantized_models import SCHEMES, quantized

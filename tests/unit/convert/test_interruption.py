@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.convert import conversion_directory, engine, plan, to_megatron
 from megarl.convert.conversion_directory import ConversionDirectory
 from megarl.convert.to_hf import ToHF

@@ -26,7 +26,7 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 import megarl.convert.to_hf, megarl.convert.to_megatron
-from megarl.cli.main import main
+from megarl.cli import main
 
 def held():
     return [int(line.split()[1]) << 10 for line in Path("/proc/self/status").open() if line.startswith("VmHWM:")][0]

@@ -17,7 +17,7 @@ import pytest
 from pyarrow import parquet
 
 from examples.make_data import WORDS, corrupted, preferences
-from megarl.cli import main as cli
+from megarl.cli import command as cli
 from megarl.config import ConfigError, PreferenceData, PreferenceMixture, PreferenceSource, ReasoningGymSource, SourceFormat
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Prompt

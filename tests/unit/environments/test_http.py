@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli import main as cli
+from megarl.cli import command as cli
 from megarl.config import ConfigError, EnvironmentSettings, HttpEnvironment
 from megarl.environments import http as http_module
 from megarl.environments import server as server_module

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.config import ConfigError
 from megarl.data.prompts import Prompt
 from megarl.engines.engine import RolloutError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.checks.ranks import check_sft
-from megarl.cli import main as cli
+from megarl.cli import command as cli
 from megarl.config import SftConfig, load
 from megarl.data.supervised import load_demonstrations
 from megarl.data.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.config import TrainConfig
 from megarl.observe import page, samples
 from megarl.observe.metrics import Mean

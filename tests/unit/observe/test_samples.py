@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.observe.samples import FOLDER, SampleRecord, files, forget_after, line, spread, write
 
 PLAIN = SampleRecord("2+2?", "4", "is it 4", 1.0, {"raw": 0.5}, None, "stop", 3, 0, False, 1, True)

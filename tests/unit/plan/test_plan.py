@@ -16,7 +16,7 @@ import pytest
 from rich.table import Table
 
 from megarl.checks.memory import check_fits, warnings
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.config import ConfigError, Layout, ModelSettings, TrainConfig, load, optimizers
 from megarl.models.families import family_of
 from megarl.plan.devices import DEVICES, GB, device_of
@@ -288,7 +288,7 @@ def test_a_store_that_is_too_small_is_warned_of_with_the_size_that_holds(publish
 
 def test_the_command_prints_tables_and_json_without_megatron(published: Path) -> None:
     code = (
-        "import sys; from megarl.cli.main import main; main(sys.argv[1:]); print('JSON'); main([*sys.argv[1:], '--json']);"
+        "import sys; from megarl.cli import main; main(sys.argv[1:]); print('JSON'); main([*sys.argv[1:], '--json']);"
         "assert not {'megatron', 'ray', 'vllm'} & set(sys.modules)"
     )
     run = subprocess.run(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checks.memory import check_fits
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.cluster.demand import demand
 from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
 from megarl.plan.devices import DEVICES, GB

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.config import DpoConfig, RmConfig, SftConfig, TrainConfig, TrainingSettings, ValueConfig, load
 from megarl.observe.metrics import Mean
 from megarl.observe.run import Run

@@ -13,7 +13,7 @@ from megarl.checkpoints.files import write_file
 from megarl.checkpoints.resume import held_by
 from megarl.checkpoints.steps import MANIFEST, encode, read_manifest
 from megarl.checks.train import check_weights
-from megarl.cli.main import main
+from megarl.cli import main
 from megarl.config import ConfigError, TrainConfig, dump, load
 from megarl.resume.saving import TRAINER, check_resume, resume_point
 from tests.e2e.job import RL

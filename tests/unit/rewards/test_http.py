@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli import main as cli
+from megarl.cli import command as cli
 from megarl.config import ConfigError, HttpReward, RewardSettings
 from megarl.host.http_client import elsewhere
 from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli.main import main
+from megarl.cli import main
 from tests.e2e.job import RL
 from tests.published_models import MODELS
 from tests.unit.examples.test_configurations import EXAMPLES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli.main import main
+from megarl.cli import main
 from tests.e2e.job import RL
 
 METRICS = b'{"step": 3, "reward/mean": 0.5}\n'
