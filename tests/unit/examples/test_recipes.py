@@ -206,7 +206,8 @@ def test_a_base_that_is_not_there_or_leads_back_is_refused(tmp_path: Path) -> No
 
 def written_on_the_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """The module with the class of this name, imported as it stands, and the formula beside it."""
-    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "megarl" / "algorithms" / "adding_an_algorithm.md").read_text(), re.DOTALL)
+    page = EXAMPLES.parent / "megarl" / "algorithms" / "adding_an_algorithm.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     [source] = [block for block in blocks if f"class {name}(" in block]
     [formula] = [block for block in blocks if f"def {name.lower()}(" in block]
     path = folder / f"page_{name.lower()}.py"
