@@ -2,7 +2,7 @@
 
 For each seed, makes short GRPO runs of a tiny mixture of experts whose policy is in bfloat16: as it is, with float32 heads on both sides,
 and with an engine in float32; the first two also with the engine's experts replayed (R3). The table shows the share of routing choices that
-differ, the gap of the log-probs, and the KL between engine and trainer. `--write` puts it into megarl/parallel/README.md.
+differ, the gap of the log-probs, and the KL between engine and trainer. `--write` puts it into megarl/parallel/figures.md.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="put the table into megarl/parallel/README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into megarl/parallel/figures.md")
     given = parser.parse_args()
     results: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -6,8 +6,8 @@ trains in float32. The table shows the share of choices that differ, the KL and 
 memory of a model rank, and the alarms.
 
 The cost is measured separately, on one rank and one batch: CPU seconds of old log-probs and update, in rounds that alternate between off,
-r2 and r3. The replayed experts are those that the routers choose anyway, so the models' own work is the same. `--write` puts the table and
-the cost into megarl/parallel/README.md. Exit status: 1 if R3 does not halve the KL, or a replay costs more than 3 %.
+r2 and r3. The replayed experts are those that the routers choose anyway, so the models' own work is the same. `--write` puts the cost into
+megarl/parallel/figures.md. Exit status: 1 if R3 does not halve the KL, or a replay costs more than 3 %.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tools.lone_policy import lone_policy, responses
 from tools.make_tiny_model import build
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "megarl" / "parallel" / "README.md"
+PAGE = ROOT / "megarl" / "parallel" / "figures.md"
 BEGIN, END = "<!-- written by tools/bench_routing.py -->", "<!-- end of the table -->"
 REPLAYS = ("off", "r2", "r3")
 JITTER = 0.02  # standard deviation of the noise; that of the weights is 0.06
@@ -205,7 +205,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=40, help="of the cost")
-    parser.add_argument("--write", action="store_true", help="put the table into megarl/parallel/README.md")
+    parser.add_argument("--write", action="store_true", help="put the cost into megarl/parallel/figures.md")
     given = parser.parse_args()
     ModelGroups.sync = jittered_sync  # type: ignore[method-assign]
     results: dict[tuple[int, str], dict[str, Any]] = {}
@@ -223,17 +223,15 @@ def main() -> int:
         ranks, whole = touched(load_config(here / f"{name}.yaml", "name=touched", "train.steps=1", "layout={ranks: 4, pp: 2}"))
     ratio = {replay: statistics.median(one / off for one, off in zip(cpu[replay], cpu["off"], strict=True)) for replay in REPLAYS[1:]}
     ratios = ", ".join(f"{replay} {value:.3f}" for replay, value in ratio.items())
-    lines = [
-        *table(results),
-        "",
-        f"{date.today()}, commit {commit()}, two cores, {given.steps} steps a run. Old log-probs and update on one rank and one batch, CPU "
-        f"seconds over those of off ({statistics.median(cpu['off']):.2f}), medians of {given.rounds} rounds in turn: {ratios} (at most "
-        f"{COST}). Each token carries {LAYERS * TOPK} bytes from the engine ({LAYERS} layers of {TOPK} experts). With two stages of two "
-        f"data-parallel ranks a rank fetches {min(ranks) / whole:.1%} to {max(ranks) / whole:.1%} of a step's {whole / 1e6:.2f} MB.",
-    ]
-    print("\n".join(lines))
+    cost = (
+        f"{date.today()}, commit {commit()}, two cores. Old log-probs and update on one rank and one batch, CPU seconds over those of off "
+        f"({statistics.median(cpu['off']):.2f}), medians of {given.rounds} rounds in turn: {ratios} (at most {COST}). Each token carries "
+        f"{LAYERS * TOPK} bytes from the engine ({LAYERS} layers of {TOPK} experts). With two stages of two data-parallel ranks a rank "
+        f"fetches {min(ranks) / whole:.1%} to {max(ranks) / whole:.1%} of a step's {whole / 1e6:.2f} MB."
+    )
+    print("\n".join([*table(results), "", cost]))
     if given.write:
-        put(BEGIN, lines)
+        put(BEGIN, [cost])
     halved = all(results[seed, "r3"]["rollout_corr/k3_kl"] < 0.5 * results[seed, "off"]["rollout_corr/k3_kl"] for seed in given.seeds)
     return 0 if halved and max(ratio.values()) <= COST else 1
 

@@ -7,7 +7,7 @@ If a fault ends the run, the same command is started again, as a scheduler would
 those of an undisturbed run with the same layout; a difference is an error. The seed is a new one each time, and printed: given again, it
 breaks the same things in the same phases.
 
-Needs root, for the disk. With --write, what a whole run of the tool has shown goes into megarl/cluster/README.md.
+Needs root, for the disk. With --write, what a whole run of the tool has shown goes into megarl/cluster/figures.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODES = {"sync": (), "ahead": AHEAD}
 COMMON = (*EVERYTHING, "sync.transport=gloo", f"train.steps={STEPS - 1}", f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=1000")
 PER_RUN = 12  # most faults of a run
 PAUSE_S = 3 * STILL_S  # how long the driver is stopped, and the disk hangs
-PAGE = ROOT / "megarl" / "cluster" / "README.md"
+PAGE = ROOT / "megarl" / "cluster" / "figures.md"
 BEGIN, END = "<!-- written by tools/chaos.py -->", "<!-- end of the table -->"
 BEGUN, MENDED = re.compile(r"restart \d+ of at most \d+ per day"), re.compile(r"resumed after step (\d+): ")
 STEP = re.compile(r"step (\d+)/")
@@ -192,7 +192,7 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
     found: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         found[str(Fault(PROCESSES.get(outcome.fault.victim, outcome.fault.victim), outcome.fault.number))].append(outcome)
-    yield "| fault | times | seen after, s | goes on after, s | steps done again | by |"
+    yield "| fault | times | detected (s) | resumed (s) | steps repeated | by |"
     yield "|---|---|---|---|---|---|"
     for name, rows in sorted(found.items()):
         seen = [row.seen for row in rows if row.seen is not None]
@@ -215,7 +215,7 @@ def main() -> int:
     asked.add_argument("--faults", type=int, default=100)
     asked.add_argument("--seed", type=int, default=int(time.time()), help="of an earlier run; by default a new one")
     asked.add_argument("--out", type=Path, required=True)
-    asked.add_argument("--write", action="store_true", help="put the tables into megarl/cluster/README.md")
+    asked.add_argument("--write", action="store_true", help="put the tables into megarl/cluster/figures.md")
     given = asked.parse_args()
     if why := missing():
         asked.error(why)
@@ -245,8 +245,8 @@ def main() -> int:
                     plan.pop(0)
                     outcomes.append(outcome)
                     loads.append(os.getloadavg()[0])
-                    seen = "" if outcome.seen is None else f"seen after {outcome.seen:.1f} s, "
-                    mended = f"goes on after {outcome.mended:.1f} s, {outcome.lost} steps done again"
+                    seen = "" if outcome.seen is None else f"detected after {outcome.seen:.1f} s, "
+                    mended = f"resumed after {outcome.mended:.1f} s, {outcome.lost} steps repeated"
                     ended = f", after it had ended with: {outcome.ended}" if outcome.ended else ""
                     print(f"{number}: {outcome.fault} in {outcome.phase}: {seen}{mended}{ended}", flush=True)
                 assert_same(job, straight(layout, mode))

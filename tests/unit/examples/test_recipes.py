@@ -1,6 +1,6 @@
 """The recipes: a tiny and a large one for each algorithm, the large ones with the papers' numbers; files that lie over a base.
 
-And the examples of a new algorithm and a new preference loss in megarl/algorithms/README.md, as they stand there.
+And the examples of a new algorithm and a new preference loss in megarl/algorithms/adding_an_algorithm.md, as they stand there.
 """
 
 from __future__ import annotations
@@ -204,12 +204,13 @@ def test_a_base_that_is_not_there_or_leads_back_is_refused(tmp_path: Path) -> No
         train_config(here)
 
 
-def written_in_the_readme(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+def written_on_the_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """The module with the class of this name, imported as it stands, and the formula beside it."""
-    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "megarl" / "algorithms" / "README.md").read_text(), re.DOTALL)
+    page = EXAMPLES.parent / "megarl" / "algorithms" / "adding_an_algorithm.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     [source] = [block for block in blocks if f"class {name}(" in block]
     [formula] = [block for block in blocks if f"def {name.lower()}(" in block]
-    path = folder / f"readme_{name.lower()}.py"
+    path = folder / f"page_{name.lower()}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -221,8 +222,8 @@ def written_in_the_readme(name: str, folder: Path, monkeypatch: pytest.MonkeyPat
     return module, known[name.lower()]
 
 
-def test_the_algorithm_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, formula = written_in_the_readme("Spo", tmp_path, monkeypatch)
+def test_the_algorithm_on_the_page_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, formula = written_on_the_page("Spo", tmp_path, monkeypatch)
     monkeypatch.setitem(reference.POLICY, "spo", (formula, "seq-mean-token-mean"))
 
     algorithm = module.Spo(eps=0.3)
@@ -239,8 +240,8 @@ def test_the_algorithm_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch:
     assert bool((mine_T.grad[~batch.mask_T] == 0).all())
 
 
-def test_the_preference_loss_in_the_readme_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, formula = written_in_the_readme("Ipo", tmp_path, monkeypatch)
+def test_the_preference_loss_on_the_page_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, formula = written_on_the_page("Ipo", tmp_path, monkeypatch)
     monkeypatch.setitem(reference.PAIRS, "ipo", formula)
     preference = module.Ipo(tau=0.7)
     batch, logp_T = pairs(0)
