@@ -1,4 +1,4 @@
-"""Run the examples for several seeds, check every figure against its band, and write the tables of examples/README.md.
+"""Run the examples for several seeds, check every figure against its band, and write the tables of examples/figures.md.
 
     python tools/run_examples.py [--only PATTERN ...] [--starts 1 2 3 1-perturbed ...] [--out runs/examples] [--write]
 
@@ -38,7 +38,7 @@ from megarl.sandbox.kernel import end_with_parent
 
 ROOT = Path(__file__).parents[1]
 PROMISES = ROOT / "examples" / "promises.yaml"
-PAGE = ROOT / "examples" / "README.md"
+PAGE = ROOT / "examples" / "figures.md"
 FIGURES = ROOT / "examples" / "figures.json"  # {example: {start: Result}}, all that the page shows
 PICTURE = ROOT / "examples" / "rlhf.png"
 COUNTS = ("megarl", "tools", "examples/*.yaml", "examples/*.py", "examples/*.sh", ":(exclude)*.md")  # what a figure depends on
@@ -366,7 +366,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="examples, and what they come after")
     parser.add_argument("--starts", nargs="+", default=list(STARTS), choices=STARTS, metavar="START", help=", ".join(STARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "examples")
-    parser.add_argument("--write", action="store_true", help="add the figures to examples/figures.json and examples/README.md")
+    parser.add_argument("--write", action="store_true", help="add the figures to examples/figures.json and examples/figures.md")
     given = parser.parse_args()
     commit, broken, error = commit_now(), 0, None
     out = given.out.resolve() / commit

@@ -105,7 +105,7 @@ def test_parts_that_are_run_one_after_another_make_one_page(tmp_path: Path, monk
     path.write_text(yaml.safe_dump({"it/{item}": {"items": ["a", "b"], "title": "{item}, short", "commands": [], "figures": figures}}))
     examples = tool.read_promises(path)
     monkeypatch.setattr(tool, "FIGURES", tmp_path / "figures.json")
-    monkeypatch.setattr(tool, "PAGE", tmp_path / "README.md")
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "figures.md")
     tool.PAGE.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
     tool.publish(examples, {("it/a", "2"): tool.Result("abc", "2026-01-02", 60, {"rate": 0.75})})
     tool.publish(
