@@ -6,7 +6,7 @@ updates per step, and the runs alternate. The table shows medians of the rounds:
 pipeline fills), the speed-up over `sync`, the most that it could be, and CPU seconds per step of engines and ranks. The most is that of a
 pipeline without overhead, with the times that rollout and update take in `sync`: with a lag of 1 it is below 2, since one batch's slowest
 episode waits for another's. `sync, all cores` has two ranks and two engines, as a sequential run should on two cores. `--write` puts the
-table into examples/async/README.md. Exit status: 1 if a bound is missed.
+table into examples/async/figures.md. Exit status: 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megarl.sandbox.kernel import end_with_parent
 from tools.bench_routing import ROOT, commit, put
 from tools.make_tiny_model import build
 
-PAGE = ROOT / "examples" / "async" / "README.md"
+PAGE = ROOT / "examples" / "async" / "figures.md"
 BEGIN = "<!-- written by tools/bench_modes.py -->"
 TURNS, MEDIAN_S, SPREAD = 3, 0.4, 1.0  # turns of an episode; median and sigma of a turn's log-normal delay, whose mean is 1.65 medians
 FILLING = 2  # steps that are not measured
@@ -191,7 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--write", action="store_true", help="put the table into examples/async/README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into examples/async/figures.md")
     given = parser.parse_args()
     waits = {"with tools": MEDIAN_S, "without waiting": 0.0}
     costs: dict[tuple[str, str], list[Cost]] = {}

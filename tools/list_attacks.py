@@ -1,4 +1,4 @@
-"""Write the tables of tests/README.md: which signals, bad inputs and hostile responses the tests try, and the required outcome of each.
+"""Write the tables of tests/attacks.md: which signals, bad inputs and hostile responses the tests try, and the required outcome of each.
 
     python -m tools.list_attacks
 
@@ -16,7 +16,7 @@ from tests.unit.bad_input.test_table import CPU_S, MEMORY_MB
 from tests.unit.bad_input.test_table import TABLE as INPUTS
 from tests.unit.sandbox.test_hostile import EXPECTED, NOTHING, Beginnings
 
-PAGE = Path(__file__).parents[1] / "tests" / "README.md"
+PAGE = Path(__file__).parents[1] / "tests" / "attacks.md"
 BEGIN, END = "<!-- attacks: written by tools/list_attacks.py -->", "<!-- end of the attacks -->"
 ANY_TEXT = re.compile(r"(?:\\[dwS]|\[\\w \]|\.)[*+]|\.\{\d+,\d+\}|\\d")
 
@@ -37,8 +37,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield f"| {' | '.join(re.sub(r'[|<*`]', lambda match: f'&#{ord(match[0])};', cell) for cell in row)} |"
 
 
-def folded(title: str, lines: Iterable[str]) -> Iterator[str]:
-    yield from ("<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", "")
+def section(head: str, outcome: str, lines: Iterable[str]) -> Iterator[str]:
+    yield from (f"## {head}", "", outcome, "", *lines, "")
 
 
 def score(value: float | None, error: Beginnings) -> str:
@@ -52,22 +52,25 @@ def score(value: float | None, error: Beginnings) -> str:
 
 
 def attacks() -> str:
-    """Return the section of the page."""
+    """Return the sections of the page."""
     signals = ((fault.victim, fault.number.name, str(fault.status), readable(fault.line)) for fault in FAULTS)
     inputs = ((case.verb, case.name, readable(case.line)) for case in INPUTS)
     responses = ((name.replace("_", " "), score(*come_to)) for name, come_to in EXPECTED.items())
     return "\n".join(
         [
-            *folded(
-                f"{len(chosen())} signals, of {len(FAULTS)} kinds, in every phase: how the run ends, and goes on afterwards",
+            *section(
+                "Signals",
+                f"{len(chosen())} signals, of {len(FAULTS)} kinds, in every phase: how the run ends, and goes on afterwards.",
                 table(("process", "signal", "exit status", "last line"), signals),
             ),
-            *folded(
-                f"{len(INPUTS)} bad inputs: exit status 2 and one line within {CPU_S:g} s and {MEMORY_MB} MB",
+            *section(
+                "Bad inputs",
+                f"{len(INPUTS)} bad inputs: exit status 2 and one line within {CPU_S:g} s and {MEMORY_MB} MB.",
                 table(("megarl", "what is wrong", "the line"), inputs),
             ),
-            *folded(
-                f"{len(EXPECTED)} hostile responses: what the sample scores; its neighbours score as ever",
+            *section(
+                "Hostile responses",
+                f"{len(EXPECTED)} hostile responses: what the sample scores; its neighbours score as ever.",
                 table(("what runs", "score"), responses),
             ),
         ]
@@ -75,7 +78,7 @@ def attacks() -> str:
 
 
 def page(text: str) -> str:
-    """Return a page with its section brought up to date."""
+    """Return a page with its sections brought up to date."""
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     return f"{before}{BEGIN}\n{attacks()}\n{END}{after}"
 

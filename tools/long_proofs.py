@@ -7,7 +7,7 @@
     python -m tools.long_proofs --part 3
 
 They run one after the other. One that fails, or takes more than twice its time and two minutes, is a fault to mend, never one to retry; the
-others run all the same, and the exit status is 1. With --write, the table of tests/README.md gets the rows of those that ran.
+others run all the same, and the exit status is 1. With --write, the table of tests/proofs.md gets the rows of those that ran.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from tools import faulty_disk
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "tests" / "README.md"
+PAGE = ROOT / "tests" / "proofs.md"
 BEGIN, END = "<!-- long proofs: written by tools/long_proofs.py -->", "<!-- end of the long proofs -->"
 DUE = "The next landing runs part"
 ROW = re.compile(r"^\| \d+ \| `([^`]+)` \| (.*) \|$", re.MULTILINE)
@@ -248,13 +248,13 @@ def _lines(rows: dict[str, str], number: int, results: Mapping[str, Result]) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for; the last line says how many passed."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("names", nargs="*", metavar="PROOF", help="as the table of tests/README.md names it")
+    asked.add_argument("names", nargs="*", metavar="PROOF", help="as the table of tests/proofs.md names it")
     asked.add_argument("--all", action="store_true", help="all of them")
     asked.add_argument("--part", type=int, choices=range(1, len(PARTS) + 1))
     asked.add_argument("--landing", action="store_true", help="the part that is due")
     asked.add_argument("--turn", action="store_true", help="none; from now on the next part is due")
     asked.add_argument("--minutes", type=float, help=f"for all of them together; with --landing {MINUTES}, otherwise without limit")
-    asked.add_argument("--write", action="store_true", help="put the results into tests/README.md")
+    asked.add_argument("--write", action="store_true", help="put the results into tests/proofs.md")
     given = asked.parse_args(arguments)
     if (bool(given.names), given.all, given.part is not None, given.landing, given.turn).count(True) != 1:
         asked.error("one of PROOF, --all, --part, --landing and --turn is needed")

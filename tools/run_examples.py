@@ -1,14 +1,14 @@
-"""Run the examples for several seeds, check every figure against its band, and write the tables of examples/README.md.
+"""Run the examples for several seeds, check every figure against its range, and write the tables of examples/figures.md.
 
-    python tools/run_examples.py [--only PATTERN ...] [--starts 1 2 3 1-perturbed ...] [--out runs/examples] [--write]
+    python tools/run_examples.py [--only PATTERN ...] [--variants 1 2 3 1-perturbed ...] [--out runs/examples] [--write]
 
-A start is a seed. `1-perturbed` is seed 1 with one weight of the quickstart's warm-started model changed by 1e-3, `1-reseeded` the same
-model with seed 101 in everything after it, `1-threads` the same model with two threads in each model rank where the others have one. Every
-start of a commit has a folder of its own below --out, in which the commands of examples/promises.yaml are run as they stand. What is
-finished there is not repeated; a commit that changes only pages and tests counts as the one before it.
+A variant is a seed, or seed 1 with a small change: `1-perturbed` has one weight of the quickstart's warm-started model changed by 1e-3,
+`1-reseeded` the same model with seed 101 in everything after it, `1-threads` two threads in each model rank where the others have one.
+Every variant of a commit has a folder of its own below --out, in which the commands of examples/expected.yaml are run as they stand. What
+is finished there is not repeated; a commit that changes only pages and tests counts as the one before it.
 
 All of it takes hours on two cores, so it can be done in parts: `--write` adds the results of this run to examples/figures.json, and makes
-the tables from that whole file. Exit status: 1 if a command failed or a promise was not kept.
+the tables from that whole file. Exit status: 1 if a command failed or a figure is out of range.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megarl.observe.writers import read_json_lines
 from megarl.sandbox.kernel import end_with_parent
 
 ROOT = Path(__file__).parents[1]
-PROMISES = ROOT / "examples" / "promises.yaml"
-PAGE = ROOT / "examples" / "README.md"
-FIGURES = ROOT / "examples" / "figures.json"  # {example: {start: Result}}, all that the page shows
+EXPECTED = ROOT / "examples" / "expected.yaml"
+PAGE = ROOT / "examples" / "figures.md"
+FIGURES = ROOT / "examples" / "figures.json"  # {example: {variant: Result}}, all that the page shows
 PICTURE = ROOT / "examples" / "rlhf.png"
 COUNTS = ("megarl", "tools", "examples/*.yaml", "examples/*.py", "examples/*.sh", ":(exclude)*.md")  # what a figure depends on
 BEGIN, END = "<!-- figures: written by tools/run_examples.py -->", "<!-- end of the figures -->"
 SEEDS = ("1", "2", "3")
-STARTS = (*SEEDS, "1-perturbed", "1-reseeded", "1-threads")
+VARIANTS = (*SEEDS, "1-perturbed", "1-reseeded", "1-threads")
 PICTURED = "rlhf/ppo"
 CURVES = (
     ("reward, in deviations of the first policy's", "reward/mean"),
@@ -57,13 +57,13 @@ NUDGE = 1e-3
 OTHER_SEED = 100  # added to the seed of everything after a reseeded warm start
 
 
-class Broken(ValueError):
-    """A fault in the promises or the arguments; the message is one line."""
+class InputError(ValueError):
+    """A fault in expected.yaml or the arguments; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of an example, and the band in which it is promised to lie."""
+    """One number of an example, and the range that it is expected to lie in."""
 
     name: str
     of: str
@@ -85,7 +85,7 @@ class Figure:
         if self.last is not None:
             values = [row[name] for row in read_json_lines(runs / run / "metrics.jsonl") if name in row]
             if not values:
-                raise Broken(f"{self.name}: {runs / run} has no metric {name}")
+                raise InputError(f"{self.name}: {runs / run} has no metric {name}")
             return fmean(values[-self.last :])
         evaluated = runs / run / "eval.json"
         path = evaluated if evaluated.is_file() else runs / run / "summary.json"
@@ -94,13 +94,13 @@ class Figure:
             found = found[part]
         return float(found)
 
-    def kept(self, value: float) -> bool:
+    def in_range(self, value: float) -> bool:
         return math.isfinite(value) and self.low <= value <= self.high
 
 
 @dataclass(frozen=True)
 class Example:
-    """Commands, and what they promise."""
+    """Commands, and the figures that they are expected to give."""
 
     name: str
     title: str
@@ -113,7 +113,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an example from one start."""
+    """The result of an example in one variant."""
 
     commit: str
     date: str
@@ -122,8 +122,8 @@ class Result:
     failed: str | None = None  # the command that failed, or the metric that is missing
 
 
-def read_promises(path: Path) -> list[Example]:
-    """Read the examples of a file, in its order. Raises Broken if it is malformed."""
+def read_expected(path: Path) -> list[Example]:
+    """Read the examples of a file, in its order. Raises InputError if it is malformed."""
     examples: list[Example] = []
     for name, entry in yaml.safe_load(path.read_text()).items():
         for item in entry.get("items", [""]):
@@ -134,7 +134,7 @@ def read_promises(path: Path) -> list[Example]:
             figures = [
                 Figure(title, filled(spec["of"]), float(low), float(high), spec.get("less"), spec.get("by"), spec.get("last"))
                 for title, spec in entry["figures"].items()
-                for low, high in [spec["band"]]
+                for low, high in [spec["range"]]
             ]
             commands = [filled(command) for command in entry["commands"]]
             examples.append(Example(filled(name), filled(entry["title"]), commands, figures, entry.get("after", []), name, item))
@@ -142,9 +142,9 @@ def read_promises(path: Path) -> list[Example]:
     for example in examples:
         for needed in example.after:
             if needed not in known:
-                raise Broken(f"{path}: {example.name}: after: there is no example {needed!r}")
+                raise InputError(f"{path}: {example.name}: after: there is no example {needed!r}")
             if known.index(needed) > known.index(example.name):
-                raise Broken(f"{path}: {example.name}: after: {needed!r} comes later in the file")
+                raise InputError(f"{path}: {example.name}: after: {needed!r} comes later in the file")
     return examples
 
 
@@ -153,15 +153,15 @@ def chosen(examples: Sequence[Example], patterns: Sequence[str]) -> list[Example
     by_name = {example.name: example for example in examples}
     wanted = [example.name for example in examples if any(fnmatch.fnmatch(example.name, pattern) for pattern in patterns)]
     if not wanted:
-        raise Broken(f"--only: {' '.join(patterns)}: there is no such example ({', '.join(by_name)})")
+        raise InputError(f"--only: {' '.join(patterns)}: there is no such example ({', '.join(by_name)})")
     for name in wanted:  # grows during the loop
         wanted += [needed for needed in by_name[name].after if needed not in wanted]
     return [example for example in examples if example.name in wanted]
 
 
-def prepare(out: Path, start: str) -> Path:
-    """Make the folder of a start, with links to the repository's examples and tools, and runs of its own."""
-    place = out / start
+def prepare(out: Path, variant: str) -> Path:
+    """Make the folder of a variant, with links to the repository's examples and tools, and runs of its own."""
+    place = out / variant
     if out.name.endswith(CHANGED):
         shutil.rmtree(place, ignore_errors=True)  # made with other changes
     place.mkdir(parents=True, exist_ok=True)
@@ -172,14 +172,14 @@ def prepare(out: Path, start: str) -> Path:
     return place
 
 
-def warm_start(out: Path, start: str) -> None:
-    """Copy the quickstart's models of the plain seed, with one weight changed if the start says so."""
+def warm_start(out: Path, variant: str) -> None:
+    """Copy the quickstart's models of the plain seed, with one weight changed if the variant says so."""
     from safetensors.torch import load_file, save_file
 
-    seed, _, change = start.partition("-")
-    theirs, mine = out / seed / "runs" / "quickstart-seed1", out / start / "runs" / "quickstart-seed1"
+    seed, _, change = variant.partition("-")
+    theirs, mine = out / seed / "runs" / "quickstart-seed1", out / variant / "runs" / "quickstart-seed1"
     if not (theirs / "sft" / "model").is_dir():
-        raise Broken(f"--starts: {start} begins with the warm start of {seed}, which is not there: run {seed} first")
+        raise InputError(f"--variants: {variant} begins with the warm start of {seed}, which is not there: run {seed} first")
     if mine.exists():
         return
     partial = mine.with_name(".partial")
@@ -194,29 +194,29 @@ def warm_start(out: Path, start: str) -> None:
     partial.rename(mine)
 
 
-def seed_of(start: str) -> int:
+def seed_of(variant: str) -> int:
     """Return the seed of everything after the warm start."""
-    seed, _, change = start.partition("-")
+    seed, _, change = variant.partition("-")
     return int(seed) + (OTHER_SEED if change == "reseeded" else 0)
 
 
-def commands(example: Example, start: str) -> Iterator[list[str]]:
+def commands(example: Example, variant: str) -> Iterator[list[str]]:
     """Yield the commands to run, with this interpreter's megarl, whatever else is installed."""
     for command in example.commands:
-        if "-" in start and example.name == WARM and "train" not in command.split():
+        if "-" in variant and example.name == WARM and "train" not in command.split():
             continue  # its models were copied
-        first, *rest = shlex.split(command.replace("{seed}", str(seed_of(start))))
+        first, *rest = shlex.split(command.replace("{seed}", str(seed_of(variant))))
         yield [sys.executable, *(["-m", "megarl.cli"] if first == "megarl" else []), *rest]
 
 
-def run(example: Example, place: Path, start: str, commit: str) -> Result:
+def run(example: Example, place: Path, variant: str, commit: str) -> Result:
     """Run the commands and read the figures. Output goes to a log beside the runs."""
     log = place / "logs" / f"{example.name.replace('/', '-')}.log"
     log.parent.mkdir(exist_ok=True)
     begun, date = time.monotonic(), today()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2" if start.endswith("-threads") else "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2" if variant.endswith("-threads") else "1"}
     with log.open("w") as file:
-        for command in commands(example, start):
+        for command in commands(example, variant):
             ended = subprocess.run(
                 command, cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=end_with_parent
             )
@@ -224,14 +224,14 @@ def run(example: Example, place: Path, start: str, commit: str) -> Result:
                 return Result(commit, date, time.monotonic() - begun, {}, f"{shlex.join(command[1:])} (see {log})")
     seconds = time.monotonic() - begun
     try:
-        return Result(commit, date, seconds, {figure.name: figure.value(place / "runs", seed_of(start)) for figure in example.figures})
-    except (Broken, OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return Result(commit, date, seconds, {figure.name: figure.value(place / "runs", seed_of(variant)) for figure in example.figures})
+    except (InputError, OSError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         return Result(commit, date, seconds, {}, f"{type(error).__name__}: {error}")
 
 
-def done(kept: Path) -> Result | None:
+def done(stored: Path) -> Result | None:
     """Return the stored result of an example; None if there is none, or it failed."""
-    result = Result(**json.loads(kept.read_text())) if kept.is_file() else None
+    result = Result(**json.loads(stored.read_text())) if stored.is_file() else None
     return None if result is None or result.failed is not None else result
 
 
@@ -249,37 +249,38 @@ def commit_now() -> str:
 
 
 def faults(example: Example, result: Result) -> list[str]:
-    """Return the promises that are not kept."""
+    """Return what is wrong with a result: a failed command, or figures out of range."""
     if result.failed is not None:
         return [f"failed: {result.failed}"]
     return [
-        f"{figure.name}: {result.figures[figure.name]:.4g} is not in [{figure.low:g}, {figure.high:g}]"
+        f"{figure.name}: {result.figures[figure.name]:.4g} is out of range [{figure.low:g}, {figure.high:g}]"
         for figure in example.figures
-        if not figure.kept(result.figures[figure.name])
+        if not figure.in_range(result.figures[figure.name])
     ]
 
 
 def tables(examples: Sequence[Example], published: Mapping[str, Mapping[str, Result]]) -> str:
-    """Return a Markdown table for each family of examples, with a column for each start. What lies outside its band is bold."""
+    """Return a Markdown table for each family of examples, with a column for each variant. What is out of range is bold."""
     lines = []
     for _, group in groupby(examples, key=lambda example: example.family):
         family = [example for example in group if published.get(example.name)]
         if not family:
             continue
-        starts = [start for start in STARTS if any(start in published[example.name] for example in family)]
+        variants = [variant for variant in VARIANTS if any(variant in published[example.name] for example in family)]
         results = [result for example in family for result in published[example.name].values()]
         by = sorted({f"{result.date}, commit {result.commit}" for result in results})
         title = family[0].title if len(family) == 1 else family[0].title.replace(family[0].item, "each")
         lines += [f"**`{family[0].family}`**: {title} ({'; '.join(by)})", ""]
-        lines += [f"| | band | {' | '.join(starts)} |", "|---" * (2 + len(starts)) + "|"]
+        lines += [f"| | range | {' | '.join(variants)} |", "|---" * (2 + len(variants)) + "|"]
         for example in family:
             row = published[example.name]
             for figure in example.figures:
                 name = f"`{example.item}`, {figure.name}" if example.item else figure.name
-                cells = [_cell(figure, row.get(start)) for start in starts]
+                cells = [_cell(figure, row.get(variant)) for variant in variants]
                 lines.append(f"| {name} | {figure.low:g} to {figure.high:g} | {' | '.join(cells)} |")
         minutes = [
-            fmean([row[start].seconds / 60 for row in (published[example.name] for example in family) if start in row]) for start in starts
+            fmean([row[variant].seconds / 60 for row in (published[example.name] for example in family) if variant in row])
+            for variant in variants
         ]
         lines += [f"| minutes{' each' if len(family) > 1 else ''} | | {' | '.join(f'{value:.1f}' for value in minutes)} |", ""]
     return "\n".join(lines)
@@ -291,18 +292,18 @@ def _cell(figure: Figure, result: Result | None) -> str:
     if result.failed is not None:
         return "**failed**"
     value = result.figures.get(figure.name)
-    if value is None:  # the promise was made later
+    if value is None:  # the figure was added later
         return ""
-    return f"{value:.3g}" if figure.kept(value) else f"**{value:.3g}**"
+    return f"{value:.3g}" if figure.in_range(value) else f"**{value:.3g}**"
 
 
 def publish(examples: Sequence[Example], results: Mapping[tuple[str, str], Result]) -> None:
     """Add the results to figures.json, and write the page's tables from all that it holds about the current examples."""
     held = read_figures(FIGURES)
-    for (name, start), result in results.items():
-        held.setdefault(name, {})[start] = result
+    for (name, variant), result in results.items():
+        held.setdefault(name, {})[variant] = result
     ordered = {example.name: held[example.name] for example in examples if example.name in held}
-    plain = {name: {start: asdict(ordered[name][start]) for start in STARTS if start in ordered[name]} for name in ordered}
+    plain = {name: {variant: asdict(ordered[name][variant]) for variant in VARIANTS if variant in ordered[name]} for name in ordered}
     page = PAGE.read_text()
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{tables(examples, ordered)}\n{END}{after}")
@@ -313,49 +314,49 @@ def read_figures(path: Path) -> dict[str, dict[str, Result]]:
     """Read what was published; nothing if there is no file."""
     if not path.is_file():
         return {}
-    return {name: {start: Result(**result) for start, result in row.items()} for name, row in json.loads(path.read_text()).items()}
+    return {name: {variant: Result(**result) for variant, result in row.items()} for name, row in json.loads(path.read_text()).items()}
 
 
-def draw(out: Path, starts: Sequence[str], picture: Path) -> None:
-    """Draw PPO-RLHF step by step, a line for each start: its reward, its distance from the reference, and its held-out accuracy."""
+def draw(out: Path, variants: Sequence[str], picture: Path) -> None:
+    """Draw PPO-RLHF step by step, a line for each variant: its reward, its distance from the reference, and its held-out accuracy."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
 
     figure = Picture(figsize=(5 * len(CURVES), 4), layout="constrained")
     FigureCanvasAgg(figure)
     for axis, (title, name) in zip(figure.subplots(1, len(CURVES)), CURVES, strict=True):
-        for start in starts:
-            rows = read_json_lines(out / start / "runs" / PICTURED / "metrics.jsonl")
+        for variant in variants:
+            rows = read_json_lines(out / variant / "runs" / PICTURED / "metrics.jsonl")
             points = [(row["step"], row[name]) for row in rows if name in row]
-            axis.plot(*zip(*points, strict=True), label=start, marker="o" if len(points) < 10 else None)
+            axis.plot(*zip(*points, strict=True), label=variant, marker="o" if len(points) < 10 else None)
             targets = [row["actor/kl_target"] for row in rows if "actor/kl_target" in row]
         if name == "actor/reference_kl":
             axis.axhline(targets[-1], color="grey", linestyle=":")
         axis.set_title(title)
         axis.set_xlabel("step")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(starts))
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(variants))
     figure.savefig(picture, dpi=80)
 
 
-def results_of(examples: Sequence[Example], start: str, out: Path, commit: str) -> Iterator[tuple[Example, Result]]:
-    """Yield each example with its result from one start, stored or run now. Raises Broken if files change meanwhile."""
-    place, failed = prepare(out, start), set[str]()
-    if "-" in start:
-        warm_start(out, start)
+def results_of(examples: Sequence[Example], variant: str, out: Path, commit: str) -> Iterator[tuple[Example, Result]]:
+    """Yield each example with its result in one variant, stored or run now. Raises InputError if files change meanwhile."""
+    place, failed = prepare(out, variant), set[str]()
+    if "-" in variant:
+        warm_start(out, variant)
     for example in examples:
-        kept = place / "results" / f"{example.name.replace('/', '-')}.json"
-        result = done(kept)
+        stored = place / "results" / f"{example.name.replace('/', '-')}.json"
+        result = done(stored)
         if result is None:
-            print(f"{start}: {example.name} ...", flush=True)
+            print(f"{variant}: {example.name} ...", flush=True)
             missing = [name for name in example.after if name in failed]
-            result = Result(commit, today(), 0, {}, f"{missing[0]} has failed") if missing else run(example, place, start, commit)
+            result = Result(commit, today(), 0, {}, f"{missing[0]} has failed") if missing else run(example, place, variant, commit)
             if commit_now() != commit:
-                place.rename(place.with_name(f".{start}-{time.time_ns()}"))  # so that nobody takes it for a result of this commit
-                raise Broken(f"{start}: {example.name}: the files changed while it ran; what was run from this start is of no commit")
-            kept.parent.mkdir(exist_ok=True)
-            partial = kept.with_suffix(".partial")
+                place.rename(place.with_name(f".{variant}-{time.time_ns()}"))  # so that nobody takes it for a result of this commit
+                raise InputError(f"{variant}: {example.name}: the files changed while it ran; what was run of this variant is of no commit")
+            stored.parent.mkdir(exist_ok=True)
+            partial = stored.with_suffix(".partial")
             partial.write_text(json.dumps(asdict(result), indent=2) + "\n")
-            partial.replace(kept)
+            partial.replace(stored)
         if result.failed is not None:
             failed.add(example.name)
         yield example, result
@@ -364,24 +365,24 @@ def results_of(examples: Sequence[Example], start: str, out: Path, commit: str) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="examples, and what they come after")
-    parser.add_argument("--starts", nargs="+", default=list(STARTS), choices=STARTS, metavar="START", help=", ".join(STARTS))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="VARIANT", help=", ".join(VARIANTS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "examples")
-    parser.add_argument("--write", action="store_true", help="add the figures to examples/figures.json and examples/README.md")
+    parser.add_argument("--write", action="store_true", help="add the figures to examples/figures.json and examples/figures.md")
     given = parser.parse_args()
-    commit, broken, error = commit_now(), 0, None
+    commit, faulty, error = commit_now(), 0, None
     out = given.out.resolve() / commit
     results: dict[tuple[str, str], Result] = {}
     try:
-        examples = read_promises(PROMISES)
+        examples = read_expected(EXPECTED)
         wanted = chosen(examples, given.only)
-        for start in given.starts:
-            for example, result in results_of(wanted, start, out, commit):
-                results[example.name, start] = result
+        for variant in given.variants:
+            for example, result in results_of(wanted, variant, out, commit):
+                results[example.name, variant] = result
                 wrong = faults(example, result)
-                broken += bool(wrong)
+                faulty += bool(wrong)
                 shown = "  ".join(f"{name} {value:.4g}" for name, value in result.figures.items())
-                print(f"{start}: {example.name}: {'; '.join(wrong) or 'kept'} ({shown}; {result.seconds:.0f} s)", flush=True)
-    except Broken as found:
+                print(f"{variant}: {example.name}: {'; '.join(wrong) or 'in range'} ({shown}; {result.seconds:.0f} s)", flush=True)
+    except InputError as found:
         error = found
     if given.write and results:
         publish(examples, results)
@@ -390,8 +391,8 @@ def main() -> int:
     if error is not None:
         print(f"run_examples: error: {error}", file=sys.stderr)
         return 2
-    print(f"{broken} of {len(results)} promises are not kept" if broken else f"all {len(results)} promises are kept")
-    return 1 if broken else 0
+    print(f"{faulty} of {len(results)} results failed or are out of range" if faulty else f"all {len(results)} results are in range")
+    return 1 if faulty else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Each family of examples in short: its own files with fewer steps on short words, and a promise that so few steps can keep.
+"""Each family of examples in short: its own files with fewer steps on short words, and a range that so few steps can reach.
 
 What a step gives differs from seed to seed and from machine to machine: the worse of seeds 1 and 2 rose by 0.12
 (GSPO), 0.33 (DAPO), 0.13 (PPO-RLHF) and 0.16 (sums); the reward model's accuracy was 0.876, DPO's margin 0.27 and
 its accuracy 0.91.
-The promises in full are examples/promises.yaml, and tools/run_examples.py checks them.
+The full ranges are in examples/expected.yaml, and tools/run_examples.py checks them.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def root_of(path: Path) -> type[RunSettings]:
     return TrainConfig if "train" in keys else EvalConfig
 
 
-NO_RUNS = ("variants.yaml", "promises.yaml")  # in test_ablation and test_run_examples
+NO_RUNS = ("variants.yaml", "expected.yaml")  # in test_ablation and test_run_examples
 CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name not in NO_RUNS)
 
 

@@ -51,11 +51,11 @@ def test_the_table_has_the_proofs_that_there_are() -> None:
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One whose page says that part 1 is due, and that its proofs never ran."""
-    page = tmp_path / "tests" / "README.md"
+    page = tmp_path / "tests" / "proofs.md"
     page.parent.mkdir()
     monkeypatch.setattr(long_proofs, "ROOT", tmp_path)
     monkeypatch.setattr(long_proofs, "PAGE", page)
-    page.write_text(long_proofs.written(f"# Tests\n{long_proofs.BEGIN}{long_proofs.END}\nThe end.\n", 1, {}))
+    page.write_text(long_proofs.written(f"# Proofs\n{long_proofs.BEGIN}{long_proofs.END}\nThe end.\n", 1, {}))
     git(tmp_path, "init", "--quiet")
     commit(tmp_path)
     return page
