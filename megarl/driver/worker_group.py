@@ -40,12 +40,11 @@ class WorkerGroup:
 
     def experts_wanted(self, share: float) -> ExpertsWanted | None:
         """Return which routed experts the policy's ranks need, for this share of the responses; None if none, as for a dense model."""
-        told = self.group.call("moe", timeout_s=self.timeout_s) if share else []
-        stages = {stage: layers for stage, layers, _, _ in told}
+        shapes = self.group.call("moe_shape", timeout_s=self.timeout_s) if share else []
+        stages = {shape.stage: shape.moe_layers for shape in shapes}
         if not any(stages.values()):
             return None
-        _, _, layers, topk = told[0]
-        return ExpertsWanted([stages[stage] for stage in sorted(stages)], layers, topk, share)
+        return ExpertsWanted([stages[stage] for stage in sorted(stages)], shapes[0].layers, shapes[0].topk, share)
 
     def forward(self, plan: StepPlan, score: bool) -> Running:
         """Start `ModelWorker.forward` on all ranks, each with its part of the plan."""

@@ -64,6 +64,11 @@ EnginePrompts = Sequence[Start]
 """Prompts for one engine; each one's id is its number."""
 
 
+def values_each(experts: ExpertsWanted | None) -> int:
+    """The number of return values for each response: its payload, and its experts for each stage."""
+    return 1 if experts is None else 1 + len(experts.stages)
+
+
 def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
     """Start `RolloutWorker.respond` and return at once.
 
@@ -77,8 +82,8 @@ def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsW
     Returns:
         A reference to each of its return values.
     """
-    each = 1 + (0 if experts is None else len(experts.stages))
-    return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts, playing))
+    values = 1 + len(share) * sampling.n * values_each(experts)
+    return list(worker.respond.options(num_returns=values).remote(share, sampling, experts, playing))
 
 
 def ask_more(
@@ -97,9 +102,8 @@ def ask_more(
     Returns:
         A reference to each of its return values.
     """
-    each = 1 + (0 if experts is None else len(experts.stages))
     counts = {index: len(parts) for index, parts in open_.items()}
-    call = worker.go_on.options(num_returns=1 + len(open_) * each)
+    call = worker.go_on.options(num_returns=1 + len(open_) * values_each(experts))
     return list(call.remote(start, sampling, experts, tokens, counts, *(part for parts in open_.values() for part in parts)))
 
 
@@ -111,7 +115,7 @@ def answered(responses: Sequence[Response], values: Sequence[Any], experts: Expe
         values: references to the other return values.
         experts: the argument of the call.
     """
-    each = 1 + (0 if experts is None else len(experts.stages))
+    each = values_each(experts)
     own = [values[first : first + each] for first in range(0, len(values), each)]
     return [
         replace(response, payload=payload, experts=None if response.experts is None else [stages])

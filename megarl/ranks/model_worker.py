@@ -71,6 +71,16 @@ class RLSpec:
     old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
 
 
+@dataclass(frozen=True)
+class MoeShape:
+    """Where the policy has experts, as one rank knows it."""
+
+    stage: int  # the rank's pipeline stage
+    moe_layers: list[int]  # the MoE layers of that stage
+    layers: int  # all layers of the model
+    topk: int  # experts per token
+
+
 class ModelWorker(MegatronWorker):
     """One rank of a group that holds some of the models of an RL run.
 
@@ -141,10 +151,10 @@ class ModelWorker(MegatronWorker):
         held = [batch.extra_T[name].nbytes for batch in self._flat() for name in EXPERTS if name in batch.extra_T]
         return metrics | ({"routing/held_mb": Max(sum(held) / 2**20)} if held else {})
 
-    def moe(self) -> tuple[int, list[int], int, int]:
-        """The policy's pipeline stage on this rank, the MoE layers of that stage, all layers of the model, and its experts per token."""
+    def moe_shape(self) -> MoeShape:
+        """Where the policy has experts."""
         policy = self._models["policy"]
-        return self._grid.pp_rank, policy.routing.layers, policy.layers, policy.topk
+        return MoeShape(self._grid.pp_rank, policy.routing.layers, policy.layers, policy.topk)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """Score the plan's responses with the reward model; return the scores that this rank reports, by response."""

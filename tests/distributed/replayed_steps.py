@@ -31,7 +31,7 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import unwrap
 from megarl.ranks import assemble
-from megarl.ranks.model_worker import ModelWorker, RLSpec
+from megarl.ranks.model_worker import ModelWorker, MoeShape, RLSpec
 from megarl.ranks.step_plan import StepPlan, loss_weights, members, split_step
 from megarl.response import Response
 from tests.distributed.tiny_training import TINY
@@ -217,7 +217,7 @@ def steps(grid: Grid, case: Case) -> Seen:
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     stages, store, seen = stages_of(grid.layout), Store(), Seen()
-    assert rank.moe() == (grid.pp_rank, stages[grid.pp_rank], LAYERS, TOPK)
+    assert rank.moe_shape() == MoeShape(grid.pp_rank, stages[grid.pp_rank], LAYERS, TOPK)
     watch = Watch(grid, rank._models["critic" if critic else "policy"].chunks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assemble, "ray", store)
