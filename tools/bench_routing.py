@@ -92,7 +92,7 @@ def jittered_sync(self: ModelGroups, engines: Engines, version: int) -> Any:
 
         policy.stream = stream
 
-    ray.get([actor.__ray_call__.remote(install) for actor in self.policy.group.actors])
+    ray.get([actor.__ray_call__.remote(install) for actor in self.policy.actors])
     return SYNC(self, engines, version)
 
 
@@ -114,7 +114,7 @@ def touched(config: TrainConfig) -> tuple[list[int], int]:
         worker.touched, assemble.ray = 0, SimpleNamespace(get=get, put=plain.put)
 
     def forward(self: ModelGroups, batch: RolloutBatch, **options: Any) -> Any:
-        actors = self.policy.group.actors
+        actors = self.policy.actors
         ray.get([actor.__ray_call__.remote(count) for actor in actors])
         done = FORWARD(self, batch, **options)
         ranks = ray.get([actor.__ray_call__.remote(lambda worker: worker.touched) for actor in actors])

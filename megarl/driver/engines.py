@@ -19,7 +19,7 @@ from megarl.config import ClusterSettings, EvalConfig, PairsConfig, RolloutSetti
 from megarl.data.prompts import Prompt
 from megarl.driver.device_turns import Turns
 from megarl.driver.dispatch import ENGINE_FAULTS, Dispatcher, NoEngine, Wanted
-from megarl.driver.worker_group import must_move, reserve_workers
+from megarl.driver.rank_group import must_move, reserve_workers
 from megarl.engines.engine import Setup
 from megarl.engines.episodes import Limits, Start
 from megarl.engines.generate import Sampling
