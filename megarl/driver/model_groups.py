@@ -40,7 +40,7 @@ from megarl.engines.worker import ExpertsWanted
 from megarl.observe.metrics import Last, Metric, merge
 from megarl.observe.restarts import Restarts
 from megarl.ranks.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
-from megarl.ranks.step_plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
+from megarl.ranks.step_plan import Group, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.response import Response
 from megarl.resume.copies import Copies
 
@@ -93,11 +93,11 @@ class ModelGroups:
         plan = plan_scoring(responses, group.layout.dp, self.config.train.micro_batch_tokens)
         return reward_scores(group, plan, len(responses), self.timeout_s)
 
-    def forward(self, batch: RolloutBatch, *, score: bool = True, sync_follows: bool = True) -> tuple[StepPlan, dict[str, Metric]]:
+    def forward(self, groups: Sequence[Group], *, score: bool = True, sync_follows: bool = True) -> tuple[StepPlan, dict[str, Metric]]:
         """Plan the step and run every model over its tokens, all groups at the same time: old log-probs, reference log-probs, values.
 
         Args:
-            batch: the step's responses.
+            groups: the step's scored responses.
             score: run the policy even if its log-probs are not needed before the update.
             sync_follows: whether the engines get new weights before they answer again.
 
@@ -108,7 +108,7 @@ class ModelGroups:
         self._take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
         plans = [
-            plan_step(self.config, batch, group.layout.dp, capacity(self.config.train, self.config.critic, group.roles), self.stages)
+            plan_step(self.config, groups, group.layout.dp, capacity(self.config.train, self.config.critic, group.roles), self.stages)
             for group in readers
         ]
         running = [group.start_each("forward", dealt(plan, group.layout), score) for group, plan in zip(readers, plans, strict=True)]

@@ -12,11 +12,12 @@ from typing import Any
 from megarl.driver.dispatch import Dispatcher, Segment
 from megarl.driver.engines import call_seed
 from megarl.engines.generate import Sampling
+from megarl.ranks.step_plan import Group
 from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
 from megarl.step.context import RunContext
-from megarl.step.groups import Draw, Group, StepGroups, scored
+from megarl.step.groups import Draw, StepGroups, scored
 
 POOL = 2  # steps' worth of prompts in flight
 

@@ -13,10 +13,11 @@ from megarl.data.prompts import Prompt
 from megarl.driver.dispatch import DOING, Dispatcher, NoEngine
 from megarl.driver.engines import call_seed
 from megarl.engines.generate import Sampling
+from megarl.ranks.step_plan import Group
 from megarl.response import Response
 from megarl.rewards.score import Score
 from megarl.step.context import RunContext
-from megarl.step.groups import Group, StepGroups, scored
+from megarl.step.groups import StepGroups, scored
 from megarl.step.state import TrainState
 
 POLL_S = 0.005

@@ -15,12 +15,12 @@ from megarl.data.sampler import Sampler
 from megarl.observe.metrics import Last, Mean, Metric
 from megarl.observe.run import BEST
 from megarl.ranks.response_file import ResponseFile
-from megarl.ranks.step_plan import StepPlan
+from megarl.ranks.step_plan import Group, StepPlan
 from megarl.resume.best import Best
 from megarl.resume.saving import AHEAD
 from megarl.rewards.scale import RewardScale
 from megarl.step import in_flight
-from megarl.step.groups import Group, StepGroups
+from megarl.step.groups import StepGroups
 from megarl.step.pretraining import ValuePretraining
 
 BATCH, REST = f"{AHEAD}npz", f"{AHEAD}rest.npz"
