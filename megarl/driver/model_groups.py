@@ -391,7 +391,7 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         temperature=config.rollout.temperature,
         critic=critic,
         critic_updates=critic_updates,
-        critic_together=max(1, (wished or 0) // capacity(train, critic, roles)),
+        critic_micro_batches_joined=max(1, (wished or 0) // capacity(train, critic, roles)),
         reward=None if judge is None else judge[1].path,
         old_logp=config.old_logp,
         offload=config.placement.offload,

@@ -101,8 +101,10 @@ class StepPlan:
 
         Each process that receives a reference to an object reports that to the object's owner, and again when it releases the reference.
         """
-        mine = set(self.responses(sample for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for sample in micro_batch))
-        return replace(self, payload_N=_only(mine, self.payload_N), experts_N=_only(mine, self.experts_N))
+        responses = set(
+            self.responses(sample for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for sample in micro_batch)
+        )
+        return replace(self, payload_N=_only(responses, self.payload_N), experts_N=_only(responses, self.experts_N))
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class RolloutBuffer:
 
     def result(self) -> StepGroups:
         """The step's groups."""
-        ordered = [found[number] for found in (self._kept, self._aside) for number in sorted(found)][: self.wanted]
+        ordered = [groups[number] for groups in (self._kept, self._aside) for number in sorted(groups)][: self.wanted]
         if self.rounds is None:
             return StepGroups(ordered)
         counts = {"rollout/sampling_rounds": self.asked / self.wanted, "rollout/groups_dropped": float(self.asked - len(ordered))}
@@ -195,8 +195,8 @@ def scored(reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence
     """
     responses = [replace(response, prompt=index) for index, group in enumerate(answers) for response in group]
     pairs = zip(responses, reward.scores(prompts, responses), strict=True)
-    found = iter([shaped(reward.settings.overlong, longest, *pair) for pair in pairs])
-    return [[next(found) for _ in group] for group in answers]
+    scores = iter([shaped(reward.settings.overlong, longest, *pair) for pair in pairs])
+    return [[next(scores) for _ in group] for group in answers]
 
 
 class InProgress(Protocol):

@@ -37,8 +37,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
             parts[name].append(value)
     for name, values in parts.items():
         metrics[f"reward/{name}/mean"] = Mean(sum(values), float(len(values)))
-    known = [[score.value for score in group.scores if score.value is not None] for group in groups]
-    compared = [values for values in known if len(values) > 1]
+    values_of = [[score.value for score in group.scores if score.value is not None] for group in groups]
+    compared = [values for values in values_of if len(values) > 1]
     metrics["frac_reward_zero_std"] = Mean(sum(len(set(values)) == 1 for values in compared), float(len(compared)))
     return metrics | environment_metrics(responses) | reward_failures(scores)
 
@@ -113,8 +113,8 @@ def missing(scores: Sequence[Score]) -> Mean:
 
 def missing_groups(plan: StepPlan) -> dict[str, Metric]:
     """The share of a step's prompts of which no response takes part, or too few for the algorithm."""
-    there, prompts = len(set(plan.group_N[plan.part_N])), len(set(plan.group_N))
-    return {"reward/missing_groups": Mean(float(prompts - there), float(prompts))}
+    taking_part, prompts = len(set(plan.group_N[plan.part_N])), len(set(plan.group_N))
+    return {"reward/missing_groups": Mean(float(prompts - taking_part), float(prompts))}
 
 
 def reward_failures(scores: Sequence[Score]) -> dict[str, Metric]:

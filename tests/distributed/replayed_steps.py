@@ -209,7 +209,7 @@ def steps(grid: Grid, case: Case) -> Seen:
         temperature=1.0,
         critic=CriticSettings() if critic else None,
         critic_updates=100,
-        critic_together=max(1, case.critic_together),
+        critic_micro_batches_joined=max(1, case.critic_together),
         routing=case.routing,
         old_logp=case.old_logp,
     )
@@ -246,7 +246,7 @@ def old_logps(rank: ModelWorker) -> dict[Token, float]:
     """At the loss tokens that this rank speaks for."""
     found: dict[Token, float] = {}
     for numbers, batch in zip(rank._members, rank._flat(), strict=True):
-        here_T = (batch.mask_T & ~batch.extra_T["old_logp"].isnan()).nonzero().squeeze(1) if rank._reports else torch.empty(0).long()
+        here_T = (batch.mask_T & ~batch.extra_T["old_logp"].isnan()).nonzero().squeeze(1) if rank._reports_tokens else torch.empty(0).long()
         seq, position, logp = (value_T[here_T].tolist() for value_T in (batch.seq_T, batch.position_T, batch.extra_T["old_logp"]))
         found |= {(numbers[n], p): lp for n, p, lp in zip(seq, position, logp, strict=True)}
     return found

@@ -139,7 +139,9 @@ def test_a_truncated_response_s_kl_counts_in_its_baseline_too(stored: None) -> N
     number_N, keep_N = np.zeros(2, np.float32), np.array([True, False])
     batch = assemble(StepPlan(samples, [None] * 2, (), [], number_N, np.zeros(2, int), keep_N, number_N), [0, 1])
     batch = batch.with_extra(old_logp=torch.zeros(len(batch)), ref_logp=torch.full((len(batch),), -0.5))
-    rank: Any = SimpleNamespace(_spec=SimpleNamespace(algorithm=make(REWARDED)), _reports=True, _members=[[0, 1]], _flat=lambda: [batch])
+    rank: Any = SimpleNamespace(
+        _spec=SimpleNamespace(algorithm=make(REWARDED)), _reports_tokens=True, _members=[[0, 1]], _flat=lambda: [batch]
+    )
     assert batch.count_N.tolist() == [4, 0] and ModelWorker.sequence_kl(rank) == {0: 2.0, 1: 2.0}
 
 
