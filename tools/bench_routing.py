@@ -36,7 +36,7 @@ from megarl.driver.engines import Engines
 from megarl.driver.model_groups import ModelGroups
 from megarl.ranks import assemble
 from megarl.ranks.model_worker import RECORD
-from megarl.ranks.step_plan import RolloutBatch
+from megarl.ranks.step_plan import Group
 from tools.lone_policy import lone_policy, responses
 from tools.make_tiny_model import build
 
@@ -92,7 +92,7 @@ def jittered_sync(self: ModelGroups, engines: Engines, version: int) -> Any:
 
         policy.stream = stream
 
-    ray.get([actor.__ray_call__.remote(install) for actor in self.policy.group.actors])
+    ray.get([actor.__ray_call__.remote(install) for actor in self.policy.actors])
     return SYNC(self, engines, version)
 
 
@@ -113,12 +113,12 @@ def touched(config: TrainConfig) -> tuple[list[int], int]:
 
         worker.touched, assemble.ray = 0, SimpleNamespace(get=get, put=plain.put)
 
-    def forward(self: ModelGroups, batch: RolloutBatch, **options: Any) -> Any:
-        actors = self.policy.group.actors
+    def forward(self: ModelGroups, groups: Sequence[Group], **options: Any) -> Any:
+        actors = self.policy.actors
         ray.get([actor.__ray_call__.remote(count) for actor in actors])
-        done = FORWARD(self, batch, **options)
+        done = FORWARD(self, groups, **options)
         ranks = ray.get([actor.__ray_call__.remote(lambda worker: worker.touched) for actor in actors])
-        tokens = sum(response.prompt_length + response.length - 1 for response in batch.responses)
+        tokens = sum(response.prompt_length + response.length - 1 for group in groups for response in group.responses)
         found.append((ranks, tokens * LAYERS * TOPK))
         return done
 

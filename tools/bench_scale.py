@@ -27,7 +27,7 @@ from megarl.cluster.actor_group import ActorGroup
 from megarl.config import FileSource, Layout, SourceFormat
 from megarl.data.large import LargeFile
 from megarl.data.sources import load_prompts
-from megarl.driver.worker_group import WorkerGroup
+from megarl.driver.rank_group import dealt
 from megarl.host.shared_memory import mapped
 from megarl.models.families import family_of
 from megarl.models.hf_writer import ShardWriter
@@ -127,12 +127,12 @@ def driver(job: Job) -> Cost:
     """Measure, on the driver, sending a step's plan to every rank through the object store, with references to the rank's responses, and
     collecting the answers."""
     layout = Layout(ranks=job.ranks, tp=job.ranks // job.data_parallel)
-    group = WorkerGroup(ActorGroup("rank", [_actors[0]] * job.ranks), (), layout, 120.0)
+    group = ActorGroup("rank", [_actors[0]] * job.ranks)
     number_N, payload_N = np.zeros(job.responses, np.float32), [ray.put(n) for n in range(job.responses)]
     split = split_step([PROMPT_TOKENS] * job.responses, 4, job.data_parallel, CAPACITY)
     plan = StepPlan(payload_N, [None] * job.responses, (), split, number_N, number_N.astype(int), number_N == 0, number_N)
     begun = time.process_time()
-    answers = group.group.wait(group.forward(plan, score=False), "forward", 120.0)
+    answers = group.wait(group.start_each("forward", dealt(plan, layout), False), "forward", 120.0)
     assert sum(answers) == job.responses * layout.tp
     return Cost(job.ranks, time.process_time() - begun)
 

@@ -125,7 +125,7 @@ class Dispatcher:
             time.sleep(min(POLL_S, longest_s))
         more, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0) if ready else ([], [])
         self._charge()
-        found = {}
+        answers = {}
         for reference in dict.fromkeys([*ready, *more]):
             if reference not in self._calls:
                 continue  # its engine is lost
@@ -136,7 +136,7 @@ class Dispatcher:
                 self._lose(call.engine, call.actor, cause_of(error, f"{self._group.kind} {call.engine}", DOING))
             else:
                 del self._calls[reference]
-                found[call.wanted.key] = answered(responses, call.references[1:], call.wanted.experts)
+                answers[call.wanted.key] = answered(responses, call.references[1:], call.wanted.experts)
         actors = list(self._group.actors)
         for engine, fault in watch.still(DOING, self._group.kind, actors).items():
             self._lose(engine, actors[engine], fault)
@@ -145,7 +145,7 @@ class Dispatcher:
             late = f"{DOING}: no answer within {limit_s:g} s from {self._group.kind} {call.engine}"
             self._lose(call.engine, call.actor, WorkerLate(late, limit_s))
         watch.check(DOING, {})
-        return found
+        return answers
 
     def cancel(self) -> None:
         """Cancel all unfinished work."""

@@ -19,7 +19,7 @@ from megarl.config import ClusterSettings, EvalConfig, PairsConfig, RolloutSetti
 from megarl.data.prompts import Prompt
 from megarl.driver.device_turns import Turns
 from megarl.driver.dispatch import ENGINE_FAULTS, Dispatcher, NoEngine, Wanted
-from megarl.driver.worker_group import must_move, reserve_workers
+from megarl.driver.rank_group import must_move, reserve_workers
 from megarl.engines.engine import Setup
 from megarl.engines.episodes import Limits, Start
 from megarl.engines.generate import Sampling
@@ -66,7 +66,7 @@ class EngineStarter:
 
     def create(self, index: int) -> Any:
         """Start the process of an engine; `open` starts the engine in it."""
-        return ray.remote(RolloutWorker).options(**self._options(index, 0)).remote(f"engine {index}", *self._told)
+        return ray.remote(RolloutWorker).options(**self._options(index, 0)).remote(f"engine {index}", *self._actor_arguments)
 
     def open(self, index: int, actor: Any) -> Any:
         """Start the engine itself, with its other members; return at once, with the reference to wait for."""
@@ -82,7 +82,7 @@ class EngineStarter:
             blank=self.blank,
         )
         members = [
-            MemberToStart(self._options(index, rank), (f"engine {index} member {rank}", *self._told, self._devices(index, rank)))
+            MemberToStart(self._options(index, rank), (f"engine {index} member {rank}", *self._actor_arguments, self._devices(index, rank)))
             for rank in range(1, self.settings.dp)
         ]
         return actor.open.remote(setup, self._devices(index, 0), members)
@@ -95,7 +95,7 @@ class EngineStarter:
         return {**options, "scheduling_strategy": self.places[index * self.settings.dp + rank]}
 
     @property
-    def _told(self) -> tuple[str, dict[str, str], Path]:
+    def _actor_arguments(self) -> tuple[str, dict[str, str], Path]:
         """The engine's class, environment variables of its processes, and the run's directory."""
         return ENGINES[self.settings.engine.type], engine_environment(self.config.cluster), self.config.directory
 
@@ -161,8 +161,8 @@ class Engines:
         if self.playing is not None:
             if self.playing.rewriting is not None:
                 note(self.playing.rewriting)
-            said = self.group.call("guarantee", self.playing.environment, timeout_s=PING_S)
-            for guarantee in dict.fromkeys(said):
+            guarantees = self.group.call("guarantee", self.playing.environment, timeout_s=PING_S)
+            for guarantee in dict.fromkeys(guarantees):
                 if guarantee is not None:
                     note(f"the environment runs in a sandbox: {guarantee}")
 
@@ -291,16 +291,16 @@ class Engines:
         """Replace the engines that do not answer; return whether there were any."""
         if self.starter is None:
             return False
-        found = list[int]()
+        replaced = list[int]()
         with self._replacements(refill) as lost:
 
             def failed(index: int, fault: Exception) -> None:
                 lost(index, fault)
-                found.append(index)
+                replaced.append(index)
 
             calls = {index: actor.ping.remote(PING_S) for index, actor in enumerate(self.group.actors)}
             self.group.wait_each(calls, doing, PING_S, failed)
-        return bool(found)
+        return bool(replaced)
 
     @contextmanager
     def _replacements(self, refill: bool = True) -> Iterator[Callable[[int, Exception], None]]:

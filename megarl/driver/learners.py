@@ -15,7 +15,7 @@ from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import demand
 from megarl.cluster.reserve import give_back
 from megarl.config import CheckpointSettings, RunSettings, TrainingSettings
-from megarl.driver.worker_group import must_move, reserve_workers, start_ranks
+from megarl.driver.rank_group import must_move, reserve_workers, start_ranks
 from megarl.observe.metrics import Metric, merge
 from megarl.ranks.learner import MODEL, Learner, MiniBatch, TrainSpec
 from megarl.resume.copies import Copies

@@ -23,12 +23,24 @@ from megarl.cluster.reserve import give_back
 from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of, total_steps
 from megarl.driver.device_turns import Turns
 from megarl.driver.engines import Engines, EngineStarter
-from megarl.driver.worker_group import Running, WorkerGroup, build_ranks, create_ranks, must_move, reserve_workers
+from megarl.driver.rank_group import (
+    RankGroup,
+    Running,
+    build_ranks,
+    create_ranks,
+    dealt,
+    experts_wanted,
+    merged,
+    must_move,
+    reserve_workers,
+    reward_scores,
+    sequence_kl,
+)
 from megarl.engines.worker import ExpertsWanted
 from megarl.observe.metrics import Last, Metric, merge
 from megarl.observe.restarts import Restarts
 from megarl.ranks.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
-from megarl.ranks.step_plan import RolloutBatch, StepPlan, plan_scoring, plan_step, response_advantages
+from megarl.ranks.step_plan import Group, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.response import Response
 from megarl.resume.copies import Copies
 
@@ -38,7 +50,7 @@ class ModelGroups:
     """The groups of model ranks. The first holds the policy, and every model that has no ranks of its own (`placement`)."""
 
     config: TrainConfig
-    groups: tuple[WorkerGroup, ...]
+    groups: tuple[RankGroup, ...]
     experts: ExpertsWanted | None  # which of the engine's routed experts the ranks need
     turns: Turns | None = None  # given if the policy's ranks share devices with the engines
     places: Sequence[Sequence[Any]] = ()  # the scheduling strategies of each group's ranks
@@ -51,17 +63,22 @@ class ModelGroups:
         build_ranks(created, self.config.cluster.start_timeout_s, blank=blank)
         if self.turns is not None:
             self.turns.join(created[0])
-        timeout_s, roles = self.config.cluster.phase_timeout_s, assign_roles(self.config)
-        self.groups = tuple(WorkerGroup(group, *assigned, timeout_s) for group, assigned in zip(created, roles, strict=True))
-        self.experts = self.policy.experts_wanted(self.config.routing.reported)
+        roles = assign_roles(self.config)
+        self.groups = tuple(RankGroup(group.kind, group.actors, *assigned) for group, assigned in zip(created, roles, strict=True))
+        self.experts = experts_wanted(self.policy, self.config.routing.reported, self.timeout_s)
 
-    def of(self, role: Role) -> WorkerGroup | None:
+    def of(self, role: Role) -> RankGroup | None:
         """The group that holds the model of a role."""
         return next((group for group in self.groups if role in group.roles), None)
 
     @property
-    def policy(self) -> WorkerGroup:
+    def policy(self) -> RankGroup:
         return self.groups[0]
+
+    @property
+    def timeout_s(self) -> float:
+        """Time limit of a call."""
+        return self.config.cluster.phase_timeout_s
 
     @property
     def stages(self) -> Sequence[Sequence[int]]:
@@ -73,14 +90,14 @@ class ModelGroups:
         group = self.of("reward")
         assert group is not None and len(responses)
         self._take_devices()
-        score_N = group.rewards(plan_scoring(responses, group.layout.dp, self.config.train.micro_batch_tokens))
-        return [score_N[n] for n in range(len(responses))]
+        plan = plan_scoring(responses, group.layout.dp, self.config.train.micro_batch_tokens)
+        return reward_scores(group, plan, len(responses), self.timeout_s)
 
-    def forward(self, batch: RolloutBatch, *, score: bool = True, sync_follows: bool = True) -> tuple[StepPlan, dict[str, Metric]]:
+    def forward(self, groups: Sequence[Group], *, score: bool = True, sync_follows: bool = True) -> tuple[StepPlan, dict[str, Metric]]:
         """Plan the step and run every model over its tokens, all groups at the same time: old log-probs, reference log-probs, values.
 
         Args:
-            batch: the step's responses.
+            groups: the step's scored responses.
             score: run the policy even if its log-probs are not needed before the update.
             sync_follows: whether the engines get new weights before they answer again.
 
@@ -91,15 +108,19 @@ class ModelGroups:
         self._take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
         plans = [
-            plan_step(self.config, batch, group.layout.dp, capacity(self.config.train, self.config.critic, group.roles), self.stages)
+            plan_step(self.config, groups, group.layout.dp, capacity(self.config.train, self.config.critic, group.roles), self.stages)
             for group in readers
         ]
-        running = [group.forward(plan, score) for group, plan in zip(readers, plans, strict=True)]
-        metrics = [group.merged(calls, "forward") for group, calls in zip(readers, running, strict=True)]
+        running = [group.start_each("forward", dealt(plan, group.layout), score) for group, plan in zip(readers, plans, strict=True)]
+        metrics = [merged(group, calls, "forward", self.timeout_s) for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
-            names = [COLUMN[role] for role in group.roles if role in COLUMN]
-            self.policy.take(group.columns(*names), *names)
+            self._pass_columns([COLUMN[role] for role in group.roles if role in COLUMN], group, self.policy)
         return plans[0], merge(metrics)
+
+    def _pass_columns(self, names: Sequence[str], source: RankGroup, target: RankGroup) -> None:
+        """Add columns of per-token numbers of one group to the last plan of another."""
+        columns = [column for part in source.call("columns", names, timeout_s=self.timeout_s) for column in part]
+        target.call("take", columns, names, timeout_s=self.timeout_s)
 
     def advantages(
         self, plan: StepPlan, greedy: Sequence[float | None] | None, kl_coef: float, *, monte_carlo: bool = False
@@ -115,11 +136,12 @@ class ModelGroups:
         Returns:
             Each response's KL to the reference, float64 [N] (0 without a reference), and the metrics of `ModelWorker.advantages`.
         """
-        kl_N = self.policy.sequence_kl(len(plan.payload_N))
-        metrics = self.policy.advantages(response_advantages(self.config.algorithm, plan, greedy, kl_N, kl_coef), kl_coef, monte_carlo)
+        kl_N = sequence_kl(self.policy, len(plan.payload_N), self.timeout_s)
+        advantage_N = response_advantages(self.config.algorithm, plan, greedy, kl_N, kl_coef)
+        metrics = merge(self.policy.call("advantages", advantage_N, kl_coef, monte_carlo, timeout_s=self.timeout_s))
         critic = self.of("critic")
         if critic is not None and critic is not self.policy:
-            critic.take(self.policy.columns("return"), "return")
+            self._pass_columns(["return"], self.policy, critic)
         return kl_N, metrics
 
     def update(self, plan: StepPlan, *, policy: bool = True) -> dict[str, Metric]:
@@ -128,23 +150,29 @@ class ModelGroups:
         group, settings = self.of("critic"), self.config.critic
         critic_calls = []
         if group is not None and settings is not None:
-            critic_calls = [call for _ in range(settings.epochs) for part in plan.trained for call in group.update_critic(part)]
+            critic_calls = [call for _ in range(settings.epochs) for part in plan.trained for call in group.start("update_critic", part)]
         epochs = self.config.train.epochs if policy else 0
-        policy_calls = [call for _ in range(epochs) for part in plan.trained for call in self.policy.update(part)]
+        policy_calls = [call for _ in range(epochs) for part in plan.trained for call in self.policy.start("update", part)]
         if group is not None and critic_calls:
-            metrics |= group.merged(critic_calls, "update the critic")
+            metrics |= merged(group, critic_calls, "update the critic", self.timeout_s)
             metrics["timing_s/update_critic"] = Last(time.perf_counter() - begun)
         if policy_calls:
-            metrics |= self.policy.merged(policy_calls, "update")
+            metrics |= merged(self.policy, policy_calls, "update", self.timeout_s)
         return metrics
 
     def sync(self, engines: Engines, version: int) -> dict[str, Metric]:
-        """Bring the policy's weights into every engine; engines that are replaced later get them from here, too."""
+        """Bring the policy's weights into every engine; engines that are replaced later get them from here, too.
+
+        FingerprintMismatch if an engine holds other bits than were sent (`sync.verify`).
+        """
+        settings, rollout = self.config.sync, engines.settings
 
         def work() -> dict[str, Metric]:
             if self.turns is not None:
                 self.turns.wake_weights()
-            return self.policy.sync(engines.group, engines.settings, version, self.config.sync)
+            actors = engines.group.actors
+            calls = self.policy.start("sync", actors, rollout.devices, rollout.dtype, version, settings, rollout.quantization)
+            return merge(self.policy.wait(calls, "sync", settings.timeout_s, {engines.group.kind: actors}))
 
         metrics = engines.keeping("sync", work, refill=False)
         engines.refill = lambda: self.sync(engines, version)
@@ -164,7 +192,7 @@ class ModelGroups:
         Returns:
             Whether a node was gone.
         """
-        end(actor for group in self.groups for actor in group.group.actors)
+        end(actor for group in self.groups for actor in group.actors)
         engines.refill = lambda: None
         if self.turns is not None:
             self.turns.join(None)
@@ -220,30 +248,28 @@ class ModelGroups:
         running = []
         for group in self._trainers:
             folder = directory / self.folders[next(role for role in group.roles if role in TRAINED)]
-            first = group.group.actors[0] if group is self.policy else None  # only this rank writes `extra`, which holds whole batches
-            running.append(
-                [actor.checkpoint.remote(folder, step, keep, dict(extra) if actor is first else {}) for actor in group.group.actors]
-            )
+            first = group.actors[0] if group is self.policy else None  # only this rank writes `extra`, which holds whole batches
+            running.append([actor.checkpoint.remote(folder, step, keep, dict(extra) if actor is first else {}) for actor in group.actors])
         self._wait(running, "checkpoint")
 
     def copy(self, step: int, record: object) -> None:
         """Copy all trained models and their optimizers into the machines' memory (`save.rolling`). Raise OSError if there is no room."""
         self._take_devices()
-        self.copies.save(step, self._named, self.config.cluster.phase_timeout_s, record)
+        self.copies.save(step, self._named, self.timeout_s, record)
 
     def restore(self, step: int) -> None:
         """Restore the trained models and their optimizers from the copies of a step."""
         self._take_devices()
-        self.copies.load(step, self._named, self.config.cluster.phase_timeout_s)
+        self.copies.load(step, self._named, self.timeout_s)
 
     def wait_for_save(self) -> None:
         """Wait until the last checkpoint is written. Raise SaveError if it failed."""
-        self._wait([group.group.start("wait_for_save") for group in self._trainers], "wait_for_save")
+        self._wait([group.start("wait_for_save") for group in self._trainers], "wait_for_save")
 
     def load(self, steps: Mapping[str, SavedStep]) -> None:
         """Load the trained models and their optimizers from the step directories."""
         self._take_devices()
-        self._wait([group.group.start("load", steps) for group in self._trainers], "load")
+        self._wait([group.start("load", steps) for group in self._trainers], "load")
 
     def _take_devices(self, *, keep_weights: bool = True) -> None:
         """If devices are shared, make the engines leave them."""
@@ -251,23 +277,23 @@ class ModelGroups:
             self.turns.to_ranks(keep_weights=keep_weights)
 
     @property
-    def _named(self) -> dict[str, ActorGroup]:
-        return {group.roles[0]: group.group for group in self._trainers}
+    def _named(self) -> dict[str, RankGroup]:
+        return {group.roles[0]: group for group in self._trainers}
 
     @property
-    def _trainers(self) -> list[WorkerGroup]:
+    def _trainers(self) -> list[RankGroup]:
         return [group for group in self.groups if any(role in TRAINED for role in group.roles)]
 
     def _wait(self, running: Sequence[Running], doing: str) -> None:
         for group, calls in zip(self._trainers, running, strict=True):
-            group.group.wait(calls, doing, group.timeout_s)
+            group.wait(calls, doing, self.timeout_s)
 
     def save(self, role: Role, directory: Path) -> None:
         """Write the model of a role as a Hugging Face directory."""
         group = self.of(role)
         assert group is not None
         self._take_devices()
-        group.save(role, directory)
+        group.call("save", role, directory, timeout_s=self.timeout_s)
 
 
 def start(
@@ -365,7 +391,7 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         temperature=config.rollout.temperature,
         critic=critic,
         critic_updates=critic_updates,
-        critic_together=max(1, (wished or 0) // capacity(train, critic, roles)),
+        critic_micro_batches_joined=max(1, (wished or 0) // capacity(train, critic, roles)),
         reward=None if judge is None else judge[1].path,
         old_logp=config.old_logp,
         offload=config.placement.offload,

@@ -18,7 +18,7 @@ from megarl.batch import Sample
 from megarl.data.messages import arguments_of
 from megarl.data.turns import Dialogue, TurnTokens
 from megarl.engines.engine import Request, RolloutTimeout
-from megarl.engines.generate import Sampling, request_for, request_seed
+from megarl.engines.generate import Sampling, TokenPrompt, request_for, request_seed
 from megarl.engines.parts import versions
 from megarl.engines.responder import Responder
 from megarl.environments.hosts import Episode, Host, Rendered, in_tokens
@@ -26,11 +26,9 @@ from megarl.environments.protocol import EnvironmentFailed, Turn
 
 
 @dataclass(frozen=True)
-class Start:
-    """The start of an episode, shared by `sampling.n` episodes."""
+class Start(TokenPrompt):
+    """The start of an episode, shared by `sampling.n` episodes. Its tokens are empty if the environment has to write the opening."""
 
-    id: int | str
-    tokens: list[int]  # the prompt from the data; empty if the environment has to write the opening
     seed: int  # of the environment
     task: Mapping[str, Any] | None = None  # prompt, answer and meta from the data, for the environment
 

@@ -50,12 +50,12 @@ class Responder:
         try:
             await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             late = [task for task in tasks if not task.done() or isinstance(task.exception(), RolloutTimeout)]
-            said = [task.result() for task in tasks if task not in late]
+            samples = [task.result() for task in tasks if task not in late]
         finally:
             await self.withdraw(tasks)
         if late:
             raise RolloutTimeout(f"{self.label}: {len(late)} of {len(tasks)} responses not done after {timeout_s:g} s")
-        return said
+        return samples
 
     async def withdraw(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Cancel these tasks unless they are done; return when the engine has dropped the requests they waited for."""

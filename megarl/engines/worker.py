@@ -22,7 +22,7 @@ from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.engines.engine import Engine, Meeting, Part, RolloutError, Setup
 from megarl.engines.episodes import Limits, Played, Start, play
-from megarl.engines.generate import Sampling, TokenPrompt, generate, request_for, request_seed, text_of
+from megarl.engines.generate import Sampling, generate, request_for, request_seed, text_of
 from megarl.engines.member import MemberToStart
 from megarl.engines.parts import added, whole
 from megarl.engines.responder import Responder
@@ -64,6 +64,11 @@ EnginePrompts = Sequence[Start]
 """Prompts for one engine; each one's id is its number."""
 
 
+def values_each(experts: ExpertsWanted | None) -> int:
+    """The number of return values for each response: its payload, and its experts for each stage."""
+    return 1 if experts is None else 1 + len(experts.stages)
+
+
 def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsWanted | None, playing: Playing | None = None) -> list[Any]:
     """Start `RolloutWorker.respond` and return at once.
 
@@ -77,8 +82,8 @@ def ask(worker: Any, share: EnginePrompts, sampling: Sampling, experts: ExpertsW
     Returns:
         A reference to each of its return values.
     """
-    each = 1 + (0 if experts is None else len(experts.stages))
-    return list(worker.respond.options(num_returns=1 + len(share) * sampling.n * each).remote(share, sampling, experts, playing))
+    values = 1 + len(share) * sampling.n * values_each(experts)
+    return list(worker.respond.options(num_returns=values).remote(share, sampling, experts, playing))
 
 
 def ask_more(
@@ -97,9 +102,8 @@ def ask_more(
     Returns:
         A reference to each of its return values.
     """
-    each = 1 + (0 if experts is None else len(experts.stages))
     counts = {index: len(parts) for index, parts in open_.items()}
-    call = worker.go_on.options(num_returns=1 + len(open_) * each)
+    call = worker.go_on.options(num_returns=1 + len(open_) * values_each(experts))
     return list(call.remote(start, sampling, experts, tokens, counts, *(part for parts in open_.values() for part in parts)))
 
 
@@ -111,7 +115,7 @@ def answered(responses: Sequence[Response], values: Sequence[Any], experts: Expe
         values: references to the other return values.
         experts: the argument of the call.
     """
-    each = 1 + (0 if experts is None else len(experts.stages))
+    each = values_each(experts)
     own = [values[first : first + each] for first in range(0, len(values), each)]
     return [
         replace(response, payload=payload, experts=None if response.experts is None else [stages])
@@ -119,17 +123,34 @@ def answered(responses: Sequence[Response], values: Sequence[Any], experts: Expe
     ]
 
 
-@dataclass(frozen=True)
-class _Said:
-    """A response, or the part of it that has been sampled so far."""
+_Part = tuple[Response, Sample]
+"""What a call has sampled of a response: the response, with its payload itself in place of a reference, and the sample with the experts."""
 
-    prompt: int  # the prompt's number
-    index: int  # which of the responses to the prompt
-    sample: Sample
-    text: str
-    episode: EpisodeSummary | None = None
-    added: Sample | None = None  # the part that this call has sampled, if not all of it (see `parts.added`)
-    done: bool = True
+
+def _response(prompt: int, index: int, sample: Sample, text: str, episode: EpisodeSummary | None = None) -> Response:
+    """Describe a sample.
+
+    Args:
+        prompt: the prompt's number.
+        index: which of the responses to the prompt it is.
+        sample: the response, or the part of it that has been sampled so far.
+        text: its text.
+        episode: the episode, if an environment answered.
+    """
+    return Response(
+        prompt=prompt,
+        text=text,
+        prompt_length=sample.prompt_length,
+        length=sample.response_length,
+        loss_tokens=sample.loss_tokens,
+        finished=sample.finish_reason == "stop",
+        payload=sample,
+        index=index,
+        episode=episode,
+        weight_versions=sample.weight_versions,
+        starts=sample.starts,
+        sampled=sample.version_tokens,
+    )
 
 
 class RolloutWorker:
@@ -211,8 +232,8 @@ class RolloutWorker:
         Raises:
             RolloutError: the engine did not report experts that are wanted.
         """
-        said = await (self._generate(share, sampling) if playing is None else self._play(share, sampling, playing))
-        return self._told(said, sampling, experts)
+        parts = await (self._generate(share, sampling) if playing is None else self._play(share, sampling, playing))
+        return self._return_values(parts, sampling, experts)
 
     async def go_on(
         self, start: Start, sampling: Sampling, experts: ExpertsWanted | None, tokens: int, counts: Mapping[int, int], *begun: Sample
@@ -234,58 +255,43 @@ class RolloutWorker:
             Even for a finished response, the experts are only those of the tokens that this call added, and of the token before them.
         """
         given, longest = iter(begun), len(start.tokens) + sampling.max_tokens
-        parts = {index: list(islice(given, count)) for index, count in counts.items()}
+        earlier = {index: list(islice(given, count)) for index, count in counts.items()}
         requests = []
-        for index, before in parts.items():
-            there = np.concatenate([part.tokens for part in before]).tolist() if before else start.tokens
-            most = min(tokens, longest - len(there))
-            request = request_for((start.id, index), there, most, sampling, request_seed(sampling.seed, start.id, index))
-            requests.append(replace(request, by_position=True, experts_from=len(there) - 1 if before else 0))
-        told = []
-        for (index, before), said in zip(parts.items(), await self._responder.all(requests, self._timeout_s), strict=True):
-            more = added(said) if before else said
-            sample, done = whole([*before, more]) if before else said, said.finish_reason != "length" or len(said.tokens) == longest
+        for index, before in earlier.items():
+            context = np.concatenate([part.tokens for part in before]).tolist() if before else start.tokens
+            most = min(tokens, longest - len(context))
+            request = request_for((start.id, index), context, most, sampling, request_seed(sampling.seed, start.id, index))
+            requests.append(replace(request, by_position=True, experts_from=len(context) - 1 if before else 0))
+        parts = list[_Part]()
+        for (index, before), answer in zip(earlier.items(), await self._responder.all(requests, self._timeout_s), strict=True):
+            more = added(answer) if before else answer
+            sample = whole([*before, more]) if before else answer
+            done = answer.finish_reason != "length" or len(answer.tokens) == longest
             text = text_of(sample, sampling, self._tokenizer, self._ends) if done else ""
-            told.append(_Said(int(start.id), index, sample, text, added=more, done=done))
-        return self._told(told, sampling, experts)
+            response = _response(int(start.id), index, sample, text)
+            parts.append((response if done else replace(response, payload=more), more))
+        return self._return_values(parts, sampling, experts)
 
-    def _told(self, said: Sequence[_Said], sampling: Sampling, experts: ExpertsWanted | None) -> list[Any]:
+    def _return_values(self, parts: Sequence[_Part], sampling: Sampling, experts: ExpertsWanted | None) -> list[Any]:
         """Make the return values of `respond`."""
-        responses, payloads = list[Response](), list[Any]()
-        for one in said:
-            sample, new = one.sample, one.added or one.sample
-            wanted = experts is not None and experts.of(one.prompt * sampling.n + one.index) and sample.loss_tokens > 0
-            responses.append(
-                Response(
-                    prompt=one.prompt,
-                    text=one.text,
-                    prompt_length=sample.prompt_length,
-                    length=sample.response_length,
-                    loss_tokens=sample.loss_tokens,
-                    finished=sample.finish_reason == "stop",
-                    payload=None,
-                    index=one.index,
-                    experts=[] if wanted else None,
-                    episode=one.episode,
-                    weight_versions=sample.weight_versions,
-                    starts=sample.starts,
-                    sampled=sample.version_tokens,
-                )
-            )
-            payloads.append(replace(sample if one.done else new, routed_experts=None))
+        responses, values = list[Response](), list[Any]()
+        for response, sampled in parts:
+            number = response.prompt * sampling.n + response.index
+            wanted = experts is not None and experts.of(number) and response.loss_tokens > 0
+            responses.append(replace(response, payload=None, experts=[] if wanted else None))
+            values.append(replace(response.payload, routed_experts=None))
             if experts is not None:
-                payloads += self._kept(new, experts) if wanted else [None] * len(experts.stages)
-        return [responses, *payloads]
+                values += self._kept(sampled, experts) if wanted else [None] * len(experts.stages)
+        return [responses, *values]
 
-    async def _generate(self, share: EnginePrompts, sampling: Sampling) -> list[_Said]:
-        prompts = [TokenPrompt(start.id, start.tokens) for start in share]
+    async def _generate(self, share: EnginePrompts, sampling: Sampling) -> list[_Part]:
         return [
-            _Said(int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer, self._ends))
-            for generated in await generate(self._responder, prompts, sampling, self._timeout_s)
+            (_response(int(generated.prompt_id), index, sample, text_of(sample, sampling, self._tokenizer, self._ends)), sample)
+            for generated in await generate(self._responder, share, sampling, self._timeout_s)
             for index, sample in enumerate(generated.samples)
         ]
 
-    async def _play(self, share: EnginePrompts, sampling: Sampling, playing: Playing) -> list[_Said]:
+    async def _play(self, share: EnginePrompts, sampling: Sampling, playing: Playing) -> list[_Part]:
         if self._host is None or self._host[0] != playing.environment:
             if self._host is not None:
                 self._host[1].close()
@@ -293,12 +299,12 @@ class RolloutWorker:
         if self._turns is None or self._turns[0] != playing:
             self._turns = playing, TurnTokens(self._tokenizer, playing.data, playing.tools)
 
-        def said(turn: Sample) -> str:
+        def turn_text(turn: Sample) -> str:
             return text_of(turn, sampling, self._tokenizer, self._ends)
 
-        played = await play(self._responder, self._host[1], self._turns[1], said, share, sampling, playing.limits, self._timeout_s)
+        played = await play(self._responder, self._host[1], self._turns[1], turn_text, share, sampling, playing.limits, self._timeout_s)
         return [
-            _Said(int(start.id), index, one.sample, one.text, self._episode(one))
+            (_response(int(start.id), index, one.sample, one.text, self._episode(one)), one.sample)
             for start, episodes in zip(share, played, strict=True)
             for index, one in enumerate(episodes)
         ]
@@ -315,14 +321,15 @@ class RolloutWorker:
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
         """The experts of a sample's tokens, an array [T, L, K] for each pipeline stage."""
-        found = sample.routed_experts
-        if found is None:
+        experts_TLK = sample.routed_experts
+        if experts_TLK is None:
             raise RolloutError(f"{self._engine.label}: reports no routed experts; routing.sample=0 asks for none")
         # The experts of an `added` part, which has no prompt, begin with those of the token before it.
-        expected = (len(sample.tokens) - len(sample.starts) - bool(sample.prompt_length), wanted.layers, wanted.topk)
-        if found.shape != expected:
-            raise RolloutError(f"{self._engine.label}: reports routed experts {list(found.shape)}, and the model has {list(expected)}")
-        return [found[:, list(stage)] for stage in wanted.stages]
+        expected = [len(sample.tokens) - len(sample.starts) - bool(sample.prompt_length), wanted.layers, wanted.topk]
+        shape = list(experts_TLK.shape)
+        if shape != expected:
+            raise RolloutError(f"{self._engine.label}: reports routed experts {shape}, and the model has {expected}")
+        return [experts_TLK[:, list(stage)] for stage in wanted.stages]
 
     async def ping(self, timeout_s: float) -> None:
         """Raise EngineDead or RolloutTimeout if a process of the engine has ended or does not answer."""

@@ -27,7 +27,7 @@ from megarl.data.messages import arguments_of, checked, tools_of
 from megarl.data.prompts import Renderer
 from megarl.data.rows import Row
 from megarl.data.tokenizer import check_size, decode, encode
-from megarl.driver.worker_group import WorkerGroup, reserve_workers, start_ranks
+from megarl.driver.rank_group import RankGroup, reserve_workers, reward_scores, start_ranks
 from megarl.host.http_client import token_of
 from megarl.ranks.reward import RewardWorker
 from megarl.ranks.step_plan import deal_scoring
@@ -75,17 +75,17 @@ class Service:
         micro_batch_tokens: most tokens that a rank processes at once.
         renderer: tokenises the prompts.
         ranks: the ranks that hold the model.
+        timeout_s: the time limit of one scoring.
     """
 
-    def __init__(self, micro_batch_tokens: int, renderer: Renderer, ranks: WorkerGroup) -> None:
-        self._micro_batch_tokens, self._renderer, self._ranks = micro_batch_tokens, renderer, ranks
+    def __init__(self, micro_batch_tokens: int, renderer: Renderer, ranks: RankGroup, timeout_s: float) -> None:
+        self._micro_batch_tokens, self._renderer, self._ranks, self._timeout_s = micro_batch_tokens, renderer, ranks, timeout_s
 
     def scores(self, read: Sequence[Sample]) -> list[float]:
         """Return one score per sample, for at least one sample. Raises whatever the ranks raise."""
         payloads, lengths = [ray.put(one) for one in read], [len(one.tokens) for one in read]
         plan = deal_scoring(payloads, lengths, self._ranks.layout.dp, self._micro_batch_tokens)
-        found = self._ranks.rewards(plan)
-        return [found[n] for n in range(len(read))]
+        return reward_scores(self._ranks, plan, len(read), self._timeout_s)
 
     def read(self, samples: Sequence[Any]) -> list[Sample]:
         """Tokenise a client's samples. Raises ConfigError if one is malformed or too long, and whatever the tokenizer raises."""
@@ -126,9 +126,9 @@ def serve(config: ServeConfig) -> None:
     with ray_session(config.cluster, processes(kinds), files(config)[0]):
         [places] = reserve_workers(config, kinds)
         group = start_ranks(RewardWorker, config, config.layout, places, config.model.path)
-        ranks = WorkerGroup(group, ("reward",), config.layout, config.cluster.phase_timeout_s)
-        service = Service(config.serve.micro_batch_tokens, renderer, ranks)
+        ranks, timeout_s = RankGroup(group.kind, group.actors, ("reward",), config.layout), config.cluster.phase_timeout_s
+        service = Service(config.serve.micro_batch_tokens, renderer, ranks, timeout_s)
         token = token_of(config.serve.token_env, TOKEN_KEY)
         with RewardServer(service, host, config.serve.port, config.serve.path, token) as server:
             print(f"{config.name}: serving {config.model.path} at http://{host}:{server.port}{config.serve.path}", flush=True)
-            server.wait(RankWatch(group, 2 * ranks.timeout_s).look)
+            server.wait(RankWatch(group, 2 * timeout_s).look)

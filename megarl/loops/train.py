@@ -133,21 +133,23 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
     config, run, models = ctx.config, ctx.run, ctx.models
     critic_only = state.pretraining.active
 
-    groups = source.next_groups()
-    batch = groups.batch()
-    run.keep(state.step + 1, groups.samples(config.log.samples))
-    metrics = batch.metrics | rollout_metrics(batch.responses, batch.scores)
-    metrics |= lag_metrics(batch.responses, state.learned, frozen=state.step - state.learned, most=config.rollout.most_lag)
+    step_groups = source.next_groups()
+    groups = step_groups.groups
+    run.keep(state.step + 1, step_groups.samples(config.log.samples))
+    metrics = step_groups.metrics | rollout_metrics(groups)
+    metrics |= lag_metrics(step_groups.responses, state.learned, frozen=state.step - state.learned, most=config.rollout.most_lag)
 
     # The first step compares the engines' log-probs with the trainer's: before the update, unless that computes the trainer's itself.
     first = state.step == 0
     with run.phase("old_logp"):  # also the reference's log-probs and the critic's values
-        plan, said = models.forward(batch, score=first and (critic_only or config.old_logp != "update"), sync_follows=not critic_only)
+        plan, forward_metrics = models.forward(
+            groups, score=first and (critic_only or config.old_logp != "update"), sync_follows=not critic_only
+        )
     if first:
-        compare_engines(ctx, said)
+        compare_engines(ctx, forward_metrics)
     with run.phase("advantage"):
-        kl_N, explained = models.advantages(plan, batch.greedy, state.kl_coef, monte_carlo=critic_only)
-    metrics |= said | explained | missing_groups(plan)
+        kl_N, advantage_metrics = models.advantages(plan, [group.greedy for group in groups], state.kl_coef, monte_carlo=critic_only)
+    metrics |= forward_metrics | advantage_metrics | missing_groups(plan)
 
     state.step += 1
     with run.phase("update"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 from megarl.checks.data import Data
@@ -11,7 +12,7 @@ from megarl.host import termination
 from megarl.loops.show_data import tell_first
 from megarl.loops.train import train_step
 from megarl.observe.metrics import Metric
-from megarl.ranks.step_plan import RolloutBatch
+from megarl.ranks.step_plan import Group
 from megarl.resume.finished import has_finished
 from megarl.resume.recovery import newest, recovering
 from megarl.resume.saving import Checkpoints, ResumePoint, every, resume_point
@@ -56,7 +57,7 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
     if resume is None:
         state.scale = reference_scale(ctx, data.train)
     questions = iter(enumerate(data.eval))
-    held_out = finish(ctx, RolloutCollector(ctx, lambda count: list(islice(questions, count)), 0, state.scale)).batch()
+    held_out = finish(ctx, RolloutCollector(ctx, lambda count: list(islice(questions, count)), 0, state.scale)).groups
     if resume is None:
         run.log(0, synced | scale_metrics(state.scale) | measure(ctx, held_out, state.kl_coef))
     with termination.deferred(), RolloutSource(ctx, state) as source:  # signals wait until the run can be saved
@@ -73,7 +74,7 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
             ctx.models.save("critic", run.directory / "critic")
 
 
-def measure(ctx: RunContext, held_out: RolloutBatch, kl_coef: float) -> dict[str, Metric]:
+def measure(ctx: RunContext, held_out: Sequence[Group], kl_coef: float) -> dict[str, Metric]:
     """Measure how well the critic explains rollouts that it is not trained on.
 
     Args:
@@ -86,5 +87,5 @@ def measure(ctx: RunContext, held_out: RolloutBatch, kl_coef: float) -> dict[str
     """
     with ctx.run.phase("heldout"):
         plan, _ = ctx.models.forward(held_out, sync_follows=False)  # the policy is frozen
-        _, metrics = ctx.models.advantages(plan, held_out.greedy, kl_coef, monte_carlo=True)
+        _, metrics = ctx.models.advantages(plan, [group.greedy for group in held_out], kl_coef, monte_carlo=True)
     return {f"heldout/{name.removeprefix(CRITIC)}": metric for name, metric in metrics.items()}

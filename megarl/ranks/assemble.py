@@ -48,8 +48,8 @@ def routed_experts(plan: StepPlan, members: Sequence[int], length_N: Tensor, lay
     if not layers or not reported:
         return None
     stages = [number for number, stage in enumerate(plan.stages) if not set(stage).isdisjoint(layers)]
-    held = [layer for number in stages for layer in plan.stages[number]]
-    order = [held.index(layer) for layer in layers]
+    layers_kept = [layer for number in stages for layer in plan.stages[number]]
+    order = [layers_kept.index(layer) for layer in layers]
     fetched = ray.get([part[number] for _, parts in reported for part in parts for number in stages])
     experts_TLK = np.full((ends[-1], len(layers), fetched[0].shape[2]), -1, dtype=np.int16)
     by_stage = iter(fetched)
@@ -97,11 +97,11 @@ def assemble(plan: StepPlan, chosen: Sequence[int], layers: Sequence[int] = ()) 
 
 def turn_rewards(samples: Sequence[Sample]) -> Tensor:
     """The reward of each turn of an episode, at the entry that is scored on the turn's last token; float32 [T], 0 elsewhere."""
-    found = [np.zeros(len(sample.tokens) - 1, np.float32) for sample in samples]
-    for sample, reward_T in zip(samples, found, strict=True):
+    reward_NT = [np.zeros(len(sample.tokens) - 1, np.float32) for sample in samples]
+    for sample, reward_T in zip(samples, reward_NT, strict=True):
         for end, reward in sample.turn_rewards:
             reward_T[sample.prompt_length + end - 2] += reward
-    entries = [np.delete(reward_T, [start - 1 for start in sample.starts]) for sample, reward_T in zip(samples, found, strict=True)]
+    entries = [np.delete(reward_T, [start - 1 for start in sample.starts]) for sample, reward_T in zip(samples, reward_NT, strict=True)]
     return torch.from_numpy(np.concatenate([np.empty(0, np.float32), *entries]))
 
 
@@ -144,13 +144,13 @@ def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], giv
     Returns:
         The batches with `extra_T[name]` [T] for each name.
     """
-    mine = {n for chosen in members for n in chosen}
-    needed = [(chosen, stored) for chosen, stored in given if mine.intersection(chosen)]
+    wanted = {n for chosen in members for n in chosen}
+    needed = [(chosen, stored) for chosen, stored in given if wanted.intersection(chosen)]
     fetched = ray.get([stored for _, stored in needed])
-    found = {n: values for (chosen, _), part in zip(needed, fetched, strict=True) for n, values in zip(chosen, part, strict=True)}
+    columns_of = {n: values for (chosen, _), part in zip(needed, fetched, strict=True) for n, values in zip(chosen, part, strict=True)}
     nothing = np.empty(0, np.float32)
     return [
-        batch.with_extra(**{name: torch.from_numpy(np.concatenate([nothing, *(found[n][name] for n in chosen)])) for name in names})
+        batch.with_extra(**{name: torch.from_numpy(np.concatenate([nothing, *(columns_of[n][name] for n in chosen)])) for name in names})
         for chosen, batch in zip(members, batches, strict=True)
     ]
 
@@ -187,7 +187,7 @@ def corrections(
     return {"correction": correction_T, "weight": torch.where(correction_T > 0, whole.spread(weight_N), 0.0)}
 
 
-def known(batch: Batch) -> Batch:
+def computed_here(batch: Batch) -> Batch:
     """Restrict the batch's loss tokens to those whose log-probs this rank computed."""
     return replace(batch, mask_T=batch.mask_T & ~batch.extra_T["old_logp"].isnan())
 
@@ -198,7 +198,7 @@ def mismatch(batch: Batch) -> dict[str, Metric]:
     rollout_corr/...: d = old - rollout; kl is the mean of -d, k3_kl the mean of exp(d) - 1 - d, ratio_gt_2 the share of tokens with
     |d| > ln 2, chi2 the mean of exp(2 d) - 1 (with d clamped as in a correction).
     """
-    here_T = known(batch).mask_T
+    here_T = computed_here(batch).mask_T
     old, rollout = batch.extra_T["old_logp"][here_T].double(), batch.extra_T["rollout_logp"][here_T].double()
     if not len(old):
         return {}

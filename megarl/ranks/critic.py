@@ -42,10 +42,10 @@ class Critic:
         batches = [batch for mini_batch in mini_batches for batch in mini_batch]
         joined, lengths = [one for mini_batch in mini_batches for one in self._joined(mini_batch)], [len(batch) for batch in batches]
         with self._follow(record="all") as routing:
-            found = {"value": torch.cat([one.extra_T["value"] for one in self._model.forward_tokens(joined, "value", values, routing)])}
+            columns = {"value": torch.cat([one.extra_T["value"] for one in self._model.forward_tokens(joined, "value", values, routing)])}
         if routing is not None and routing.recorded:
-            found["critic_experts"] = torch.cat([routing.recorded[index] for index in range(len(joined))])
-        parts = {name: value_T.split(lengths) for name, value_T in found.items()}
+            columns["critic_experts"] = torch.cat([routing.recorded[index] for index in range(len(joined))])
+        parts = {name: value_T.split(lengths) for name, value_T in columns.items()}
         return [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
 
     def step(self, batches: Sequence[Batch], clip: float | None, *, report: bool) -> dict[str, Metric]:

@@ -101,8 +101,8 @@ class Learner(MegatronWorker):
         """Take one optimizer step; return the metrics of the tokens that only this rank reports, and of the step."""
         batches = self._batches(plan)
         results, info = self._trained.step(batches, self._loss_fn)
-        metrics = merge(results) if self._reports else {}
-        metrics |= self._trained.performance(batches, report=self._reports)
+        metrics = merge(results) if self._reports_tokens else {}
+        metrics |= self._trained.performance(batches, report=self._reports_tokens)
         if self._rank == 0:
             metrics |= {f"{self._role}/grad_norm": Mean(info.grad_norm, 1.0), f"{self._role}/lr": Mean(info.lr, 1.0)}
         return metrics
@@ -115,7 +115,7 @@ class Learner(MegatronWorker):
         from megarl.parallel import schedule
 
         results = schedule.run(self._trained.chunks, self._batches(plan), self._look, self._grid, forward_only=True)
-        return merge(results) if self._reports else {}
+        return merge(results) if self._reports_tokens else {}
 
     def trained(self) -> dict[str, ModelState]:
         """The one trained model."""

@@ -183,7 +183,7 @@ class MegatronWorker:
         return Model(path, *place, head=head, optimizer=optimizer, updates=updates, blank=self._blank and optimizer is not None)
 
     @property
-    def _reports(self) -> bool:
+    def _reports_tokens(self) -> bool:
         """Whether this is the one rank of its tensor-parallel group that reports its tokens: tensor-parallel rank 0 of the last stage."""
         return self._grid.is_last_stage and self._grid.tp_rank == 0
 
@@ -230,9 +230,9 @@ def threads(config: RunSettings) -> int:
 
     With optimizers in host memory, it is at least the rank's GPU's share of the node's cores.
     """
-    wish, cores = os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
-    told = max(1, min(int(wish), cores)) if wish.isdecimal() and len(wish) < 9 else 1
+    text, cores = os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
+    wished = max(1, min(int(text), cores)) if text.isdecimal() and len(text) < 9 else 1
     if not any(settings.offloaded for settings in optimizers(config).values()):
-        return told
+        return wished
     here = ray.get_runtime_context().get_node_id()
-    return max(told, int(cores // live_nodes()[here]["Resources"]["GPU"]))
+    return max(wished, int(cores // live_nodes()[here]["Resources"]["GPU"]))

@@ -27,8 +27,8 @@ from megarl.ranks.assemble import (
     Columns,
     assemble,
     columns,
+    computed_here,
     corrections,
-    known,
     mismatch,
     mismatch_of_sequences,
     spread,
@@ -63,12 +63,22 @@ class RLSpec:
     temperature: float  # sampling temperature, which the log-probs must match
     critic: CriticSettings | None = None
     critic_updates: int = 0  # optimizer steps of the critic
-    critic_together: int = 1  # micro-batches that the critic joins into one
+    critic_micro_batches_joined: int = 1  # micro-batches that the critic joins into one
     reward: Path | None = None  # the reward model
     offload: bool = False  # idle models leave the device
     shared_devices: bool = False  # the engines share the devices of the policy's ranks
     routing: RoutingSettings = RoutingSettings()
     old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Where the policy has experts, as one rank knows it."""
+
+    stage: int  # the rank's pipeline stage
+    moe_layers: list[int]  # the MoE layers of that stage
+    layers: int  # all layers of the model
+    topk: int  # experts per token
 
 
 class ModelWorker(MegatronWorker):
@@ -138,13 +148,13 @@ class ModelWorker(MegatronWorker):
         self._keep(flat, mini_batches)
         if "critic" in self._models:
             self._keep(self._critic().forward_tokens(self._mini_batches), mini_batches)
-        held = [batch.extra_T[name].nbytes for batch in self._flat() for name in EXPERTS if name in batch.extra_T]
-        return metrics | ({"routing/held_mb": Max(sum(held) / 2**20)} if held else {})
+        sizes = [batch.extra_T[name].nbytes for batch in self._flat() for name in EXPERTS if name in batch.extra_T]
+        return metrics | ({"routing/held_mb": Max(sum(sizes) / 2**20)} if sizes else {})
 
-    def moe(self) -> tuple[int, list[int], int, int]:
-        """The policy's pipeline stage on this rank, the MoE layers of that stage, all layers of the model, and its experts per token."""
+    def moe_shape(self) -> MoeShape:
+        """Where the policy has experts."""
         policy = self._models["policy"]
-        return self._grid.pp_rank, policy.routing.layers, policy.layers, policy.topk
+        return MoeShape(self._grid.pp_rank, policy.routing.layers, policy.layers, policy.topk)
 
     def rewards(self, plan: ScoringPlan) -> dict[int, float]:
         """Score the plan's responses with the reward model; return the scores that this rank reports, by response."""
@@ -155,7 +165,7 @@ class ModelWorker(MegatronWorker):
         if not self._grid.is_last_stage:
             return []
         batches = [self._completed(batch) for batch in self._flat()]
-        return columns(batches, self._samples, names) if self._speaks else []
+        return columns(batches, self._samples, names) if self._reports_sequences else []
 
     def take(self, given: Columns, names: Sequence[str]) -> None:
         """Add columns of another group to the last plan, each token's number only on the rank that computed the token's own column."""
@@ -173,13 +183,13 @@ class ModelWorker(MegatronWorker):
 
         Responses that take part in the step and are not trained on have theirs too.
         """
-        found = collections.defaultdict[int, float](float)
-        if self._spec.algorithm.needs_reference and self._reports:
+        kl_of = collections.defaultdict[int, float](float)
+        if self._spec.algorithm.needs_reference and self._reports_tokens:
             compared = [replace(batch, mask_T=batch.extra_T.get("compared", batch.mask_T)) for batch in self._flat()]
-            for members, batch in zip(self._members, map(known, compared), strict=True):
+            for members, batch in zip(self._members, map(computed_here, compared), strict=True):
                 for n, kl in zip(members, batch.sequence_sum(self._spec.algorithm.old_kl(batch)).tolist(), strict=True):
-                    found[n] += kl
-        return dict(found)
+                    kl_of[n] += kl
+        return dict(kl_of)
 
     def advantages(self, advantage_N: np.ndarray, kl_coef: float, monte_carlo: bool) -> dict[str, Metric]:
         """Compute the advantage of every token of the last plan, from the responses' numbers. Collective over the last stage's ranks.
@@ -203,16 +213,16 @@ class ModelWorker(MegatronWorker):
         if isinstance(algorithm, ActorCritic):
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
             extra["return"] = extra["outcome"] if monte_carlo else algorithm.returns(whole, kl_coef)
-        metrics = [mismatch_of_sequences(whole)] if self._speaks and self._spec.old_logp == "forward" else []
+        metrics = [mismatch_of_sequences(whole)] if self._reports_sequences and self._spec.old_logp == "forward" else []
         if algorithm.correction is not None:
             members = list(dict.fromkeys(n for chosen in self._members for n in chosen))
             extra |= corrections(algorithm, algorithm.correction, whole, members, self._responses, self._part_N, self._sum_over_replicas)
-            metrics += [weight_metrics(extra["correction"], whole)] if self._speaks else []
+            metrics += [weight_metrics(extra["correction"], whole)] if self._reports_sequences else []
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         parts = {name: value_T.tensor_split(ends) for name, value_T in extra.items()}
         filled = [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
         self._keep(filled, self._mini_batches)
-        if algorithm.needs_critic and self._reports:
+        if algorithm.needs_critic and self._reports_tokens:
             metrics += [critic_metrics(batch) for batch in filled]
         return merge(metrics)
 
@@ -223,11 +233,11 @@ class ModelWorker(MegatronWorker):
             batches = self._with_sequence_means(mini_batch, replay)
         with self._follow("policy", replay=replay) as routing:
             results, info = self._use("policy").step(batches, self._loss_fn, routing)
-            metrics = merge(results) if self._reports else {}
+            metrics = merge(results) if self._reports_tokens else {}
             if routing is not None:
                 metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
         self._fresh = False
-        metrics |= self._models["policy"].performance(self._mini_batches[mini_batch], report=self._reports)
+        metrics |= self._models["policy"].performance(self._mini_batches[mini_batch], report=self._reports_tokens)
         if self._rank == 0:
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
         return metrics
@@ -246,17 +256,18 @@ class ModelWorker(MegatronWorker):
             return batches
         first = sum(map(len, self._mini_batches[:mini_batch]))
         whole = concat([batch.without(*EXPERTS) for batch in scored], self._members[first : first + len(batches)])
-        mine = known(replace(whole, extra_T={**whole.extra_T, "old_logp": whole.extra_T["logp"]}))  # this context-parallel rank's share
-        own_T = algorithm.sequence_term(log_ratio(mine.extra_T["logp"], whole.extra_T["old_logp"], mine), whole.extra_T["advantage"])
+        # What this context-parallel rank has of it.
+        share = computed_here(replace(whole, extra_T={**whole.extra_T, "old_logp": whole.extra_T["logp"]}))
+        own_T = algorithm.sequence_term(log_ratio(share.extra_T["logp"], whole.extra_T["old_logp"], share), whole.extra_T["advantage"])
         assert own_T is not None
-        mean_T = whole.spread(self._sum_over(mine.sequence_sum(own_T)) / whole.count_N.clamp(min=1))
+        mean_T = whole.spread(self._sum_over(share.sequence_sum(own_T)) / whole.count_N.clamp(min=1))
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         return [batch.with_extra(sequence_mean=own) for batch, own in zip(batches, mean_T.tensor_split(ends), strict=True)]
 
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
         """Take one optimizer step of the critic on a mini-batch of the last plan."""
         assert isinstance(self._spec.algorithm, ActorCritic)
-        return self._critic().step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports)
+        return self._critic().step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports_tokens)
 
     def sync(
         self,
@@ -341,7 +352,7 @@ class ModelWorker(MegatronWorker):
         replay, metrics = self._spec.routing.replay, dict[str, Metric]()
         with self._follow("policy", replay=replay == "r3", record=RECORD[replay]) as routing:
             filled = self._use("policy").forward_tokens(flat, "old_logp", self._logp, routing)
-            if self._reports:
+            if self._reports_tokens:
                 metrics = merge(mismatch(batch) for batch in filled)
             if routing is not None:
                 metrics |= routing.metrics("rollout")
@@ -370,12 +381,12 @@ class ModelWorker(MegatronWorker):
 
     def _critic(self) -> Critic:
         """The critic, on the device."""
-        return Critic(self._use("critic"), self._grid, self._spec.critic_together, replay=self._spec.routing.critic)
+        return Critic(self._use("critic"), self._grid, self._spec.critic_micro_batches_joined, replay=self._spec.routing.critic)
 
     @property
-    def _speaks(self) -> bool:
+    def _reports_sequences(self) -> bool:
         """Whether this is the one rank of its data-parallel replica that reports metrics of whole sequences."""
-        return self._reports and self._grid.cp_rank == 0
+        return self._reports_tokens and self._grid.cp_rank == 0
 
     def _flat(self) -> list[Batch]:
         return [batch for mini_batch in self._mini_batches for batch in mini_batch]
@@ -426,5 +437,5 @@ class ModelWorker(MegatronWorker):
         metrics = {"actor/pg_loss": Sum(float(total.detach())), **loss_metrics(loss)}
         if self._fresh and self._spec.old_logp != "forward":  # the weights are still those that the step began with
             of_sequences = mismatch_of_sequences(seen, self._sum_over)
-            metrics |= mismatch(seen) | (of_sequences if self._speaks else {})
+            metrics |= mismatch(seen) | (of_sequences if self._reports_sequences else {})
         return total, metrics

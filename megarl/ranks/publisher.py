@@ -100,12 +100,12 @@ class StagePublisher(Publisher):
     def _publish(self, stream: Iterable[tuple[str, Tensor]], version: int, prints: Fingerprinter) -> dict[str, Metric]:
         sent = self._sender.send(stream, self._rounds.offer, prints.add if self._settings.verify else None)
         broken: FloatingPointError | None = None
-        found = list[tuple[str, int, int]]()
+        prints_sent = list[tuple[str, int, int]]()
         try:
-            found = [(name, one.value, one.numel) for name, one in prints.digest().items()]
+            prints_sent = [(name, one.value, one.numel) for name, one in prints.digest().items()]
         except FloatingPointError as error:  # raised once the engines have a whole update
             broken = error
-        self._rounds.leave((sent.tensors, sent.nbytes, found, broken and str(broken)))
+        self._rounds.leave((sent.tensors, sent.nbytes, prints_sent, broken and str(broken)))
         if broken is not None:
             raise broken
         return {}
@@ -128,14 +128,14 @@ class WeightPublisher(Publisher):
             self._load_all(headers)()
         self._all("finish_update", version, timeout_s)()
         moved = time.perf_counter()
-        mine = prints.digest()
-        for _, _, found, broken in self._rounds.last:
-            mine |= {name: Print(value, numel) for name, value, numel in found}
+        expected = prints.digest()
+        for _, _, values, broken in self._rounds.last:
+            expected |= {name: Print(value, numel) for name, value, numel in values}
             if broken is not None:
                 raise FloatingPointError(broken)
         if self._settings.verify:
-            for index, theirs in enumerate(self._all("fingerprints", timeout_s)()):
-                check(mine, theirs, f"engine {index}")
+            for index, engine_prints in enumerate(self._all("fingerprints", timeout_s)()):
+                check(expected, engine_prints, f"engine {index}")
         self._rounds.end()
         return {
             "sync/senders": Last(self._rounds.senders),

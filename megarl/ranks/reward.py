@@ -33,13 +33,13 @@ class RewardModel:
         """
         members = plan.split[self._grid.dp_rank]
         batches = [pack_scored(fetch(plan.payload_N, chosen)) for chosen in members]
-        found: dict[int, float] = {}
+        score_of: dict[int, float] = {}
         for chosen, batch in zip(members, self._model.forward_tokens(batches, "score", values), strict=True):
             here_T = batch.mask_T & ~batch.extra_T["score"].isnan()
-            found |= {
+            score_of |= {
                 chosen[n]: score for n, score in zip(batch.seq_T[here_T].tolist(), batch.extra_T["score"][here_T].tolist(), strict=True)
             }
-        return found if self._grid.is_last_stage and self._grid.tp_rank == 0 else {}
+        return score_of if self._grid.is_last_stage and self._grid.tp_rank == 0 else {}
 
 
 class RewardWorker(MegatronWorker):

@@ -6,7 +6,6 @@ Axes: N responses of the step, S samples: the contexts of the responses, of whic
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,7 +20,7 @@ from megarl.config import EnvironmentReward, RewardSettings, SumReward, TrainCon
 from megarl.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from megarl.observe.metrics import Metric
+    from megarl.data.prompts import Prompt
     from megarl.response import Response
     from megarl.rewards.score import Score
 
@@ -30,13 +29,22 @@ Split = list[list[list[list[int]]]]
 
 
 @dataclass(frozen=True)
-class RolloutBatch:
-    """The scored responses of a step; `response.prompt` numbers the prompts that were kept."""
+class Group:
+    """The scored responses to one prompt."""
 
+    place: int  # of the prompt in data.train
+    prompt: Prompt
     responses: list[Response]
     scores: list[Score]
-    greedy: list[float | None] | None  # ReMax: the reward of the greedy answer to each prompt; None: it has no score
-    metrics: dict[str, Metric]
+    greedy: float | None  # the reward of the greedy response; None: there is no such response, or it has no score
+    asked: tuple[int, int] = (0, 0)  # the step it was requested for, and its number within that step
+
+    def informative(self, config: TrainConfig) -> bool:
+        """Whether the responses that would take part in a step differ in the task's score.
+
+        DAPO ignores their length here (arXiv:2503.14476, eq. 11).
+        """
+        return len({score.task for score, part in zip(self.scores, participants(config, [self]), strict=True) if part}) > 1
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,10 @@ class StepPlan:
 
         Each process that receives a reference to an object reports that to the object's owner, and again when it releases the reference.
         """
-        mine = set(self.responses(sample for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for sample in micro_batch))
-        return replace(self, payload_N=_only(mine, self.payload_N), experts_N=_only(mine, self.experts_N))
+        responses = set(
+            self.responses(sample for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for sample in micro_batch)
+        )
+        return replace(self, payload_N=_only(responses, self.payload_N), experts_N=_only(responses, self.experts_N))
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,7 @@ def members(mini_batch: list[list[list[int]]]) -> list[int]:
     return sorted(sample for shard in mini_batch for micro_batch in shard for sample in micro_batch)
 
 
-def participants(config: TrainConfig, batch: RolloutBatch) -> list[bool]:
+def participants(config: TrainConfig, groups: Sequence[Group]) -> list[bool]:
     """Which responses take part in a step: in baselines, scales and denominators, and in the loss unless something else masks them.
 
     A response without a score takes no part, nor does a truncated one if it is dropped and `train.truncated_in_baseline` is false, nor any
@@ -127,17 +137,16 @@ def participants(config: TrainConfig, batch: RolloutBatch) -> list[bool]:
     """
     train, algorithm = config.train, config.algorithm
     dropped = train.drop_truncated and not train.truncated_in_baseline
-    pairs = list(zip(batch.responses, batch.scores, strict=True))
-    there = [score.value is not None and (response.finished or not dropped) for response, score in pairs]
-    sizes = Counter(response.prompt for response, own in zip(batch.responses, there, strict=True) if own)
-    whole = {prompt for prompt, size in sizes.items() if size >= algorithm.min_group}
-    if algorithm.needs_greedy:
-        assert batch.greedy is not None, "the greedy response to each prompt was sampled"
-        whole = {prompt for prompt in whole if batch.greedy[prompt] is not None}
-    return [own and response.prompt in whole for response, own in zip(batch.responses, there, strict=True)]
+    part_N = list[bool]()
+    for group in groups:
+        pairs = zip(group.responses, group.scores, strict=True)
+        usable = [score.value is not None and (response.finished or not dropped) for response, score in pairs]
+        whole = sum(usable) >= algorithm.min_group and not (algorithm.needs_greedy and group.greedy is None)
+        part_N += [whole and own for own in usable]
+    return part_N
 
 
-def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, stages: Sequence[Sequence[int]] = ()) -> StepPlan:
+def plan_step(config: TrainConfig, groups: Sequence[Group], dp: int, capacity: int, stages: Sequence[Sequence[int]] = ()) -> StepPlan:
     """Plan a step: which responses to train on, their split, and the loss weights of each global mini-batch.
 
     The mini-batches hold the same responses whatever `dp` and `capacity` are. The samples of a response are on one data-parallel rank, and
@@ -146,7 +155,7 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
 
     Args:
         config: the run's configuration.
-        batch: the scored responses.
+        groups: the groups of scored responses.
         dp: the number of data-parallel ranks.
         capacity: the largest number of tokens in a micro-batch.
         stages: the MoE layers of each pipeline stage of the policy.
@@ -154,11 +163,12 @@ def plan_step(config: TrainConfig, batch: RolloutBatch, dp: int, capacity: int, 
     Raises:
         ValueError: a sample does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
     """
-    responses, algorithm = batch.responses, config.algorithm
-    part_N = torch.tensor(participants(config, batch))
-    reward_N = torch.tensor([math.nan if score.value is None else score.value for score in batch.scores], dtype=torch.float64)
+    responses, algorithm = [response for group in groups for response in group.responses], config.algorithm
+    part_N = torch.tensor(participants(config, groups))
+    values = [score.value for group in groups for score in group.scores]
+    reward_N = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
     reward_N = reward_N.masked_fill(~part_N, math.nan)  # whoever reads it all the same is noticed
-    group_N = torch.tensor([response.prompt for response in responses])
+    group_N = torch.tensor([number for number, group in enumerate(groups) for _ in group.responses])
     # Responses that are dropped do not take part in the algorithm's choice.
     dropped = config.train.drop_truncated
     keep_N = part_N & torch.tensor([response.loss_tokens > 0 and (response.finished or not dropped) for response in responses])

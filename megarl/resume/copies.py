@@ -144,11 +144,11 @@ class Copies:
         """The newest step of which every rank's copy exists, and its record; None if there is none."""
         if not self._records:
             return None
-        held: dict[Owner, set[int]] = {}
+        steps_of: dict[Owner, set[int]] = {}
         for here in self._held().values():
             for owner, steps in here.items():
-                held.setdefault(owner, set()).update(steps)
-        whole = [step for step in self._records if all(step in held.get(owner, ()) for owner in self._owners)]
+                steps_of.setdefault(owner, set()).update(steps)
+        whole = [step for step in self._records if all(step in steps_of.get(owner, ()) for owner in self._owners)]
         self._records = {step: self._records[step] for step in whole}
         return max(self._records.items(), default=None, key=lambda item: item[0])
 
@@ -163,14 +163,14 @@ class Copies:
         Raises:
             WorkerDied: a rank's copy is lost.
         """
-        held = self._held()
+        copies = self._held()
         for name, group in groups.items():
-            places = [(self._store(node), held.get(node, {})) for node in group.call("node", timeout_s=timeout_s)]
+            places = [(self._store(node), copies.get(node, {})) for node in group.call("node", timeout_s=timeout_s)]
             stores, fetched = [], []
             for rank, (store, here) in enumerate(places):
                 owner = name, rank
                 if step not in here.get(owner, []):
-                    source = next((self._stores[node] for node, there in held.items() if step in there.get(owner, [])), None)
+                    source = next((self._stores[node] for node, steps in copies.items() if step in steps.get(owner, [])), None)
                     if source is None:
                         raise WorkerDied(f"save.rolling: no machine has the copy of {name} rank {rank} at step {step} any more")
                     stores.append(store)
@@ -195,16 +195,16 @@ class Copies:
 
     def _held(self) -> dict[str, dict[Owner, list[int]]]:
         """The copies that each store holds, by node. Forget stores that do not answer, and those of lost nodes."""
-        there = live_nodes()
-        self._stores = {node: store for node, store in self._stores.items() if node in there}
-        asked = {node: store.steps.remote() for node, store in self._stores.items()}
-        held = dict[str, dict[Owner, list[int]]]()
-        for node, call in asked.items():
+        nodes = live_nodes()
+        self._stores = {node: store for node, store in self._stores.items() if node in nodes}
+        calls = {node: store.steps.remote() for node, store in self._stores.items()}
+        copies = dict[str, dict[Owner, list[int]]]()
+        for node, call in calls.items():
             try:
-                held[node] = ray.get(call, timeout=ANSWER_S)
+                copies[node] = ray.get(call, timeout=ANSWER_S)
             except RayError:
                 del self._stores[node]
-        return held
+        return copies
 
 
 def _failed(calls: Sequence[Any], timeout_s: float) -> str | None:

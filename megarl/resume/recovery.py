@@ -23,7 +23,7 @@ from megarl.resume.copies import Copies
 from megarl.resume.saving import ResumePoint, resume_point
 
 
-def curable() -> tuple[type[Exception], ...]:
+def recoverable_errors() -> tuple[type[Exception], ...]:
     """The errors that restarting the ranks may cure. Any other would recur."""
     from megarl.parallel.grid import FAULTS
 
@@ -73,8 +73,8 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
             work(resume)
             return
         except DamagedFile as error:
-            resume, fault = _before(error, resume, ctx, find), None
-        except curable() as error:
+            resume, fault = _previous_checkpoint(error, resume, ctx, find), None
+        except recoverable_errors() as error:
             if _ray_is_gone(error):
                 raise
             number = termination.asked()
@@ -94,7 +94,7 @@ def _ray_is_gone(fault: Exception) -> bool:
     return is_loss(fault)
 
 
-def _before(error: DamagedFile, resume: ResumePoint | None, ctx: Context, find: Find) -> ResumePoint:
+def _previous_checkpoint(error: DamagedFile, resume: ResumePoint | None, ctx: Context, find: Find) -> ResumePoint:
     """Return the checkpoint before one of which a file is damaged, after rewinding the run to it.
 
     The metrics after it are lost, so the damaged one is marked: another start of the run could not go on from it either.
@@ -117,21 +117,21 @@ def _before(error: DamagedFile, resume: ResumePoint | None, ctx: Context, find: 
         raise DamagedFile(error.file, f"{error.what}, as another machine reads it; on this machine it is intact")
     with naming_files("checkpoint"):
         mark_damaged(step.path, f"{file.relative_to(step.path)}: {error.what}")
-    found = newer(ctx.copies.newest(), find)
-    assert found is not None, "where some are damaged and none is intact, it raises"
-    ctx.run.rewind(found.run)
-    return found
+    previous = newer(ctx.copies.newest(), find)
+    assert previous is not None, "where some are damaged and none is intact, it raises"
+    ctx.run.rewind(previous.run)
+    return previous
 
 
 def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None:
-    with ctx.restarts.recovery("rank", fault) as told, ctx.run.phase("recovery"):
+    with ctx.restarts.recovery("rank", fault) as recovery, ctx.run.phase("recovery"):
         resume = newer(ctx.copies.newest(), find)
-        told.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
+        recovery.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
         if resume is None:
             ctx.run.note("nothing is saved yet: the run starts over")
         watch.renew()
         if ctx.restart(resume is None):
-            told.kind = "node"
+            recovery.kind = "node"
         termination.poll()  # before reporting that the run resumes
     return resume
 

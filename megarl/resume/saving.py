@@ -131,22 +131,22 @@ def resume_point(config: TrainingSettings, verb: str, items: int, *, own: bool =
         nonlocal faulty
         faulty |= entry.finished
         for fault in entry.faults:
-            passed_over(entry.path, fault)
+            report_skipped(entry.path, fault)
 
     for step in verified(root, skip):
         try:
             trainer = step.read(TRAINER)
         except ConfigError as error:
-            passed_over(step.path, str(error))
+            report_skipped(step.path, str(error))
             faulty = True
             continue
         saved = _trainer(trainer, step.path)
-        steps = {role: step if folder == CHECKPOINTS else _beside(step, folder, skip) for role, folder in saved.where.items()}
+        steps = {role: step if folder == CHECKPOINTS else _sibling_step(step, folder, skip) for role, folder in saved.where.items()}
         if None in steps.values():
             continue
         if not own:
-            _refuse_another(saved, step.path, config, verb, items)
-        whole = {role: found for role, found in steps.items() if found is not None}
+            _check_same_run(saved, step.path, config, verb, items)
+        whole = {role: part for role, part in steps.items() if part is not None}
         files = {name: step.path / name for name in step.manifest.files if name.startswith(AHEAD)}
         return ResumePoint(whole, saved.progress.model_dump(), saved.run.model_dump(), files=files)
     if faulty:
@@ -176,7 +176,7 @@ def check_resume(config: TrainingSettings, verb: str, items: int) -> None:
             data = entry.saved.read(TRAINER)
         except ConfigError:  # damaged, and skipped when the run starts
             continue
-        _refuse_another(_trainer(data, entry.path), entry.path, config, verb, items)
+        _check_same_run(_trainer(data, entry.path), entry.path, config, verb, items)
         return
 
 
@@ -190,7 +190,7 @@ def _trainer(data: bytes, path: Path) -> _Trainer:
         raise ConfigError(f"save.resume: {place}") from None
 
 
-def _refuse_another(saved: _Trainer, path: Path, config: TrainingSettings, verb: str, items: int) -> None:
+def _check_same_run(saved: _Trainer, path: Path, config: TrainingSettings, verb: str, items: int) -> None:
     differing = compare(completed(saved.config, type(config)), config.model_dump(mode="json"), saved.held)
     model = _other_model(saved, path, config.model.path)
     if model:
@@ -348,11 +348,11 @@ def every(number: int, count: int) -> bool:
     return bool(number) and count % number == 0
 
 
-def _beside(step: SavedStep, folder: str, skip: Callable[[Entry], None]) -> SavedStep | None:
+def _sibling_step(step: SavedStep, folder: str, skip: Callable[[Entry], None]) -> SavedStep | None:
     """Return the part of a checkpoint that other ranks wrote; None if it is missing, which is reported, or damaged: then `skip` gets it."""
     path = step.path.parent.with_name(folder) / step.path.name
     if not path.is_dir():
-        passed_over(step.path, f"{path}, which belongs to it, is missing")
+        report_skipped(step.path, f"{path}, which belongs to it, is missing")
         return None
     entry = verify(path, contents=False)
     if entry.saved is None:
@@ -360,6 +360,6 @@ def _beside(step: SavedStep, folder: str, skip: Callable[[Entry], None]) -> Save
     return entry.saved
 
 
-def passed_over(step: Path, why: str) -> None:
+def report_skipped(step: Path, why: str) -> None:
     """Report that a step directory is skipped."""
     print(f"megarl: checkpoint {step} is skipped: {why}", flush=True)

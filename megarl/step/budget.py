@@ -12,11 +12,12 @@ from typing import Any
 from megarl.driver.dispatch import Dispatcher, Segment
 from megarl.driver.engines import call_seed
 from megarl.engines.generate import Sampling
+from megarl.ranks.step_plan import Group
 from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
 from megarl.step.context import RunContext
-from megarl.step.groups import Draw, Group, StepGroups, scored
+from megarl.step.groups import Draw, StepGroups, scored
 
 POOL = 2  # steps' worth of prompts in flight
 
@@ -54,10 +55,10 @@ class Rounds:
         """Do the same as `RolloutCollector.proceed`."""
         if self.work.open:
             for index, responses in finished(self.work).items():
-                there = {response.index: response for response in self._pool[index].responses}
+                by_index = {response.index: response for response in self._pool[index].responses}
                 for more in responses:
-                    there[more.index] = self._carried_on(there[more.index], more) if more.index in there else more
-                self._pool[index] = replace(self._pool[index], responses=[*there.values()])
+                    by_index[more.index] = self._carried_on(by_index[more.index], more) if more.index in by_index else more
+                self._pool[index] = replace(self._pool[index], responses=[*by_index.values()])
         if not self._reward.on_ranks or (ranks and not self.work.open):
             self._score()
         if self.work.open:
@@ -100,8 +101,8 @@ class Rounds:
             return
         groups = [self._pool[index] for index in ready]
         longest = self._ctx.config.rollout.max_response_tokens
-        found = scored(self._reward, [group.prompt for group in groups], [group.responses for group in groups], longest)
-        for index, scores in zip(ready, found, strict=True):
+        new_scores = scored(self._reward, [group.prompt for group in groups], [group.responses for group in groups], longest)
+        for index, scores in zip(ready, new_scores, strict=True):
             self._pool[index] = replace(self._pool[index], scores=scores)
             self.scores += scores
 

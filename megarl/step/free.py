@@ -13,10 +13,11 @@ from megarl.data.prompts import Prompt
 from megarl.driver.dispatch import DOING, Dispatcher, NoEngine
 from megarl.driver.engines import call_seed
 from megarl.engines.generate import Sampling
+from megarl.ranks.step_plan import Group
 from megarl.response import Response
 from megarl.rewards.score import Score
 from megarl.step.context import RunContext
-from megarl.step.groups import Group, StepGroups, scored
+from megarl.step.groups import StepGroups, scored
 from megarl.step.state import TrainState
 
 POLL_S = 0.005
@@ -149,18 +150,18 @@ class Flow:
     def _gather(self, *, ranks_wait: bool) -> None:
         """Assign arrived responses to their groups. `ranks_wait`: the ranks are idle, so a reward model can read the responses."""
         while self._arrived:
-            asked, responses, scores = self._arrived.popleft()
-            self._keep(asked, responses, scores)
-        waiting = {asked: group for asked, group in self._pool.items() if group.responses and not group.scores}
+            name, responses, scores = self._arrived.popleft()
+            self._keep(name, responses, scores)
+        waiting = {name: group for name, group in self._pool.items() if group.responses and not group.scores}
         if waiting and ranks_wait:
-            found = self._scored([group.prompt for group in waiting.values()], [group.responses for group in waiting.values()])
-            for (asked, group), own in zip(waiting.items(), found, strict=True):
-                self._keep(asked, group.responses, own)
+            scores_of = self._scored([group.prompt for group in waiting.values()], [group.responses for group in waiting.values()])
+            for (name, group), own in zip(waiting.items(), scores_of, strict=True):
+                self._keep(name, group.responses, own)
 
-    def _keep(self, asked: GroupId, responses: list[Response], scores: list[Score] | None) -> None:
-        self._pool[asked] = replace(self._pool[asked], responses=responses, scores=scores or [])
+    def _keep(self, name: GroupId, responses: list[Response], scores: list[Score] | None) -> None:
+        self._pool[name] = replace(self._pool[name], responses=responses, scores=scores or [])
         if scores is not None:
-            self._schedule.end(asked)
+            self._schedule.end(name)
             self._scores += scores
 
     def _mend(self, error: BaseException) -> None:
@@ -182,11 +183,11 @@ class Flow:
                 if not self._work.open:
                     time.sleep(POLL_S)
                     continue
-                found = self._work.finished(LOOK_S)
-                scores: Sequence[list[Score] | None] = [None] * len(found)
-                if not self._reward.on_ranks and found:
-                    scores = self._scored([self._pool[asked].prompt for asked in found], list(found.values()))
-                self._arrived.extend((asked, responses, own) for (asked, responses), own in zip(found.items(), scores, strict=True))
+                finished = self._work.finished(LOOK_S)
+                scores: Sequence[list[Score] | None] = [None] * len(finished)
+                if not self._reward.on_ranks and finished:
+                    scores = self._scored([self._pool[name].prompt for name in finished], list(finished.values()))
+                self._arrived.extend((name, responses, own) for (name, responses), own in zip(finished.items(), scores, strict=True))
         except BaseException as error:
             self._error = error
 

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from megarl.config import TrainConfig
 from megarl.config.rewards import OverlongSettings
 from megarl.data.prompts import Prompt
 from megarl.driver.dispatch import Dispatcher
@@ -16,7 +15,7 @@ from megarl.driver.engines import call_seed
 from megarl.engines.generate import Sampling
 from megarl.observe.metrics import Metric, Sum
 from megarl.observe.samples import SampleRecord, record, spread
-from megarl.ranks.step_plan import RolloutBatch, participants
+from megarl.ranks.step_plan import Group
 from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score
@@ -26,26 +25,6 @@ from megarl.step.reward import Reward
 
 Draw = Callable[[int], Sequence[tuple[int, Prompt]]]
 """Draws this many next prompts, each with its index in data.train."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """The scored responses to one prompt."""
-
-    place: int  # of the prompt in data.train
-    prompt: Prompt
-    responses: list[Response]
-    scores: list[Score]
-    greedy: float | None  # the reward of the greedy response; None: there is no such response, or it has no score
-    asked: tuple[int, int] = (0, 0)  # the step it was requested for, and its number within that step
-
-    def informative(self, config: TrainConfig) -> bool:
-        """Whether the responses that would take part in a step differ in the task's score.
-
-        DAPO ignores their length here (arXiv:2503.14476, eq. 11).
-        """
-        taking_part = participants(config, StepGroups([self]).batch())
-        return len({score.task for score, there in zip(self.scores, taking_part, strict=True) if there}) > 1
 
 
 @dataclass(frozen=True)
@@ -60,15 +39,15 @@ class StepGroups:
         pairs = [(group.prompt, *pair) for group in self.groups for pair in zip(group.responses, group.scores, strict=True)]
         return [record(*pairs[index]) for index in spread(len(pairs), most)]
 
-    def batch(self) -> RolloutBatch:
-        """Return the step's responses as a batch, with prompts renumbered."""
-        metrics: dict[str, Metric] = {name: Sum(count) for name, count in self.counts.items()}
-        return RolloutBatch(
-            responses=[replace(response, prompt=index) for index, group in enumerate(self.groups) for response in group.responses],
-            scores=[score for group in self.groups for score in group.scores],
-            greedy=[group.greedy for group in self.groups],
-            metrics=metrics,
-        )
+    @property
+    def responses(self) -> list[Response]:
+        """All responses, group by group."""
+        return [response for group in self.groups for response in group.responses]
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """How the groups were collected."""
+        return {name: Sum(count) for name, count in self.counts.items()}
 
 
 @dataclass
@@ -109,7 +88,7 @@ class RolloutBuffer:
 
     def result(self) -> StepGroups:
         """The step's groups."""
-        ordered = [found[number] for found in (self._kept, self._aside) for number in sorted(found)][: self.wanted]
+        ordered = [groups[number] for groups in (self._kept, self._aside) for number in sorted(groups)][: self.wanted]
         if self.rounds is None:
             return StepGroups(ordered)
         counts = {"rollout/sampling_rounds": self.asked / self.wanted, "rollout/groups_dropped": float(self.asked - len(ordered))}
@@ -216,8 +195,8 @@ def scored(reward: Reward, prompts: Sequence[Prompt], answers: Sequence[Sequence
     """
     responses = [replace(response, prompt=index) for index, group in enumerate(answers) for response in group]
     pairs = zip(responses, reward.scores(prompts, responses), strict=True)
-    found = iter([shaped(reward.settings.overlong, longest, *pair) for pair in pairs])
-    return [[next(found) for _ in group] for group in answers]
+    scores = iter([shaped(reward.settings.overlong, longest, *pair) for pair in pairs])
+    return [[next(scores) for _ in group] for group in answers]
 
 
 class InProgress(Protocol):

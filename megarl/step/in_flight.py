@@ -14,9 +14,10 @@ import ray
 from megarl.batch import Sample, VersionSpan
 from megarl.data.prompts import Prompt
 from megarl.ranks.response_file import ARRAYS, EXPERTS, META, ResponseFile
+from megarl.ranks.step_plan import Group
 from megarl.response import EpisodeSummary, Response
 from megarl.rewards.score import Score
-from megarl.step.groups import Group, StepGroups
+from megarl.step.groups import StepGroups
 
 Stages = Sequence[Sequence[int]]
 """The MoE layers of each pipeline stage."""

@@ -6,14 +6,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megarl.observe.metrics import Last, Max, Mean, Metric, Min, Sum
-from megarl.ranks.step_plan import StepPlan
+from megarl.ranks.step_plan import Group, StepPlan
 from megarl.response import Response
 from megarl.rewards.scale import RewardScale
 from megarl.rewards.score import Score, errors_by_kind
 
 
-def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> dict[str, Metric]:
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     """Reward and its parts, response lengths, truncation, share of prompts without a signal, missing scores and their reasons."""
+    responses = [response for group in groups for response in group.responses]
+    scores = [score for group in groups for score in group.scores]
     number = float(len(responses))
     value_N = [score.value for score in scores if score.value is not None]
     lengths = [float(response.loss_tokens) for response in responses]  # only tokens that the policy wrote
@@ -30,15 +32,13 @@ def rollout_metrics(responses: Sequence[Response], scores: Sequence[Score]) -> d
     if value_N:
         metrics |= {"reward/max": Max(max(value_N)), "reward/min": Min(min(value_N))}
     parts: dict[str, list[float]] = defaultdict(list)
-    groups: dict[int, list[float]] = defaultdict(list)
-    for response, score in zip(responses, scores, strict=True):
-        if score.value is not None:
-            groups[response.prompt].append(score.value)
+    for score in scores:
         for name, value in score.parts.items():
             parts[name].append(value)
     for name, values in parts.items():
         metrics[f"reward/{name}/mean"] = Mean(sum(values), float(len(values)))
-    compared = [values for values in groups.values() if len(values) > 1]
+    values_of = [[score.value for score in group.scores if score.value is not None] for group in groups]
+    compared = [values for values in values_of if len(values) > 1]
     metrics["frac_reward_zero_std"] = Mean(sum(len(set(values)) == 1 for values in compared), float(len(compared)))
     return metrics | environment_metrics(responses) | reward_failures(scores)
 
@@ -113,8 +113,8 @@ def missing(scores: Sequence[Score]) -> Mean:
 
 def missing_groups(plan: StepPlan) -> dict[str, Metric]:
     """The share of a step's prompts of which no response takes part, or too few for the algorithm."""
-    there, prompts = len(set(plan.group_N[plan.part_N])), len(set(plan.group_N))
-    return {"reward/missing_groups": Mean(float(prompts - there), float(prompts))}
+    taking_part, prompts = len(set(plan.group_N[plan.part_N])), len(set(plan.group_N))
+    return {"reward/missing_groups": Mean(float(prompts - taking_part), float(prompts))}
 
 
 def reward_failures(scores: Sequence[Score]) -> dict[str, Metric]:

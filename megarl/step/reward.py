@@ -82,10 +82,10 @@ class Scorers:
 
     def rewards(self, models: ModelGroups | None = None) -> tuple[Reward, Reward]:
         """Return the rewards for training and for evaluations. `models`: the ranks, which hold the reward model if there is one."""
-        found = model_of(self.settings.source)
-        if found is None or models is None:
+        reward_model = model_of(self.settings.source)
+        if reward_model is None or models is None:
             return Reward(self.settings, self.train), Reward(self.settings, self.eval)
-        key, source = found
+        key, source = reward_model
         judge = Judge(source, models, read_range(source.path, f"{key}.path"))
         held_out = replace(judge, known=None) if self.eval is self.train else None
         return Reward(self.settings, self.train, judge), Reward(self.settings, self.eval, held_out)
@@ -122,9 +122,9 @@ def requests(prompts: Sequence[Prompt], responses: Sequence[Response], judged: S
         judged: the reward model's score of each, if there is a reward model.
     """
 
-    def request(prompt: Prompt, response: Response, said: Score | None) -> ScoreRequest:
+    def request(prompt: Prompt, response: Response, judgement: Score | None) -> ScoreRequest:
         earned = 0.0 if response.episode is None else response.episode.reward
-        return ScoreRequest(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, earned, said)
+        return ScoreRequest(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, earned, judgement)
 
-    said: Sequence[Score | None] = [None] * len(responses) if judged is None else judged
-    return [request(prompts[response.prompt], response, one) for response, one in zip(responses, said, strict=True)]
+    judgements: Sequence[Score | None] = [None] * len(responses) if judged is None else judged
+    return [request(prompts[response.prompt], response, one) for response, one in zip(responses, judgements, strict=True)]

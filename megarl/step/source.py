@@ -12,11 +12,12 @@ from megarl.cluster import watch
 from megarl.cluster.actor_group import LOOK_S, WorkerDied
 from megarl.driver.dispatch import DOING, NoEngine
 from megarl.observe.metrics import Last, Metric
+from megarl.ranks.step_plan import Group
 from megarl.rewards.score import RewardUnavailable
 from megarl.step.budget import Rounds
 from megarl.step.context import RunContext
 from megarl.step.free import STOP_S, Flow
-from megarl.step.groups import Group, InProgress, RolloutCollector, StepGroups, finish
+from megarl.step.groups import InProgress, RolloutCollector, StepGroups, finish
 from megarl.step.state import TrainState
 
 

@@ -15,12 +15,12 @@ from megarl.data.sampler import Sampler
 from megarl.observe.metrics import Last, Mean, Metric
 from megarl.observe.run import BEST
 from megarl.ranks.response_file import ResponseFile
-from megarl.ranks.step_plan import StepPlan
+from megarl.ranks.step_plan import Group, StepPlan
 from megarl.resume.best import Best
 from megarl.resume.saving import AHEAD
 from megarl.rewards.scale import RewardScale
 from megarl.step import in_flight
-from megarl.step.groups import Group, StepGroups
+from megarl.step.groups import StepGroups
 from megarl.step.pretraining import ValuePretraining
 
 BATCH, REST = f"{AHEAD}npz", f"{AHEAD}rest.npz"
@@ -30,8 +30,8 @@ def measure(config: TrainConfig) -> list[Any]:
     """What `train.best` compares: the metric, its evaluation set, and the reward that scores it, as plain values for JSON."""
     best = config.train.best
     sets = {"heldout": config.data.eval, **{one.name: one for one in config.eval}}
-    asked = [] if best is None else [sets[best.split("/")[1]], config.reward.eval]
-    return [best, *(None if one is None else by_content(one.model_dump()) for one in asked)]
+    settings = [] if best is None else [sets[best.split("/")[1]], config.reward.eval]
+    return [best, *(None if one is None else by_content(one.model_dump()) for one in settings)]
 
 
 class TrainState:
@@ -106,11 +106,11 @@ class TrainState:
 
     def files(self) -> dict[str, ResponseFile]:
         """Return files of the batch ahead, and of the other groups that have begun."""
-        there = {BATCH: self.ahead, REST: StepGroups(self.pool) if self.pool else None}
-        return {name: in_flight.dump(groups, self._stages) for name, groups in there.items() if groups is not None}
+        groups_of = {BATCH: self.ahead, REST: StepGroups(self.pool) if self.pool else None}
+        return {name: in_flight.dump(groups, self._stages) for name, groups in groups_of.items() if groups is not None}
 
     def restore_files(self, files: Mapping[str, PathLike[str]]) -> None:
         """Restore the batch and the groups from `files`."""
-        there = {name: in_flight.load(data, self._prompts, self._stages) for name, data in files.items()}
-        self.ahead = there.get(BATCH)
-        self.pool = there[REST].groups if REST in there else []
+        groups_of = {name: in_flight.load(data, self._prompts, self._stages) for name, data in files.items()}
+        self.ahead = groups_of.get(BATCH)
+        self.pool = groups_of[REST].groups if REST in groups_of else []

@@ -31,7 +31,7 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import unwrap
 from megarl.ranks import assemble
-from megarl.ranks.model_worker import ModelWorker, RLSpec
+from megarl.ranks.model_worker import ModelWorker, MoeShape, RLSpec
 from megarl.ranks.step_plan import StepPlan, loss_weights, members, split_step
 from megarl.response import Response
 from tests.distributed.tiny_training import TINY
@@ -209,7 +209,7 @@ def steps(grid: Grid, case: Case) -> Seen:
         temperature=1.0,
         critic=CriticSettings() if critic else None,
         critic_updates=100,
-        critic_together=max(1, case.critic_together),
+        critic_micro_batches_joined=max(1, case.critic_together),
         routing=case.routing,
         old_logp=case.old_logp,
     )
@@ -217,7 +217,7 @@ def steps(grid: Grid, case: Case) -> Seen:
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     stages, store, seen = stages_of(grid.layout), Store(), Seen()
-    assert rank.moe() == (grid.pp_rank, stages[grid.pp_rank], LAYERS, TOPK)
+    assert rank.moe_shape() == MoeShape(grid.pp_rank, stages[grid.pp_rank], LAYERS, TOPK)
     watch = Watch(grid, rank._models["critic" if critic else "policy"].chunks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assemble, "ray", store)
@@ -246,7 +246,7 @@ def old_logps(rank: ModelWorker) -> dict[Token, float]:
     """At the loss tokens that this rank speaks for."""
     found: dict[Token, float] = {}
     for numbers, batch in zip(rank._members, rank._flat(), strict=True):
-        here_T = (batch.mask_T & ~batch.extra_T["old_logp"].isnan()).nonzero().squeeze(1) if rank._reports else torch.empty(0).long()
+        here_T = (batch.mask_T & ~batch.extra_T["old_logp"].isnan()).nonzero().squeeze(1) if rank._reports_tokens else torch.empty(0).long()
         seq, position, logp = (value_T[here_T].tolist() for value_T in (batch.seq_T, batch.position_T, batch.extra_T["old_logp"]))
         found |= {(numbers[n], p): lp for n, p, lp in zip(seq, position, logp, strict=True)}
     return found

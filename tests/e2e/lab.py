@@ -29,7 +29,7 @@ from megarl.driver import learners
 from megarl.driver.device_turns import Turns
 from megarl.driver.engines import Engines, EngineStarter, playing, start_engines
 from megarl.driver.model_groups import ModelGroups, build_groups, rl_spec
-from megarl.driver.worker_group import build_ranks, reserve_workers
+from megarl.driver.rank_group import build_ranks, reserve_workers
 from megarl.engines.registry import ENGINES
 from megarl.engines.worker import RolloutWorker
 from megarl.loops import evaluate as eval_stage

@@ -15,12 +15,12 @@ from megarl.data.prompts import Prompt
 from megarl.driver.engines import Engines
 from megarl.engines.generate import Sampling
 from megarl.observe.metrics import scalars
-from megarl.ranks.step_plan import RolloutBatch
 from megarl.rewards.score import Score
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab, with_nan
 from tests.e2e.rewards import share_of_letters
 from tests.engines.transformers_reference import assert_greedy
+from tests.groups import in_groups
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_after_every_sync_the_engine_answers_as_transformers_does(
         for version in range(1, 6):
             responses = engines.generate(prompts, Sampling(4, 1.0, 12, version))
             scores = [Score(share_of_letters(prompt="", response=response.text, answer="", meta={}), {}, None) for response in responses]
-            plan, metrics = models.forward(RolloutBatch(responses, scores, None, {}))
+            plan, metrics = models.forward(in_groups(responses, scores))
             gap = scalars(metrics)
             models.advantages(plan, None, 0.0)
             assert gap["training/logprob_gap_mean"] <= 1e-5 and gap["training/logprob_gap_max"] <= 1e-3

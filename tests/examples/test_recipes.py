@@ -56,7 +56,7 @@ def switch(models: ModelGroups, config: TrainConfig) -> ModelGroups:
 
         player.part._spec = replace(player.part._spec, algorithm=config.algorithm)
 
-    ray.get([actor.__ray_call__.remote(swap) for actor in models.policy.group.actors])
+    ray.get([actor.__ray_call__.remote(swap) for actor in models.policy.actors])
     return ModelGroups(config, models.groups, models.experts)
 
 

@@ -12,7 +12,7 @@ import pytest
 from megarl.config import ConfigError, PromptFormat
 from megarl.data.prompts import Renderer
 from megarl.data.tokenizer import load_tokenizer
-from megarl.driver.worker_group import WorkerGroup
+from megarl.driver.rank_group import RankGroup
 from megarl.loops.serve import Service
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
 
 
 def service(tokenizer: PreTrainedTokenizerBase) -> Service:
-    return Service(MOST, Renderer(tokenizer, PromptFormat(), MOST, "serve.max_tokens"), Mock(spec=WorkerGroup))
+    return Service(MOST, Renderer(tokenizer, PromptFormat(), MOST, "serve.max_tokens"), Mock(spec=RankGroup), 60.0)
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,13 @@ from megarl.parallel.packing import pack_micro
 from megarl.ranks import assemble as assembling
 from megarl.ranks.assemble import assemble, columns, corrections, mismatch_of_sequences, with_columns
 from megarl.ranks.model_worker import ModelWorker
-from megarl.ranks.step_plan import RolloutBatch, StepPlan, members, plan_scoring, plan_step, response_advantages
+from megarl.ranks.step_plan import Group, StepPlan, members, plan_scoring, plan_step, response_advantages
 from megarl.response import Response
 from megarl.rewards.score import Score
 from megarl.step import in_flight
-from megarl.step.groups import Group, StepGroups
+from megarl.step.groups import StepGroups
 from tests.e2e.job import RL
+from tests.groups import in_groups
 from tests.unit.algorithms.cases import KINDS, make, same
 from tests.unit.step.test_missing import using
 
@@ -95,7 +96,8 @@ def planned(config: TrainConfig, dp: int, capacity: int) -> StepPlan:
         Response(n // 2, "", one.prompt_length, one.response_length, one.loss_tokens, True, one, n % 2, starts=one.starts)
         for n, one in enumerate(episodes())
     ]
-    return plan_step(config, RolloutBatch(responses, [Score(value) for value in REWARDS], [0.0, 0.0], {}), dp, capacity)
+    groups = in_groups(responses, [Score(value) for value in REWARDS])
+    return plan_step(config, [replace(group, greedy=0.0) for group in groups], dp, capacity)
 
 
 def micro_batches(plan: StepPlan, dp: int) -> list[list[tuple[list[int], Batch]]]:
@@ -140,7 +142,7 @@ class Rank(SimpleNamespace):
 
 
 def rank_of(algorithm: PolicyAlgorithm, plan: StepPlan, parts: Sequence[tuple[list[int], Batch]]) -> Any:
-    rank = Rank(_spec=SimpleNamespace(algorithm=algorithm), _mini_batches=[[batch for _, batch in parts]], _reports=True, _logp=None)
+    rank = Rank(_spec=SimpleNamespace(algorithm=algorithm), _mini_batches=[[batch for _, batch in parts]], _reports_tokens=True, _logp=None)
     rank._members, rank._grid, rank._sum_over = [plan.responses(samples) for samples, _ in parts], SimpleNamespace(is_last_stage=True), same
     rank._follow, rank._use, rank._flat = lambda *_, **__: nullcontext(), lambda _: rank, lambda: rank._mini_batches[0]
     return rank

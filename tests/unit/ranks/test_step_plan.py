@@ -21,13 +21,14 @@ from megarl.data.prompts import Prompt
 from megarl.engines.generate import Sampling
 from megarl.observe.metrics import scalars
 from megarl.observe.phases import Phases
-from megarl.ranks.step_plan import RolloutBatch, StepPlan, members, plan_step, response_advantages, split_step
+from megarl.ranks.step_plan import Group, StepPlan, members, plan_step, response_advantages, split_step
 from megarl.response import Response
 from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
-from megarl.step.groups import RolloutCollector, finish
+from megarl.step.groups import RolloutCollector, StepGroups, finish
 from megarl.step.metrics import rollout_metrics
 from tests.e2e.job import RL
+from tests.groups import in_groups
 
 
 @pytest.fixture
@@ -127,13 +128,13 @@ class Answers:
         return [Score(self.reward[int(prompt)][int(index)], {"task": 1.0}) for prompt, index in asked]
 
 
-def plan_of(config: TrainConfig, batch: RolloutBatch) -> StepPlan:
-    return plan_step(config, batch, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
+def plan_of(config: TrainConfig, groups: list[Group]) -> StepPlan:
+    return plan_step(config, groups, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
 
 
 def sampled(
     config: TrainConfig, reward: dict[int, list[float]], *, rounds: int | None = None, prompts: int = 1000, **order: Any
-) -> tuple[RolloutBatch, Answers]:
+) -> tuple[StepGroups, Answers]:
     """A step's rollouts over prompts 0, 1, 2, ..."""
     table, numbers = Answers(reward, config.reward, **order), iter(range(prompts))
     ctx = cast(Any, SimpleNamespace(config=config, run=FakeTime(), engines=table, train_reward=table, models=SimpleNamespace(experts=None)))
@@ -141,7 +142,7 @@ def sampled(
     def draw(count: int) -> list[tuple[int, Prompt]]:
         return [(number, Prompt(number, "", [1], "", {})) for number in islice(numbers, count)]
 
-    return finish(ctx, RolloutCollector(ctx, draw, 1, None, rounds)).batch(), table
+    return finish(ctx, RolloutCollector(ctx, draw, 1, None, rounds)), table
 
 
 def test_a_part_of_a_plan_has_the_payloads_of_one_data_parallel_rank() -> None:
@@ -160,28 +161,28 @@ def test_a_part_of_a_plan_has_the_payloads_of_one_data_parallel_rank() -> None:
 def test_dynamic_sampling_asks_for_the_fewest_prompts_whichever_group_is_finished_first(config: TrainConfig, order: Any) -> None:
     config = changed(config, train={"prompts_per_step": 2}, rollout={"samples_per_prompt": 2})
     reward = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0], 3: [1.0, 0.0], 4: [1.0, 0.0], 5: [0.0, 1.0]}
-    batch, table = sampled(config, reward, rounds=4, order=order)
+    step, table = sampled(config, reward, rounds=4, order=order)
     assert table.asked == [0, 1, 2, 3]
-    assert [answer.text for answer in batch.responses] == ["1/0", "1/1", "3/0", "3/1"]
-    assert [answer.prompt for answer in batch.responses] == [0, 0, 1, 1]
-    assert scalars(batch.metrics) == {"rollout/sampling_rounds": 2.0, "rollout/groups_dropped": 2.0}
+    assert [answer.text for answer in step.responses] == ["1/0", "1/1", "3/0", "3/1"]
+    assert plan_of(config, step.groups).group_N.tolist() == [0, 0, 1, 1]
+    assert scalars(step.metrics) == {"rollout/sampling_rounds": 2.0, "rollout/groups_dropped": 2.0}
 
 
 def test_dynamic_sampling_is_bounded_and_fills_up_with_what_it_dropped(config: TrainConfig) -> None:
     config = changed(config, train={"prompts_per_step": 2}, rollout={"samples_per_prompt": 2})
-    batch, table = sampled(config, {n: [1.0, 1.0] for n in range(6)}, rounds=3)
+    step, table = sampled(config, {n: [1.0, 1.0] for n in range(6)}, rounds=3)
     assert table.asked == [0, 1, 2, 3, 4, 5]
-    assert [answer.text for answer in batch.responses] == ["0/0", "0/1", "1/0", "1/1"]
-    assert scalars(batch.metrics)["events/dynamic_sampling_exhausted"] == 1.0
-    plan = plan_of(config, batch)
+    assert [answer.text for answer in step.responses] == ["0/0", "0/1", "1/0", "1/1"]
+    assert scalars(step.metrics)["events/dynamic_sampling_exhausted"] == 1.0
+    plan = plan_of(config, step.groups)
     assert not response_advantages(config.algorithm, plan, None, np.zeros(4), 0.0).any()
 
 
 def test_held_out_prompts_are_those_that_there_are_whatever_the_steps_draw(config: TrainConfig) -> None:
     """As many as a step has (`megarl value`), and none in the place of another."""
     config = changed(config, train={"prompts_per_step": 2, "dynamic_sampling_rounds": 3}, rollout={"samples_per_prompt": 2})
-    batch, table = sampled(config, {n: [1.0, 1.0] for n in range(2)}, prompts=2)
-    assert table.asked == [0, 1] and scalars(batch.metrics) == {}
+    step, table = sampled(config, {n: [1.0, 1.0] for n in range(2)}, prompts=2)
+    assert table.asked == [0, 1] and scalars(step.metrics) == {}
 
 
 def test_overlong_answers_lose_reward_and_say_so(config: TrainConfig) -> None:
@@ -191,9 +192,9 @@ def test_overlong_answers_lose_reward_and_say_so(config: TrainConfig) -> None:
         rollout={"samples_per_prompt": 2, "max_response_tokens": 5},
         reward={"overlong": {"buffer_tokens": 2, "scale": 0.5}},
     )
-    batch, _ = sampled(config, {0: [1.0, 0.0], 1: [1.0, 1.0]})
-    assert [score.value for score in batch.scores] == [0.75, -0.25, 0.75, 0.75]
-    shown = scalars(rollout_metrics(batch.responses, batch.scores))
+    step, _ = sampled(config, {0: [1.0, 0.0], 1: [1.0, 1.0]})
+    assert [score.value for group in step.groups for score in group.scores] == [0.75, -0.25, 0.75, 0.75]
+    shown = scalars(rollout_metrics(step.groups))
     assert shown["reward/task/mean"] == 0.75 and shown["reward/overlong/mean"] == -0.25 and shown["frac_reward_zero_std"] == 0.5
 
 
@@ -202,7 +203,7 @@ def test_weights_come_from_the_global_mini_batch_and_skip_what_is_dropped(config
     responses = [response(0, 0, 4), response(0, 1, 2), response(1, 0, 3, finished=False), response(1, 1, 5, finished=False)]
     plan = plan_step(
         config,
-        RolloutBatch(responses, [Score(value) for value in (1.0, 0.0, 0.0, 1.0)], None, {}),
+        in_groups(responses, [Score(value) for value in (1.0, 0.0, 0.0, 1.0)]),
         dp=config.layout.dp,
         capacity=config.train.micro_batch_tokens,
     )
@@ -216,8 +217,7 @@ def test_of_what_is_dropped_none_is_the_best_of_its_group(config: TrainConfig) -
     config = changed(config, train={"prompts_per_step": 2, "mini_batches": 1, "drop_truncated": True}, rollout={"samples_per_prompt": 2})
     config = TrainConfig.model_validate(yaml.safe_load(config.model_dump_json()) | {"algorithm": {"type": "raft"}})
     responses = [response(0, 0, 4), response(0, 1, 8, finished=False), response(1, 0, 0), response(1, 1, 5)]
-    batch = RolloutBatch(responses, [Score(value) for value in (0.5, 1.0, 1.0, 0.0)], None, {})
-    plan = plan_step(config, batch, dp=config.layout.dp, capacity=config.train.micro_batch_tokens)
+    plan = plan_of(config, in_groups(responses, [Score(value) for value in (0.5, 1.0, 1.0, 0.0)]))
     assert plan.keep_N.tolist() == [True, False, False, True]
 
 
@@ -228,8 +228,8 @@ def test_the_critic_averages_as_it_is_told(config: TrainConfig, aggregation: str
     )
     tree |= {"algorithm": {"type": "ppo"}, "critic": {"aggregation": aggregation}}
     config, scores = TrainConfig.model_validate(tree), [Score(1.0), Score(0.0)]
-    batch = RolloutBatch([response(0, 0, 4), response(0, 1, 2)], scores, None, {})
-    plan = plan_step(config, batch, dp=1, capacity=config.train.micro_batch_tokens)
+    groups = in_groups([response(0, 0, 4), response(0, 1, 2)], scores)
+    plan = plan_step(config, groups, dp=1, capacity=config.train.micro_batch_tokens)
     assert plan.value_weight_N is not None and plan.value_weight_N.tolist() == pytest.approx(weights)
 
 
@@ -240,7 +240,7 @@ def test_the_kl_to_the_reference_is_taken_off_the_reward_of_each_response(config
     config = TrainConfig.model_validate(tree)
     plan = plan_step(
         config,
-        RolloutBatch([response(0, 0), response(0, 1)], [Score(1.0), Score(0.0)], None, {}),
+        in_groups([response(0, 0), response(0, 1)], [Score(1.0), Score(0.0)]),
         dp=config.layout.dp,
         capacity=config.train.micro_batch_tokens,
     )

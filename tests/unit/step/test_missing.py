@@ -20,11 +20,11 @@ from megarl.observe.metrics import scalars
 from megarl.ranks import assemble as assembling
 from megarl.ranks.assemble import assemble, corrections
 from megarl.ranks.model_worker import ModelWorker
-from megarl.ranks.step_plan import RolloutBatch, StepPlan, plan_step, response_advantages
+from megarl.ranks.step_plan import Group, StepPlan, plan_step, response_advantages
 from megarl.response import EpisodeSummary, Response
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.step import in_flight
-from megarl.step.groups import Group, StepGroups, scored, shaped
+from megarl.step.groups import StepGroups, scored, shaped
 from megarl.step.metrics import missing_groups, rollout_metrics
 from megarl.step.reward import Reward
 from tests.e2e.job import RL
@@ -50,20 +50,21 @@ def response(prompt: int, index: int, length: int = 4, **more: Any) -> Response:
     return replace(Response(prompt, f"{prompt}/{index}", 5, length, length, True, None, index), **more)
 
 
-def batch_of(groups: Sequence[Sequence[float | None]], greedy: Sequence[float | None] = GREEDY, **more: Any) -> RolloutBatch:
+def groups_of(groups: Sequence[Sequence[float | None]], greedy: Sequence[float | None] = GREEDY, **more: Any) -> list[Group]:
     """A step with these rewards, group by group; each response has another length."""
-    responses = [
-        response(prompt, index, 2 + 3 * prompt + index, **more) for prompt, group in enumerate(groups) for index in range(len(group))
-    ]
-    scores = [LOST if value is None else Score(value) for group in groups for value in group]
-    return RolloutBatch(responses, scores, list(greedy), {})
+    made = []
+    for prompt, values in enumerate(groups):
+        responses = [response(prompt, index, 2 + 3 * prompt + index, **more) for index in range(len(values))]
+        scores = [LOST if value is None else Score(value) for value in values]
+        made.append(Group(prompt, Prompt(prompt, "", [1], "", {}), responses, scores, greedy[prompt]))
+    return made
 
 
-def planned(config: TrainConfig, batch: RolloutBatch) -> tuple[StepPlan, np.ndarray]:
+def planned(config: TrainConfig, groups: list[Group]) -> tuple[StepPlan, np.ndarray]:
     """The plan of a step and the advantages of its responses, each of which has another KL."""
-    plan = plan_step(config, batch, dp=1, capacity=512)
-    kl_N = np.array([0.01 * answer.length for answer in batch.responses])
-    return plan, response_advantages(config.algorithm, plan, batch.greedy, kl_N, config.algorithm.kl_coef)
+    plan = plan_step(config, groups, dp=1, capacity=512)
+    kl_N = np.array([0.01 * answer.length for group in groups for answer in group.responses])
+    return plan, response_advantages(config.algorithm, plan, [group.greedy for group in groups], kl_N, config.algorithm.kl_coef)
 
 
 GROUPS: list[list[float | None]] = [[1.0, 0.0, 1.0, None], [-1.0, None, -1.0], [0.0, 1.0, -0.5, 0.25]]
@@ -79,11 +80,15 @@ EVERY = {
 @pytest.mark.parametrize("name", EVERY)
 def test_the_others_get_what_they_would_get_without_it(config: TrainConfig, name: str) -> None:
     config = using(config, EVERY[name])
-    batch = batch_of(GROUPS)
-    there = [n for n, score in enumerate(batch.scores) if score is not LOST]
-    lost = [n for n, score in enumerate(batch.scores) if score is LOST]
-    alone = replace(batch, responses=[batch.responses[n] for n in there], scores=[batch.scores[n] for n in there])
-    (plan, advantage_N), (expected, expected_N) = planned(config, batch), planned(config, alone)
+    groups = groups_of(GROUPS)
+    scores = [score for group in groups for score in group.scores]
+    there = [n for n, score in enumerate(scores) if score is not LOST]
+    lost = [n for n, score in enumerate(scores) if score is LOST]
+    alone = []
+    for group in groups:
+        pairs = [pair for pair in zip(group.responses, group.scores, strict=True) if pair[1] is not LOST]
+        alone.append(replace(group, responses=[answer for answer, _ in pairs], scores=[score for _, score in pairs]))
+    (plan, advantage_N), (expected, expected_N) = planned(config, groups), planned(config, alone)
     assert np.array_equal(advantage_N[there], expected_N) and not advantage_N[lost].any()
     for column in ("keep_N", "weight_N", "positive_weight_N", "value_weight_N"):
         given, wanted = getattr(plan, column), getattr(expected, column)
@@ -94,19 +99,19 @@ def test_the_others_get_what_they_would_get_without_it(config: TrainConfig, name
 
 
 def test_three_right_answers_and_a_lost_connection_teach_nothing(config: TrainConfig) -> None:
-    plan, advantage_N = planned(using(config, {"type": "grpo"}), batch_of([[1.0, 1.0, 1.0, None]]))
+    plan, advantage_N = planned(using(config, {"type": "grpo"}), groups_of([[1.0, 1.0, 1.0, None]]))
     assert advantage_N.tolist() == [0, 0, 0, 0] and plan.keep_N.tolist() == [True, True, True, False]
 
 
 def test_a_failure_is_not_the_best_where_all_are_wrong(config: TrainConfig) -> None:
     for algorithm in ({"type": "raft"}, {"type": "raft", "threshold": -0.5}):
-        plan, _ = planned(using(config, algorithm), batch_of([[-1.0, None, -1.0]]))
+        plan, _ = planned(using(config, algorithm), groups_of([[-1.0, None, -1.0]]))
         assert plan.keep_N.tolist() == [algorithm == {"type": "raft"}, False, False]
 
 
 def test_a_group_of_too_few_is_dropped_and_counted(config: TrainConfig) -> None:
     for algorithm, kept in (("grpo", [False, False, True, True]), ("reinforce", [True, False, True, True])):
-        plan, advantage_N = planned(using(config, {"type": algorithm}), batch_of([[1.0, None], [1.0, 0.0]]))
+        plan, advantage_N = planned(using(config, {"type": algorithm}), groups_of([[1.0, None], [1.0, 0.0]]))
         assert plan.keep_N.tolist() == kept and np.isfinite(advantage_N).all()
         assert scalars(missing_groups(plan)) == {"reward/missing_groups": 0.0 if kept[0] else 0.5}
         if not kept[0]:
@@ -115,10 +120,10 @@ def test_a_group_of_too_few_is_dropped_and_counted(config: TrainConfig) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_without_any_score_trains_nothing(config: TrainConfig, kind: str) -> None:
-    batch = batch_of([[None, None], [None, None]])
-    plan, advantage_N = planned(using(config, CONFIGS[kind]), batch)
+    groups = groups_of([[None, None], [None, None]])
+    plan, advantage_N = planned(using(config, CONFIGS[kind]), groups)
     assert plan.trained == [] and not advantage_N.any() and not plan.weight_N.any()
-    shown = scalars(rollout_metrics(batch.responses, batch.scores))
+    shown = scalars(rollout_metrics(groups))
     assert shown["reward/missing"] == 1.0 and shown["events/reward/timeout"] == 4.0 and not {"reward/mean", "reward/max"} & set(shown)
 
 
@@ -134,13 +139,15 @@ def test_a_truncated_response_s_kl_counts_in_its_baseline_too(stored: None) -> N
     number_N, keep_N = np.zeros(2, np.float32), np.array([True, False])
     batch = assemble(StepPlan(samples, [None] * 2, (), [], number_N, np.zeros(2, int), keep_N, number_N), [0, 1])
     batch = batch.with_extra(old_logp=torch.zeros(len(batch)), ref_logp=torch.full((len(batch),), -0.5))
-    rank: Any = SimpleNamespace(_spec=SimpleNamespace(algorithm=make(REWARDED)), _reports=True, _members=[[0, 1]], _flat=lambda: [batch])
+    rank: Any = SimpleNamespace(
+        _spec=SimpleNamespace(algorithm=make(REWARDED)), _reports_tokens=True, _members=[[0, 1]], _flat=lambda: [batch]
+    )
     assert batch.count_N.tolist() == [4, 0] and ModelWorker.sequence_kl(rank) == {0: 2.0, 1: 2.0}
 
 
 def test_without_the_greedy_response_s_score_there_is_no_baseline(config: TrainConfig) -> None:
-    batch = batch_of([[1.0, 0.0], [1.0, 0.0]], greedy=[None, 0.25])
-    plan, advantage_N = planned(using(config, {"type": "remax"}), batch)
+    groups = groups_of([[1.0, 0.0], [1.0, 0.0]], greedy=[None, 0.25])
+    plan, advantage_N = planned(using(config, {"type": "remax"}), groups)
     assert plan.keep_N.tolist() == [False, False, True, True] and advantage_N.tolist() == [0, 0, 0.75, -0.25]
 
 
@@ -149,12 +156,12 @@ def test_a_truncated_response_counts_in_its_baseline_unless_told_otherwise(
     config: TrainConfig, in_baseline: bool, expected: list[float]
 ) -> None:
     config = using(config, {"type": "rloo"}, drop_truncated=True, truncated_in_baseline=in_baseline)
-    batch = batch_of([[1.0, 0.0, 0.0]])
-    batch.responses[2] = replace(batch.responses[2], finished=False)
-    plan, advantage_N = planned(using(config, {"type": "dr_grpo", "horizon": 10}, **config.train.model_dump()), batch)
+    groups = groups_of([[1.0, 0.0, 0.0]])
+    groups[0].responses[2] = replace(groups[0].responses[2], finished=False)
+    plan, advantage_N = planned(using(config, {"type": "dr_grpo", "horizon": 10}, **config.train.model_dump()), groups)
     assert plan.keep_N.tolist() == [True, True, False]
     assert plan.weight_N.tolist() == pytest.approx([1 / (30 if in_baseline else 20)] * 2 + [0])  # B of the paper counts filtered ones
-    plan, advantage_N = planned(config, batch)
+    plan, advantage_N = planned(config, groups)
     assert plan.keep_N.tolist() == [True, True, False] and advantage_N.tolist() == pytest.approx(expected)
 
 
@@ -169,9 +176,9 @@ def test_dynamic_sampling_looks_at_what_takes_part_alone(config: TrainConfig) ->
     filtered = using(config, {"type": "grpo"}, drop_truncated=True, truncated_in_baseline=False)
 
     def informative(config: TrainConfig, *values: float | None, greedy: float | None = 0.0, finished: bool = True) -> bool:
-        batch = batch_of([values])
-        responses = [replace(batch.responses[0], finished=finished), *batch.responses[1:]]
-        return Group(0, Prompt(0, "", [1], "", {}), responses, batch.scores, greedy).informative(config)
+        [group] = groups_of([values], [greedy])
+        group.responses[0] = replace(group.responses[0], finished=finished)
+        return group.informative(config)
 
     assert informative(grpo, 1.0, 0.0, None) and not informative(grpo, 1.0, 1.0, None) and not informative(grpo, 1.0, None)
     assert informative(grpo, 1.0, 0.0, 0.0, finished=False) and not informative(filtered, 1.0, 0.0, 0.0, finished=False)
@@ -179,8 +186,8 @@ def test_dynamic_sampling_looks_at_what_takes_part_alone(config: TrainConfig) ->
 
 
 def test_metrics_are_those_of_what_has_a_score() -> None:
-    batch = batch_of([[-1.0, None, -1.0], [None, 3.0]])
-    shown = scalars(rollout_metrics(batch.responses, batch.scores))
+    groups = groups_of([[-1.0, None, -1.0], [None, 3.0]])
+    shown = scalars(rollout_metrics(groups))
     expected = {"reward/mean": 1 / 3, "reward/min": -1.0, "reward/max": 3.0, "reward/missing": 0.4, "frac_reward_zero_std": 1.0}
     assert {name: shown[name] for name in expected} == pytest.approx(expected)
     assert shown["events/reward/timeout"] == 2.0

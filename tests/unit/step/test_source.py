@@ -173,7 +173,7 @@ class Loop:
                 groups = source.next_groups()
                 assert files_of(self.state) == self.saved[-1][1], "a step that is broken off is done again"
                 self.learned.append(groups)
-                self.lags.append(scalars(lag_metrics(groups.batch().responses, self.state.learned, 0, self.ctx.config.rollout.most_lag)))
+                self.lags.append(scalars(lag_metrics(groups.responses, self.state.learned, 0, self.ctx.config.rollout.most_lag)))
                 self.state.step += 1
                 source.after_update(sync_follows=sync_follows)
                 self.state.learned += 1
@@ -182,7 +182,7 @@ class Loop:
         return self
 
     def names(self) -> list[list[tuple[str, Any]]]:
-        return [[(one.text, one.weight_versions) for one in groups.batch().responses] for groups in self.learned]
+        return [[(one.text, one.weight_versions) for one in groups.responses] for groups in self.learned]
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str, tmp
         loop.engines.version = step
         loop.run()
         assert loop.names() == straight.names()[step:]
-        ours, theirs = ([one for done in each for one in done.batch().responses] for each in (loop.learned, straight.learned[step:]))
+        ours, theirs = ([one for done in each for one in done.responses] for each in (loop.learned, straight.learned[step:]))
         for one, other in zip(ours, theirs, strict=True):
             assert all(np.array_equal(getattr(one.payload, name), getattr(other.payload, name)) for name in ("tokens", "rollout_logp"))
             for stage in (0, 1):
@@ -233,7 +233,7 @@ def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -
     other = TrainState(loop.ctx.config, PROMPTS, [[0], [1, 2]])
     other.restore_files(copied(files_of(loop.state)))
     assert other.ahead is not None
-    for response in other.ahead.batch().responses:
+    for response in other.ahead.responses:
         assert response.experts is not None
         [(first, rest)] = response.experts
         assert set((first % 3).flat) == {0} and first.shape[1] == 1 and [set((rest % 3)[:, n].flat) for n in (0, 1)] == [{1}, {2}]
@@ -347,7 +347,7 @@ def test_no_prompt_is_lost_or_learned_from_twice_where_responses_are_cut(make: A
     left = [group.place for group in budget.state.pool]
     drawn = make(*MODES["sync"]).state.sampler.take(len(learned) + len(left))
     assert sorted(learned + left) == sorted(drawn) and len(left) == 4
-    assert all(response.finished for done in budget.learned for response in done.batch().responses)
+    assert all(response.finished for done in budget.learned for response in done.responses)
     rounds = [done.counts["rollout/budget_rounds"] for done in budget.learned]
     assert rounds[0] == LONGEST / 4 and all(1 <= number <= LONGEST / 4 for number in rounds)
     assert not any("rollout/sampling_rounds" in done.counts for done in budget.learned), "which dynamic sampling has"
