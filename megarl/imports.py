@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 
@@ -46,42 +44,3 @@ def gc_paused() -> Iterator[None]:
             gc.freeze()
         if was:
             gc.enable()
-
-
-@contextmanager
-def without_package_init(package: str) -> Iterator[None]:
-    """Let a block import modules of a package without running its `__init__`, which runs when the package is next imported.
-
-    For a package whose `__init__` does a lot that those modules do not need. It may be a package inside another.
-    """
-    if package in sys.modules:
-        yield
-        return
-    spec = importlib.util.find_spec(package)
-    assert spec is not None, f"{package} is not installed"
-    stand_in = ModuleType(package)
-    stand_in.__spec__, stand_in.__path__ = spec, list(spec.submodule_search_locations or ())
-    sys.modules[package] = stand_in
-    try:
-        yield
-    finally:
-        del sys.modules[package]
-
-
-def gym_factory(dataset: str) -> Any:
-    """Return the module reasoning_gym.factory, with the data set of the given name among its DATASETS if there is one.
-
-    The package imports a hundred data sets, with sympy and matplotlib, in 1.6 s. Most data sets have a module of their own name that needs
-    neither.
-    """
-    with gc_paused():
-        with without_package_init("reasoning_gym"):
-            importlib.import_module("reasoning_gym.coaching")  # it and the factory import each other, and only this order works
-            factory = importlib.import_module("reasoning_gym.factory")
-            modules = Path(factory.__file__ or "").parent.glob("*/*.py")
-            for package in [f"reasoning_gym.{module.parent.name}" for module in modules if module.stem == dataset]:
-                with without_package_init(package):
-                    importlib.import_module(f"{package}.{dataset}")
-        if dataset not in factory.DATASETS:
-            importlib.import_module("reasoning_gym")
-    return factory

@@ -12,7 +12,7 @@ from megarl.config import ConfigError, ReasoningGymSource
 from megarl.data.bounds import in_memory, within_cpu_time
 from megarl.data.tokenizer import first_line
 from megarl.errors import hint
-from megarl.imports import gym_factory
+from megarl.imports import gc_paused
 
 ITEM_S = 8.0  # limit of CPU time per item; the slowest data set takes 3 s
 ROOM_MB, ITEMS_PER_MB = 384, 32  # memory limit: a fixed part, plus 1 MB for this many items
@@ -82,7 +82,8 @@ def _drawn(source: ReasoningGymSource) -> int:
 
 def _maker(source: ReasoningGymSource, key: str) -> Callable[[], Any]:
     """Return a function that creates a source's data set. Raise ConfigError for an unknown data set or parameter."""
-    gym = gym_factory(source.dataset)
+    with gc_paused():
+        from reasoning_gym import factory as gym
     if source.dataset not in gym.DATASETS:
         raise ConfigError(f"{key}.dataset: reasoning-gym has no dataset {source.dataset!r}{hint(source.dataset, gym.DATASETS)}")
     known = gym.DATASETS[source.dataset][1].__dataclass_fields__

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.imports import gym_factory
+from megarl.imports import gc_paused
 
 WHERE = "looked for in the current folder and on PYTHONPATH; it runs in a sandbox, to which environment.sandbox gives files and variables"
 
@@ -77,7 +77,8 @@ def _reasoning_gym(source: dict[str, Any]) -> Callable[[], Any]:
     for key in ("seed", "size"):
         if key in params:
             raise ValueError(f"params.{key}: each episode has its own seed, and is one question")
-    gym = gym_factory(name)
+    with gc_paused():
+        from reasoning_gym import factory as gym
     if name not in gym.DATASETS:
         raise ValueError(f"dataset: reasoning-gym has no dataset {name!r}")
 

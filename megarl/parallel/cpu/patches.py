@@ -12,11 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._compile
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Adam, Optimizer
-from torch.optim.optimizer import _use_grad_for_differentiable
 
 from megarl.parallel.cpu.groups import look_at_upstream
 from megarl.upstream.expect import expect
@@ -34,7 +31,6 @@ def apply() -> None:
     _split_sizes(moe_utils, token_dispatcher)
     _uneven_collectives(mappings)
     _collectives_of_one(buffers)
-    _optimizer_without_compiler()
     look_at_upstream()
 
 
@@ -114,16 +110,3 @@ def _collectives_of_one(buffers: Any) -> None:
     buffers._coalescing_manager = coalesced
     buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)
     buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
-
-
-def _optimizer_without_compiler() -> None:
-    """torch/_compile.py:44 and torch/optim/optimizer.py:61 import torch's compiler only to keep it away from the optimizer.
-
-    That costs a second of every rank's start, for a program that compiles nothing.
-    """
-    expect(torch._compile._disable_dynamo, 'getattr(fn, "__dynamo_disable", None)', "import torch._dynamo", "return disable_fn(")
-    expect(_use_grad_for_differentiable, "import torch._dynamo", 'torch.set_grad_enabled(self.defaults["differentiable"])')
-    methods: list[Any] = [Optimizer.add_param_group, Optimizer.load_state_dict, Optimizer.state_dict, Optimizer.zero_grad]
-    for method in methods:
-        method.__wrapped__.__dynamo_disable = method.__wrapped__
-    Adam.step = torch.no_grad()(Adam.step.__wrapped__)  # type: ignore[attr-defined,method-assign]
