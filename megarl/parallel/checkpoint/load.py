@@ -32,7 +32,7 @@ def load(step: SavedStep, models: Mapping[str, ModelState], grid: Grid) -> None:
         if model.trainable is not None:
             state["optimizer"] = sharded.empty_optimizer_state(model.trainable, state["model"])
         allowed_extra = ("optimizer.",) if model.trainable is None else ()
-        torch_dist.read(step, name, state, int(model.hf["vocab_size"]), allowed_extra, grid)
+        torch_dist.read(step, name, state, model.description.vocab, allowed_extra, grid)
         if model.trainable is not None:
             sharded.put_optimizer(model.trainable, state["optimizer"], saved["optimizer"]["adam_step"])
             model.trainable.steps = saved["optimizer"]["steps"]
@@ -55,8 +55,9 @@ def _saved(step: SavedStep, name: str, model: ModelState) -> Mapping[str, Any]:
     if saved is None:
         raise ConfigError(f"checkpoint: {step.path} has no model {name!r}; it has {', '.join(sorted(step.manifest.models))}")
     for key in IDENTITY:
-        if saved[key] != model.hf[key]:
-            raise ConfigError(f"checkpoint: {step.path / name}: {key} is {saved[key]!r}, and the model's is {model.hf[key]!r}")
+        own = model.description.config[key]
+        if saved[key] != own:
+            raise ConfigError(f"checkpoint: {step.path / name}: {key} is {saved[key]!r}, and the model's is {own!r}")
     if model.trainable is not None and saved["optimizer"] is None:
         raise ConfigError(f"checkpoint: {step.path / name} holds no optimizer: it was saved as a frozen model")
     return saved

@@ -289,7 +289,7 @@ def _left(deadline: float) -> float:
 def _description(model: ModelState) -> dict[str, Any]:
     trainable = model.trainable
     optimizer = None if trainable is None else {"steps": trainable.steps, "adam_step": sharded.adam_step(trainable)}
-    return {**{key: model.hf[key] for key in IDENTITY}, "optimizer": optimizer}
+    return {**{key: model.description.config[key] for key in IDENTITY}, "optimizer": optimizer}
 
 
 def _fault(error: Exception) -> str:
