@@ -110,8 +110,8 @@ def check_weights(settings: ModelSettings, model: ModelDescription, head: HeadKi
         raise ConfigError(f"model.weights: {error}") from None
     if "policy" not in held:
         raise ConfigError(f"model.weights: {settings.weights} has no policy (it has {', '.join(sorted(held))})")
-    for key in ("model_type", "vocab_size"):
-        if (saved := held["policy"][key]) != (given := model.config[key]):
+    for key, given in model.identity.items():
+        if (saved := held["policy"][key]) != given:
             raise ConfigError(f"model.weights: {settings.weights}: {key} is {saved!r}, and model.path's is {given!r}")
     own = settings.weights / "policy" / HF
     if (own / directory.CONFIG).is_file():

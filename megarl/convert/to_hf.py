@@ -95,11 +95,9 @@ class ToHF(Conversion):
                 f"convert: {self._step.path / self._model} has no {HF}/{CONFIG}: name a directory that has one (--like HF_DIR)"
             )
         model = ModelDescription.read(self._hf)
-        for key, value in self._step.manifest.models[self._model].items():
-            if key in ("model_type", "vocab_size") and model.config.get(key) != value:
-                raise ConfigError(
-                    f"convert: {self._step.path / self._model}: {key} is {value!r}, and {self._hf / CONFIG} has {model.config.get(key)!r}"
-                )
+        for key, given in model.identity.items():
+            if (saved := self._step.manifest.models[self._model].get(key, given)) != given:
+                raise ConfigError(f"convert: {self._step.path / self._model}: {key} is {saved!r}, and {self._hf / CONFIG} has {given!r}")
         own = self._step.path / self._model / HF
         if like is not None and (own / CONFIG).is_file():
             for key, (saved, given) in differences(ModelDescription.read(own), model).items():

@@ -143,7 +143,7 @@ class ToMegatron(Conversion):
             files[f"{self._model}/{HF}/{name}"] = _rewrite(self._folder / HF / name, data)
         report = json.dumps(self._report(hashes), indent=1).encode()
         files[f"{self._model}/{CONVERSION}"] = _rewrite(self._folder / CONVERSION, report)
-        identity = {key: self._source.model.config[key] for key in ("model_type", "vocab_size")}
+        identity = self._source.model.identity
         manifest = Manifest(STEP, 0, {}, versions(), {self._model: {**identity, "optimizer": None}}, files)
         _rewrite(self._directory.partial / MANIFEST, encode(manifest))
 

@@ -46,6 +46,11 @@ class ModelDescription:
         return self.path
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """What a step directory says of it, by config.json's keys; all else shows in the shapes of its tensors."""
+        return {key: self.config.get(key) for key in ("model_type", "vocab_size")}
+
+    @property
     def architecture(self) -> str:
         """The name of its class in transformers."""
         return str(self.config["architectures"][0])
@@ -86,15 +91,15 @@ class ModelDescription:
         return self.family.fields(self.config)
 
     def mappings(self, head: HeadKind) -> list[WeightMapping]:
-        """Return the mappings of the backbone with `head`, whichever head config.json names; likewise in the methods below."""
+        """Return the mappings of the backbone and of `head`, whichever head config.json names."""
         return self.family.mappings(self.config, head)
 
     def weights(self, head: HeadKind) -> list[Weight]:
-        """Return every Megatron parameter; see `Family.weights`."""
+        """Return every Megatron parameter of the backbone with `head`; see `Family.weights`."""
         return self.family.weights(self.config, head)
 
     def labels(self, head: HeadKind) -> dict[str, Any]:
-        """Return the entries of config.json that name the head; see `Family.labels`."""
+        """Return the entries of config.json for `head` on the backbone; see `Family.labels`."""
         return self.family.labels(self.config, head)
 
     def expected(self) -> dict[str, Shape]:

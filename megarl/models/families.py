@@ -46,11 +46,11 @@ def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path",
     """
     with _naming(key, path):
         model = ModelDescription.read(path)
-        _check_head(path, model, head)
-        _ = model.fields  # which some configurations have none of
-        _check_identity(path, model)
+        _check_head(model, head)
+        _ = model.fields  # a ConfigError if Megatron cannot compute it
+        _check_identity(model)
     with where_present("the weights"), _naming(key, path):
-        _check_tensors(path, model, drop_mtp)
+        _check_tensors(model, drop_mtp)
     return model
 
 
@@ -66,9 +66,9 @@ def _naming(key: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}") from None
 
 
-def _check_tensors(path: Path, model: ModelDescription, drop_mtp: bool) -> None:
+def _check_tensors(model: ModelDescription, drop_mtp: bool) -> None:
     """Check the tensors of a checkpoint; see `check_checkpoint`."""
-    expected, held = model.expected(), directory.inventory(path)
+    path, expected, held = model.directory, model.expected(), directory.inventory(model.directory)
     missing = [name for name in expected if name not in held]
     if missing:
         raise ConfigError(f"model.path: {path} lacks the tensor {missing[0]} ({len(missing)} of {len(expected)} are missing)")
@@ -123,30 +123,30 @@ def _check_tied(path: Path) -> None:
         )
 
 
-def _check_head(path: Path, model: ModelDescription, head: HeadKind) -> None:
+def _check_head(model: ModelDescription, head: HeadKind) -> None:
     if model.head == "value":
         named = model.config.get("id2label")
         labels = len(named) if isinstance(named, dict) else model.config.get("num_labels", 2)  # transformers counts them in this way
         if head != model.head:
             raise ConfigError(
-                f"model.path: {path} is a {model.architecture}: a critic or reward model, where a language model "
+                f"model.path: {model.path} is a {model.architecture}: a critic or reward model, where a language model "
                 f"({model.family.heads[head].architecture}) is needed"
             )
         if labels != 1:
-            raise ConfigError(f"model.path: {path} classifies into {labels} labels; a critic or reward model must have exactly 1")
+            raise ConfigError(f"model.path: {model.path} classifies into {labels} labels; a critic or reward model must have exactly 1")
 
 
-def _check_identity(path: Path, model: ModelDescription) -> None:
+def _check_identity(model: ModelDescription) -> None:
     """Raise ConfigError if other programs would take the model for a different one, or wait for an end token that does not exist."""
     given, own, vocab = model.config.get("model_type"), MODEL_TYPES[model.architecture], model.sizes.vocab
     if given not in own:
         names = " or ".join(map(repr, own))
-        raise ConfigError(f"model.path: {path}: config.json's model_type={given!r:.200} is not {model.architecture}'s, {names}")
+        raise ConfigError(f"model.path: {model.path}: config.json's model_type={given!r:.200} is not {model.architecture}'s, {names}")
     number(model.config, "max_position_embeddings")
     ends = model.config.get("eos_token_id")
     for token in ends if isinstance(ends, list) else [] if ends is None else [ends]:
         if token >= vocab:
-            raise ConfigError(f"model.path: {path}: config.json's eos_token_id={token} is not a token of vocab_size={vocab}")
+            raise ConfigError(f"model.path: {model.path}: config.json's eos_token_id={token} is not a token of vocab_size={vocab}")
 
 
 def check_room(model: ModelDescription, tokens: int, key: str) -> None:

@@ -9,7 +9,7 @@ from megarl.checkpoints.steps import SavedStep
 from megarl.errors import ConfigError
 from megarl.parallel.checkpoint import sharded, torch_dist
 from megarl.parallel.checkpoint.rng import restore_random_states
-from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, ModelState
+from megarl.parallel.checkpoint.state import RANDOM, ModelState
 from megarl.parallel.grid import Grid
 
 
@@ -54,8 +54,7 @@ def _saved(step: SavedStep, name: str, model: ModelState) -> Mapping[str, Any]:
     saved = step.manifest.models.get(name)
     if saved is None:
         raise ConfigError(f"checkpoint: {step.path} has no model {name!r}; it has {', '.join(sorted(step.manifest.models))}")
-    for key in IDENTITY:
-        own = model.description.config[key]
+    for key, own in model.description.identity.items():
         if saved[key] != own:
             raise ConfigError(f"checkpoint: {step.path / name}: {key} is {saved[key]!r}, and the model's is {own!r}")
     if model.trainable is not None and saved["optimizer"] is None:

@@ -10,7 +10,6 @@ from megarl.models.description import ModelDescription
 from megarl.parallel.optimizer import Trainable
 
 RANDOM = "random"  # folder of the random states
-IDENTITY = ("model_type", "vocab_size")  # keys of config.json; everything else shows in the shapes
 
 
 @dataclass(frozen=True)
