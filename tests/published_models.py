@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import Layout
+from megarl.models.description import ModelDescription
 from megarl.models.registry import completed
 
 
@@ -224,3 +225,8 @@ def config_of(model: Published) -> dict[str, Any]:
     """config.json as `read_config` returns it."""
     quantized = {"quantization_config": model.quantization} if model.quantization else {}
     return completed({"architectures": [model.architecture], "model_type": model.kind, **model.config, **quantized})
+
+
+def description_of(model: Published) -> ModelDescription:
+    """Its description, as if its config.json had been read."""
+    return ModelDescription.of(config_of(model))

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megarl.models.families import family_of
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 
 # How quantization_config says it: DeepSeek-V3 and Kimi-K2; Qwen3-FP8, whose scales are bfloat16; GLM-4.5-FP8; one scale for each matrix.
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -38,8 +37,8 @@ def quantized(source: Path, target: Path, scheme: str = "blocks") -> dict[str, T
     shutil.copytree(source, target)
     given = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**given, "dtype": "bfloat16", "quantization_config": config}))
-    hf = read_config(source)
-    matrices = {name for weight in family_of(hf).weights(hf) if weight.linear for name in weight.hf}
+    model = ModelDescription.read(source)
+    matrices = {name for weight in model.weights("lm") if weight.linear for name in weight.hf}
     stored, meant = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in load_file(source / "model.safetensors").items():
         if name not in matrices:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megarl.checkpoints.steps import verify
 from megarl.config import CheckpointSettings, Layout, ModelSettings, OptimizerSettings
-from megarl.models.registry import completed
+from megarl.models.description import ModelDescription
 
 WARM = 1  # warm-up rounds, which are not counted
 MODEL: dict[str, Any] = {
@@ -76,16 +76,16 @@ class Bench:
         from megarl.parallel.checkpoint.state import ModelState
         from megarl.parallel.optimizer import make_trainable
 
-        hf = completed({**MODEL, "num_hidden_layers": layers})
-        config = transformer_config(hf, ModelSettings(path=Path("none"), dtype="bfloat16"), grid.layout, choose())
-        chunks = build_chunks(config, hf, choose(), grad=True)
+        model = ModelDescription.of({**MODEL, "num_hidden_layers": layers})
+        config = transformer_config(model, ModelSettings(path=Path("none"), dtype="bfloat16"), grid.layout, choose())
+        chunks = build_chunks(config, model, choose(), grad=True)
         with torch.no_grad():
             for parameter in chunks[0].parameters():
                 parameter.normal_(std=0.02)
         trainable = make_trainable(chunks, OptimizerSettings(), total_steps=1)
         trainable.step()  # on zero gradients, so that the moments exist
         self.grid, self.directory, self.rounds = grid, directory, rounds
-        self.part = {"policy": ModelState(trainable.chunks, hf, trainable)}
+        self.part = {"policy": ModelState(trainable.chunks, model, trainable)}
 
     def slowest(self, call: Callable[[], Any]) -> float:
         """Return the seconds that the slowest rank takes."""

@@ -60,13 +60,13 @@ def make_model(path: Path, layers: int) -> int:
     import torch
     from safetensors.torch import save_file
 
-    from megarl.models.families import family_of
+    from megarl.models.description import ModelDescription
 
     config = {**MODEL, "num_hidden_layers": layers}
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(1)
-    shapes = family_of(config).expected(config)
+    shapes = ModelDescription.of(config).expected()
     tensors = {name: torch.empty(shape, dtype=torch.bfloat16).uniform_(-1, 1, generator=generator) for name, shape in shapes.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -170,7 +170,7 @@ def costs(path: Path, rounds: int) -> dict[str, list[float]]:
     """Return the CPU seconds of old log-probs and update, by kind of replay and round."""
     torch.set_num_threads(1)
     policy, logp, loss = lone_policy(path, OptimizerSettings(lr=1e-12))
-    vocabulary = int(policy.hf["vocab_size"])
+    vocabulary = policy.description.vocab
     plain = [responses(64, 64, vocabulary), responses(64, 64, vocabulary)]  # micro-batches of 4,096 tokens
 
     with policy.routing.follow("routed_experts", replay=False, record="all") as routing:

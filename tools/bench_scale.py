@@ -29,7 +29,6 @@ from megarl.data.large import LargeFile
 from megarl.data.sources import load_prompts
 from megarl.driver.rank_group import dealt
 from megarl.host.shared_memory import mapped
-from megarl.models.families import family_of
 from megarl.models.hf_writer import ShardWriter
 from megarl.parallel.checkpoint.dcp import write_metadata
 from megarl.parallel.checkpoint.index import Location, Shard, read_index
@@ -39,7 +38,7 @@ from megarl.sync.fingerprint import Fingerprinter, compare
 from megarl.sync.receive import Inventory
 from megarl.sync.send import Sender
 from megarl.sync.wire import Header, TensorName, unpack_stacks
-from tests.published_models import MODELS, config_of
+from tests.published_models import MODELS, description_of
 from tools.make_tiny_model import fast_tokenizer, train_sentencepiece
 
 GROWTH = 2.0
@@ -69,10 +68,8 @@ class Cost(NamedTuple):
 
 def stacks(model: str) -> list[TensorName]:
     """Return the names of a model's tensors as they are exported, with the experts of a layer and kind together."""
-    published = MODELS[model]
-    hf = config_of(published)
     names, experts = list[TensorName](), dict[tuple[int | None, str, int], list[str]]()
-    for weight in family_of(hf).weights(hf):
+    for weight in description_of(MODELS[model]).weights("lm"):
         for index, name in enumerate(weight.hf if not weight.alias else ()):
             if weight.expert is None:
                 names.append(name)

@@ -25,8 +25,7 @@ from megarl.config import RolloutSettings
 from megarl.engines.engine import Setup
 from megarl.engines.vllm.engine import VllmEngine
 from megarl.engines.vllm.launch import environment
-from megarl.models.families import family_of
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import Fingerprinter, check
 from megarl.sync.send import Sender
 from megarl.sync.wire import TensorName
@@ -73,8 +72,8 @@ def expert_stacks(expected: dict[str, Any]) -> list[list[str]]:
 
 def stream(path: Path, seed: int) -> Iterator[tuple[TensorName, Tensor]]:
     """Yield random weights as a trainer exports them."""
-    hf = read_config(path)
-    shapes = {name: [list(shape)] for weight in family_of(hf).weights(hf) for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
+    model = ModelDescription.read(path)
+    shapes = {name: [list(shape)] for weight in model.weights("lm") for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
     stacks, generator = expert_stacks(shapes), torch.Generator().manual_seed(seed)
     experts = {name for names in stacks for name in names}
     for name, [shape] in shapes.items():

@@ -31,7 +31,7 @@ def megarl(path: Path) -> Step:
     from tools.lone_policy import lone_policy, responses
 
     policy, _, loss = lone_policy(path, OptimizerSettings(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP))
-    batches = [responses(SEQUENCES, LENGTH, int(policy.hf["vocab_size"]))]
+    batches = [responses(SEQUENCES, LENGTH, policy.description.vocab)]
     trainable, spent = policy._trainable, [0.0]
     assert trainable is not None
     plain = trainable.step

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from megarl.batch import Batch, Sample, pack
 from megarl.config import ConfigError, Layout, ModelSettings
+from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout
 
 if TYPE_CHECKING:
@@ -63,15 +64,14 @@ def sequences(count: int, tokens: int, vocabulary: int, seed: int) -> Batch:
 
 def megatron_part(grid: Grid, settings: ModelSettings, batch: Batch) -> Part | None:
     """Return this rank's part of the logits of `batch`; None if it is not on the last stage, or repeats another rank's. Collective."""
-    from megarl.models.hf import read_config
     from megarl.parallel import schedule
     from megarl.parallel.backend import choose
     from megarl.parallel.build import build_chunks, transformer_config
     from megarl.parallel.weights import load_hf
 
-    hf = read_config(settings.path)
-    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=False)
-    load_hf(chunks, settings.path, hf, grid)
+    model = ModelDescription.read(settings.path)
+    chunks = build_chunks(transformer_config(model, settings, grid.layout, choose()), model, choose(), grad=False)
+    load_hf(chunks, model, grid)
 
     def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return torch.zeros(()), (batch.extra_T["entry"].cpu(), logits_RV[row_T].float().cpu())
@@ -217,19 +217,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parallel = {name: getattr(given, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp")}
         ranks = math.lcm(given.tp * given.pp * given.cp, given.ep * given.etp * given.pp)
         layout = Layout(ranks=ranks, **parallel)
-        hf = check_checkpoint(given.model, drop_mtp=given.drop_mtp)
+        model = check_checkpoint(given.model, drop_mtp=given.drop_mtp)
         ends = {"first": given.first_layers, "last": given.last_layers}
         megatron = {f"num_layers_in_{end}_pipeline_stage": layers for end, layers in ends.items() if layers is not None}
-        check_layout(hf, layout, megatron)
+        check_layout(model, layout, megatron)
     except ValueError as error:
         print(f"check_logits: {str(error).splitlines()[-1] if not isinstance(error, ConfigError) else error}", file=sys.stderr)
         return 2
-    batch = sequences(given.sequences, given.tokens, hf["vocab_size"], given.seed)
+    batch = sequences(given.sequences, given.tokens, model.vocab, given.seed)
     parts = run_ranks(layout, ModelSettings(path=given.model, dtype=given.dtype, megatron=megatron), batch)
     theirs_TV = transformers_logits(given.model, batch, given.dtype)
-    lines, good = compare(joined(parts, batch, hf["vocab_size"]), theirs_TV, batch, given.dtype, given.bound or BOUND[given.dtype])
+    lines, good = compare(joined(parts, batch, model.vocab), theirs_TV, batch, given.dtype, given.bound or BOUND[given.dtype])
     sizes = ", ".join(f"{name} {size}" for name, size in parallel.items() if size not in (None, 1)) or "one rank"
-    print(f"{given.model}: {hf['architectures'][0]}, {given.dtype}, {sizes}", *lines, sep="\n")
+    print(f"{given.model}: {model.architecture}, {given.dtype}, {sizes}", *lines, sep="\n")
     return 0 if good else 1
 
 

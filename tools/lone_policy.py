@@ -32,7 +32,7 @@ def lone_policy(path: Path, optimizer: OptimizerSettings) -> tuple[Any, Callable
 
     grid = init_grid(layout, rank=0, store=listen_store("127.0.0.1", 1, 60.0)[0], seed=1, timeout_s=60.0)
     policy = Model(path, ModelSettings(path=path, dtype="float32"), layout, hardware, grid, optimizer=optimizer, updates=10**6)
-    vocabulary = int(policy.hf["vocab_size"])
+    vocabulary = policy.description.vocab
 
     def logp(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
         return logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, grid.groups.tp, vocabulary)[0]

@@ -24,8 +24,8 @@ from megarl.engines.generate import Sampling, TokenPrompt, generate
 from megarl.engines.responder import Responder
 from megarl.engines.vllm.engine import VllmEngine
 from megarl.engines.vllm.launch import environment
-from megarl.models.families import family_of
-from megarl.models.hf import Checkpoint, read_config
+from megarl.models.description import ModelDescription
+from megarl.models.hf import Checkpoint
 from megarl.sync.fingerprint import Fingerprinter, check
 from megarl.sync.quantize import as_expected, quantize
 from megarl.sync.send import Sender
@@ -46,8 +46,7 @@ class Row(NamedTuple):
 
 def stream(model: Path, quantization: str | None) -> Iterator[tuple[TensorName, Tensor]]:
     """The directory's weights as rank 0 sends them to a float32 engine."""
-    hf = read_config(model)
-    expected = family_of(hf).update(hf, "float32", quantization)
+    expected = ModelDescription.read(model).update("float32", quantization)
     with Checkpoint(model) as checkpoint:
         yield from as_expected(((name, checkpoint.read(name)) for name in expected if name in checkpoint.tensors), expected)
 

@@ -59,11 +59,11 @@ def check_pairs(config: PairsConfig) -> PairPrompts:
 
 def check_engines_alone(config: EvalConfig | PairsConfig, verb: str) -> None:
     """ConfigError if engines could not run the model without ranks."""
-    hf = check_model(config)
+    model = check_model(config)
     if config.model.weights is not None:
         raise ConfigError(
             f"model.weights: `megarl {verb}` has only engines, which read model.path; `megarl convert megatron-to-hf` makes one"
         )
-    check_length(hf, config.rollout)
-    check_stops(hf, config.rollout)
-    check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)
+    check_length(model, config.rollout)
+    check_stops(model, config.rollout)
+    check_engine(model, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus)

@@ -123,13 +123,13 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
     Raises:
         ConfigError: naming the dotted key.
     """
-    hf, section, learn = check_model(config, head), config.section, config.learn
+    model, section, learn = check_model(config, head), config.section, config.learn
     if sides * learn.max_tokens > learn.micro_batch_tokens:
         raise ConfigError(
             f"{section}.micro_batch_tokens={learn.micro_batch_tokens} is below {'two times ' if sides == 2 else ''}"
             f"{section}.max_tokens={learn.max_tokens}"
         )
-    check_room(hf, learn.max_tokens, f"{section}.max_tokens")
+    check_room(model, learn.max_tokens, f"{section}.max_tokens")
     if learn.batch_size < config.layout.dp:
         raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
     check_fits(config)
@@ -147,7 +147,7 @@ def check_held_out(count: int, ranks: int) -> None:
 
 def check_serve(config: ServeConfig) -> Renderer:
     """Make all checks of `megarl serve`; return the renderer of the samples' prompts."""
-    hf = check_model(config, "value")
+    model = check_model(config, "value")
     check_trained_head(config.model.path, "model.path")
     with where_present("the server's token"):
         token_of(config.serve.token_env, TOKEN_KEY)
@@ -155,5 +155,5 @@ def check_serve(config: ServeConfig) -> Renderer:
     renderer = Renderer(tokenizer, data, limit, "serve.max_tokens")
     if limit > config.serve.micro_batch_tokens:
         raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
-    check_room(hf, limit, "serve.max_tokens")
+    check_room(model, limit, "serve.max_tokens")
     return renderer

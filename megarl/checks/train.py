@@ -40,7 +40,8 @@ from megarl.errors import Absent, refuse_all
 from megarl.host.unchecked import is_naming, where_present
 from megarl.models import hf as directory
 from megarl.models.arithmetic import differences
-from megarl.models.families import check_checkpoint, check_layout, check_room, family_of
+from megarl.models.description import ModelDescription
+from megarl.models.families import check_checkpoint, check_layout, check_room
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
 from megarl.models.weight_map import HeadKind
@@ -55,13 +56,13 @@ LEAST_FILES = 1024  # the default of every Linux, unless someone lowered it
 NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # by transport
 
 
-def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
-    """Check that the checkpoint is complete and that the layout divides it; return the model's config.json. Raises ConfigError."""
+def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
+    """Check that the checkpoint is complete and that the layout divides it; return the model. Raises ConfigError."""
     with where_present("the run's directory"):
         check_directory(config.run_dir, config.directory)
-    hf = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
-    check_layout(hf, config.layout, config.model.megatron)
-    check_fields(config.model.megatron, fixed_fields(hf, config.model.dtype, config.layout))
+    model = check_checkpoint(config.model.path, head, drop_mtp=config.model.drop_mtp)
+    check_layout(model, config.layout, config.model.megatron)
+    check_fields(config.model.megatron, fixed_fields(model, config.model.dtype, config.layout))
     if config.model.megatron.get("gradient_accumulation_fusion") and (config.model.dtype == "float32" or not config.cluster.gpus):
         raise ConfigError("model.megatron.gradient_accumulation_fusion=True: needs cluster.gpus=true and model.dtype=bfloat16")
     for key, optimizer in optimizers(config).items():
@@ -70,11 +71,11 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> dict[str, Any]:
             # hybrid_optimizer.py copies only the float32 main weights of a bfloat16 model, and only if they are on GPUs.
             raise ConfigError(f"{key}.megatron.optimizer_cpu_offload=True: needs cluster.gpus=true and model.dtype=bfloat16")
     with where_present("the weights"):
-        check_weights(config.model, hf, head)
+        check_weights(config.model, model, head)
     with where_present("the trackers"):
         writers.check(config.log)
     check_cluster(config.cluster, demand(config))
-    return hf
+    return model
 
 
 def check_directory(run_dir: Path, directory: Path) -> None:
@@ -85,12 +86,12 @@ def check_directory(run_dir: Path, directory: Path) -> None:
         raise (Absent if there.is_dir() else ConfigError)(f"{key}: {directory}: {there} is not a writable directory")
 
 
-def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -> None:
+def check_weights(settings: ModelSettings, model: ModelDescription, head: HeadKind) -> None:
     """Check `model.weights`, if it is given.
 
     Args:
         settings: the section `model`.
-        hf: config.json of `model.path`.
+        model: the model of `model.path`.
         head: the head of the model that is trained.
 
     Raises:
@@ -109,12 +110,12 @@ def check_weights(settings: ModelSettings, hf: dict[str, Any], head: HeadKind) -
         raise ConfigError(f"model.weights: {error}") from None
     if "policy" not in held:
         raise ConfigError(f"model.weights: {settings.weights} has no policy (it has {', '.join(sorted(held))})")
-    for key in ("model_type", "vocab_size"):
-        if held["policy"][key] != hf[key]:
-            raise ConfigError(f"model.weights: {settings.weights}: {key} is {held['policy'][key]!r}, and model.path's is {hf[key]!r}")
+    for key, given in model.identity.items():
+        if (saved := held["policy"][key]) != given:
+            raise ConfigError(f"model.weights: {settings.weights}: {key} is {saved!r}, and model.path's is {given!r}")
     own = settings.weights / "policy" / HF
     if (own / directory.CONFIG).is_file():
-        for key, (saved, given) in differences(directory.read_config(own), hf).items():
+        for key, (saved, given) in differences(ModelDescription.read(own), model).items():
             raise ConfigError(f"model.weights: {settings.weights}: {key} is {saved!r}, and model.path's is {given!r}")
 
 
@@ -186,34 +187,34 @@ def check_gpus(kinds: Sequence[ProcessKind], here: int) -> None:
         raise ConfigError(f"cluster.gpus=true: {error}; cluster.address joins a cluster that has more") from None
 
 
-def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSettings, critic: CriticSettings | None) -> None:
+def check_routing(model: ModelDescription, settings: ModelSettings, routing: RoutingSettings, critic: CriticSettings | None) -> None:
     """Check that routing replay, and the comparison of experts, could do what they are meant to.
 
     Args:
-        hf: config.json of the policy.
-        model: the section `model`.
+        model: the policy.
+        settings: the section `model`.
         routing: the section `routing`.
         critic: the section `critic`, if there is one.
 
     Raises:
         ConfigError: a model whose experts are to be replayed has none, or replay or comparison has no access to the router's choices.
     """
-    critic, megatron = critic if routing.critic else None, model.megatron
+    critic, megatron = critic if routing.critic else None, settings.megatron
     sinkhorn = "sinkhorn" in str(megatron.get("moe_router_load_balancing_type", ""))
     if routing.replay == "off" and not routing.critic:
-        if routing.sample and (sinkhorn or megatron.get("moe_router_fusion")) and family_of(hf).fields(hf).get("num_moe_experts"):
+        if routing.sample and (sinkhorn or megatron.get("moe_router_fusion")) and model.fields.get("num_moe_experts"):
             name = "moe_router_load_balancing_type" if sinkhorn else "moe_router_fusion"
             raise ConfigError(
                 f"routing.sample={routing.sample:g}: model.megatron.{name}={megatron[name]!r}: no experts can be compared; give 0"
             )
         return
-    replayed = [] if routing.replay == "off" else [(f"routing.replay={routing.replay}", "model.path", model.path, hf)]
+    replayed = [] if routing.replay == "off" else [(f"routing.replay={routing.replay}", "model.path", settings.path, model)]
     if critic is not None:
-        own = ("model.path", model.path) if critic.path is None else ("critic.path", critic.path)
-        replayed.append(("routing.critic=true", *own, directory.read_config(own[1])))
+        own = ("model.path", settings.path) if critic.path is None else ("critic.path", critic.path)
+        replayed.append(("routing.critic=true", *own, ModelDescription.read(own[1])))
     for key, where, path, its in replayed:
-        if not family_of(its).fields(its).get("num_moe_experts"):
-            raise ConfigError(f"{key}: {where}={path} is a {its['model_type']}, which has no experts")
+        if not its.fields.get("num_moe_experts"):
+            raise ConfigError(f"{key}: {where}={path} is a {its.config['model_type']}, which has no experts")
     key = replayed[0][0]
     for name in ("moe_router_fusion", "moe_expert_capacity_factor"):
         if megatron.get(name):
@@ -224,34 +225,34 @@ def check_routing(hf: dict[str, Any], model: ModelSettings, routing: RoutingSett
         raise ConfigError(f"{key}: model.megatron.moe_router_load_balancing_type=sinkhorn chooses experts for the batch as a whole")
 
 
-def check_reported_experts(hf: dict[str, Any], rollout: RolloutSettings, routing: RoutingSettings) -> None:
+def check_reported_experts(model: ModelDescription, rollout: RolloutSettings, routing: RoutingSettings) -> None:
     """Check that the engine can report which experts of a mixture it has chosen, if it has to.
 
     Args:
-        hf: config.json of the policy.
+        model: the policy.
         rollout: the section `rollout`.
         routing: the section `routing`.
 
     Raises:
         ConfigError: it cannot; the message names the settings under which it need not.
     """
-    if routing.reported and family_of(hf).fields(hf).get("num_moe_experts") and not engine_type(rollout).reports_experts:
+    if routing.reported and model.fields.get("num_moe_experts") and not engine_type(rollout).reports_experts:
         asks = "replay=r3" if routing.replay == "r3" else f"sample={routing.sample:g}"
         without = "routing.replay=r2 or off with routing.sample=0" if routing.replay == "r3" else "routing.sample=0"
         raise ConfigError(f"routing.{asks}: the engine {rollout.engine.type} does not report the experts that it chooses; give {without}")
 
 
-def check_length(hf: dict[str, Any], rollout: RolloutSettings) -> None:
+def check_length(model: ModelDescription, rollout: RolloutSettings) -> None:
     """ConfigError if prompt and response together may exceed the model's context length."""
     prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
-    check_room(hf, prompt + response, f"rollout.max_response_tokens={response} with max_prompt_tokens={prompt}")
+    check_room(model, prompt + response, f"rollout.max_response_tokens={response} with max_prompt_tokens={prompt}")
 
 
-def check_stops(hf: dict[str, Any], rollout: RolloutSettings) -> None:
+def check_stops(model: ModelDescription, rollout: RolloutSettings) -> None:
     """ConfigError if a token that should end responses is not in the model's vocabulary."""
     for token in rollout.stop_token_ids:
-        if token >= int(hf["vocab_size"]):
-            raise ConfigError(f"rollout.stop_token_ids: {token} is not one of the model's {hf['vocab_size']} tokens")
+        if token >= model.vocab:
+            raise ConfigError(f"rollout.stop_token_ids: {token} is not one of the model's {model.vocab} tokens")
 
 
 def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout) -> None:
@@ -268,35 +269,35 @@ def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Pat
         ConfigError: starting with `key`: the model is incomplete, the layout does not divide it, its tokenizer differs from the policy's,
             or its context is too short.
     """
-    hf = check_checkpoint(path, head="value", key=key, drop_mtp=policy.drop_mtp)
+    model = check_checkpoint(path, head="value", key=key, drop_mtp=policy.drop_mtp)
     try:
-        check_layout(hf, layout, policy.megatron)
+        check_layout(model, layout, policy.megatron)
     except ConfigError as error:
         raise ConfigError(f"{key}: {path}: {error}") from None
     with where_present(f"the tokenizer of {key}"):
         check_same_tokenizer(path, key, policy.path, "model.path")
-    check_room(hf, rollout.max_prompt_tokens + rollout.max_response_tokens, f"{key}: {path}")
+    check_room(model, rollout.max_prompt_tokens + rollout.max_response_tokens, f"{key}: {path}")
 
 
 def check_trained_head(path: Path, key: str) -> None:
     """ConfigError if the directory holds a language model: the scores of a fresh head are meaningless."""
-    hf = directory.read_config(path)
-    if family_of(hf).head_of(hf) != "value":
-        raise ConfigError(f"{key}: {path} is a {hf['architectures'][0]}, but a reward model needs a trained scalar head (`megarl rm`)")
+    model = ModelDescription.read(path)
+    if model.head != "value":
+        raise ConfigError(f"{key}: {path} is a {model.architecture}, but a reward model needs a trained scalar head (`megarl rm`)")
 
 
 def check_train(config: TrainConfig, verb: str = "train") -> Data:
     """Make all checks of `megarl train`, or of another verb that does the same work; raise their faults all at once."""
-    hf, data = check_model(config), list[Data]()
+    model, data = check_model(config), list[Data]()
     refuse_all(
-        lambda: check_base(config, hf),
-        lambda: check_length(hf, config.rollout),
-        lambda: check_stops(hf, config.rollout),
-        lambda: check_routing(hf, config.model, config.routing, config.critic),
-        lambda: check_reported_experts(hf, config.rollout, config.routing),
+        lambda: check_base(config, model),
+        lambda: check_length(model, config.rollout),
+        lambda: check_stops(model, config.rollout),
+        lambda: check_routing(model, config.model, config.routing, config.critic),
+        lambda: check_reported_experts(model, config.rollout, config.routing),
         lambda: check_transport(config.sync.transport, config.placement.engines, gpus=config.cluster.gpus),
-        lambda: check_engine(hf, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
-        lambda: check_models_beside(config, hf),
+        lambda: check_engine(model, config.rollout.dtype or config.model.dtype, config.rollout, gpu=config.cluster.gpus),
+        lambda: check_models_beside(config, model),
         lambda: check_fits(config),
         lambda: check_reward(config.reward),
         lambda: data.append(check_data(config)),
@@ -314,12 +315,12 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     return data[0]
 
 
-def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
+def check_base(config: TrainConfig, model: ModelDescription) -> None:
     """Check `model.base`, from which the engines start: a sync replaces its weights, but all else stays with them for the whole run.
 
     Args:
         config: the run's configuration.
-        hf: config.json of `model.path`.
+        model: the model of `model.path`.
 
     Raises:
         ConfigError: the model is incomplete, its shape is not the policy's, or its responses would end or be tokenised differently.
@@ -328,9 +329,9 @@ def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
     if base is None:
         return
     its = check_checkpoint(base, key="model.base", drop_mtp=config.model.drop_mtp)
-    if its["architectures"] != hf["architectures"]:
+    if its.config["architectures"] != model.config["architectures"]:
         raise ConfigError(f"model.base: {base} has a different architecture from model.path={path}")
-    left, right = _beside_weights(base, its), _beside_weights(path, hf)
+    left, right = _beside_weights(its), _beside_weights(model)
     for what in [*right, *left]:
         if left.get(what) != right.get(what):
             raise ConfigError(f"model.base: {what} is {left.get(what)!r} in {base} and {right.get(what)!r} in model.path={path}")
@@ -342,11 +343,10 @@ def check_base(config: TrainConfig, hf: dict[str, Any]) -> None:
             raise ConfigError(f"model.base: its chat template, which renders what the environment says, is another than that of {path}")
 
 
-def _beside_weights(path: Path, hf: dict[str, Any]) -> dict[str, Any]:
+def _beside_weights(model: ModelDescription) -> dict[str, Any]:
     """What an engine reads from a directory besides weights, by name: tensor shapes, model dimensions, tokens that end a response."""
-    family = family_of(hf)
-    shapes = {f"the shape of {name}": list(shape) for name, shape in family.expected(hf).items()}
-    return {"eos_token_id": sorted(directory.end_tokens(path)), **family.fields(hf), **family.rope(hf).meaning, **shapes}
+    shapes = {f"the shape of {name}": list(shape) for name, shape in model.expected().items()}
+    return {"eos_token_id": sorted(directory.end_tokens(model.directory)), **model.fields, **model.rope.meaning, **shapes}
 
 
 def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
@@ -370,16 +370,16 @@ def check_transport(transport: str, engines: str, *, gpus: bool) -> None:
         )
 
 
-def check_models_beside(config: TrainConfig, hf: dict[str, Any]) -> None:
-    """Check the critic, the reference and the reward model, if the run has them. `hf`: the policy's config.json."""
+def check_models_beside(config: TrainConfig, model: ModelDescription) -> None:
+    """Check the critic, the reference and the reward model, if the run has them. `model`: the policy's."""
     if config.critic is not None:
         layout = config.placement.critic or config.layout
         if config.critic.path is None:
-            check_layout(hf, layout, config.model.megatron)
+            check_layout(model, layout, config.model.megatron)
         else:
             check_value_model(config.model, config.rollout, config.critic.path, "critic.path", layout)
     if config.placement.reference is not None:
-        check_layout(hf, config.placement.reference, config.model.megatron)
+        check_layout(model, config.placement.reference, config.model.megatron)
     if (found := model_of(config.reward.source)) is not None:
         key, path, layout = f"{found[0]}.path", found[1].path, config.placement.reward or config.layout
         check_value_model(config.model, config.rollout, path, key, layout)

@@ -235,15 +235,15 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     Returns:
         The configuration as a tree, and notes by key.
     """
-    hf = check_checkpoint(model.absolute(), drop_mtp=True)
+    description = check_checkpoint(model.absolute(), drop_mtp=True)
     tokenizer = load_tokenizer(model.absolute())
-    room, chat = int(hf["max_position_embeddings"]), bool(tokenizer.chat_template)
+    room, chat = description.room, bool(tokenizer.chat_template)
     source: Tree = {"type": "file", "path": str(data)}
     tree: Tree = {"name": data.stem, "seed": 1, "model": {"path": str(model), "dtype": "float32" if cpu else "bfloat16"}}
-    further = bool(hf.get("num_nextn_predict_layers"))
+    further = bool(description.config.get("num_nextn_predict_layers"))
     tree["model"] |= {"drop_mtp": True} if further else {}
     if not cpu:
-        tree["model"] |= {"recompute": "full"} if model_elements(hf) >= LARGE else {}
+        tree["model"] |= {"recompute": "full"} if model_elements(description) >= LARGE else {}
         tree["layout"] = {"ranks": 1}
     tree["cluster"] = {"gpus": not cpu}
     tree["optimizer"] = {"lr": 1e-4 if cpu else 1e-6, "warmup_steps": 5}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from megarl.checkpoints.files import StoredFile
 from megarl.convert.plan import STORED
 from megarl.errors import ConfigError
-from megarl.models.families import check_checkpoint, family_of
+from megarl.models.description import ModelDescription
+from megarl.models.families import check_checkpoint
 from megarl.models.hf import INDEX, TensorInfo, header, inventory, scales_of_activations
 from megarl.models.quantized import dequantized
 from megarl.models.weight_map import HeadKind, Shape
@@ -28,7 +28,7 @@ class Source:
     """A Hugging Face directory whose tensors are exactly those that its config.json requires, each with its scales if it is quantised."""
 
     path: Path
-    config: Mapping[str, Any]
+    model: ModelDescription
     tensors: Mapping[str, TensorInfo]  # the tensors that are used
     left_out: Mapping[str, str]  # name of every other tensor -> why it is not used
 
@@ -57,16 +57,14 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
         ConfigError: one line: whatever `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
             index does not name.
     """
-    config = check_checkpoint(path, head, drop_mtp=drop_mtp)
-    family, held = family_of(config), inventory(path)
+    model, held = check_checkpoint(path, head, drop_mtp=drop_mtp), inventory(path)
     stored_tensors, activations = _stored(held), scales_of_activations(held)
     for file in sorted({info.file for info in stored_tensors.values()}):
         _check_file(file, stored_tensors)
-    used = {name for weight in family.weights(config, head) for name in weight.hf}
-    stored = family.head_of(config)
+    used = {name for weight in model.weights(head) for name in weight.hf}
     left_out = {}
-    predictors, optional = family.predictors(config), set(family.optional(config))
-    for name in held.keys() - (used & family.expected(config).keys()):
+    predictors, optional = model.family.predictors(model.config), set(model.family.optional(model.config))
+    for name in held.keys() - (used & model.expected().keys()):
         if predictors and name.startswith(predictors):
             left_out[name] = "multi-token prediction"
         elif name in activations:
@@ -74,9 +72,9 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
         elif name in optional:
             left_out[name] = "what config.json gives" if not name.startswith("lm_head") else "the embedding once more"
         else:
-            assert stored != head, f"{name} is not accounted for"
+            assert model.head != head, f"{name} is not accounted for"
             left_out[name] = "another head"
-    return Source(path, config, {name: info for name, info in held.items() if name not in left_out}, left_out)
+    return Source(path, model, {name: info for name, info in held.items() if name not in left_out}, left_out)
 
 
 def _check_file(file: Path, held: Mapping[str, TensorInfo]) -> None:

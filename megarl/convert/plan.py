@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName, boxes, checkpoint_names
-from megarl.models.families import family_of
-from megarl.models.hf import CONFIG, read_config
+from megarl.models.description import ModelDescription
+from megarl.models.hf import CONFIG
 from megarl.models.quantized import FLOAT8
 from megarl.models.weight_map import HeadKind, Shape, Weight
 from megarl.parallel.checkpoint.index import Shard, check_cover
@@ -70,19 +69,18 @@ class Layer:
 
 
 def make_items(
-    hf: Mapping[str, Any], head: HeadKind, dtype_of: Callable[[Weight, CheckpointName], str], cast: str | None
+    model: ModelDescription, head: HeadKind, dtype_of: Callable[[Weight, CheckpointName], str], cast: str | None
 ) -> list[PlannedParameter]:
     """Return every parameter of a model, with the tensors that are read and written for it.
 
     Args:
-        hf: config.json of the model.
+        model: the model.
         head: the head on its backbone.
         dtype_of: returns the dtype (safetensors' name) of a parameter in the source.
         cast: the dtype to write, except for buffers that are always float32; None: the source's.
     """
-    config = dict(hf)
     items = []
-    for weight, name in checkpoint_names(family_of(config), config, head):
+    for weight, name in checkpoint_names(model, head):
         source = dtype_of(weight, name)
         items.append(PlannedParameter(weight, name, source, source if cast is None or weight.float32 else cast))
     _check_names(items)
@@ -102,20 +100,19 @@ def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: 
     Returns:
         The parameters, and the number of units.
     """
-    config = read_config(path)
-    family = family_of(config)
-    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    model = ModelDescription.read(path)
+    named = str(model.config.get("dtype") or model.config.get("torch_dtype") or "bfloat16")
     if named not in NAMES:
         raise ConfigError(f"convert: {path / CONFIG}: weights of dtype {named!r} are not converted")
     items = make_items(
-        config,
-        head or family.head_of(config),
+        model,
+        head or model.head,
         lambda weight, name: "F32" if weight.float32 else NAMES[named],
         NAMES[dtype] if dtype else None,
     )
     check_cut(items, tp, etp)
     check_cover(shard for item in items for shard in shards(item, tp, etp))
-    missing = family.expected(config).keys() - {name for item in items for name in item.weight.hf}
+    missing = model.expected().keys() - {name for item in items for name in item.weight.hf}
     assert head is not None or not missing, f"nobody takes {sorted(missing)}"
     return items, len(cut_units(items))
 

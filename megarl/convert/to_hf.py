@@ -20,8 +20,8 @@ from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, cut_shard
 from megarl.errors import ConfigError
 from megarl.models.arithmetic import differences
 from megarl.models.checkpoint_names import HEAD, CheckpointName
-from megarl.models.families import family_of
-from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, read_config
+from megarl.models.description import ModelDescription
+from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo
 from megarl.models.hf_writer import described, write_files
 from megarl.models.weight_map import HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import DcpReader, memory_of
@@ -78,34 +78,31 @@ class ToHF(Conversion):
         self._step = _whole(step)
         self._model = _model(self._step, model)
         self._hf = like if like is not None else step / self._model / HF
-        self._config = self._read_config(like)
+        self._description = self._read_description(like)
         self._reader = DcpReader(self._step, self._model)
         self._weights = {key: shape for key, shape in self._reader.shapes.items() if not key.startswith(_OPTIMIZER)}
         self._head: HeadKind = "value" if HEAD in self._weights else "lm"
-        self.items = make_items(self._config, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
+        self.items = make_items(self._description, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
         self._audit()
         self._shards = cut_shards(self.items, shard_bytes)
         self.units = cut_units(self.items, self._shards)
         self._slots, self._headers = self._lay_out(self._shards)
         self._expected = self._converted_before()
 
-    def _read_config(self, like: Path | None) -> dict[str, Any]:
+    def _read_description(self, like: Path | None) -> ModelDescription:
         if like is None and not (self._hf / CONFIG).is_file():
             raise ConfigError(
                 f"convert: {self._step.path / self._model} has no {HF}/{CONFIG}: name a directory that has one (--like HF_DIR)"
             )
-        config = read_config(self._hf)
-        family_of(config)
-        for key, value in self._step.manifest.models[self._model].items():
-            if key in ("model_type", "vocab_size") and config.get(key) != value:
-                raise ConfigError(
-                    f"convert: {self._step.path / self._model}: {key} is {value!r}, and {self._hf / CONFIG} has {config.get(key)!r}"
-                )
+        model = ModelDescription.read(self._hf)
+        for key, given in model.identity.items():
+            if (saved := self._step.manifest.models[self._model].get(key, given)) != given:
+                raise ConfigError(f"convert: {self._step.path / self._model}: {key} is {saved!r}, and {self._hf / CONFIG} has {given!r}")
         own = self._step.path / self._model / HF
         if like is not None and (own / CONFIG).is_file():
-            for key, (saved, given) in differences(read_config(own), config).items():
+            for key, (saved, given) in differences(ModelDescription.read(own), model).items():
                 raise ConfigError(f"convert: {own / CONFIG}: {key} is {saved!r}, and {given!r} in {self._hf / CONFIG} (--like)")
-        return config
+        return model
 
     def _dtype(self, weight: Weight, name: CheckpointName) -> str:
         if name.key not in self._weights:
@@ -233,8 +230,7 @@ class ToHF(Conversion):
         write_files(self._directory.partial, files)
 
     def _changes(self) -> dict[str, Any]:
-        family = family_of(self._config)
-        return {} if self._head == family.head_of(self._config) else family.labels(self._config, self._head)
+        return {} if self._head == self._description.head else self._description.labels(self._head)
 
     def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """Return the contents of conversion.json: every tensor written, its hash, and the parameter from which it was made."""

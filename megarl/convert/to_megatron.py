@@ -19,7 +19,7 @@ from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, check_cut, cut_units, make_items, shards
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.hf import CONVERSION
 from megarl.models.hf_writer import described
 from megarl.models.weight_map import HeadKind, Weight
@@ -59,19 +59,16 @@ class ToMegatron(Conversion):
     ) -> None:
         self._directory = conversion_directory(root)
         self._source = self._audited(path, head, drop_mtp)
-        self._head: HeadKind = head or family_of(dict(self._source.config)).head_of(dict(self._source.config))
+        self._head: HeadKind = head or self._source.model.head
         self._model, self._cast, self._tp, self._etp = model or MODELS[self._head], dtype, tp, etp
-        self.items = make_items(self._source.config, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
+        self.items = make_items(self._source.model, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
         check_cut(self.items, tp, etp)
         self.units = cut_units(self.items)
 
     @staticmethod
     def _audited(path: Path, head: HeadKind | None, drop_mtp: bool) -> Source:
         if head is None:
-            from megarl.models.hf import read_config
-
-            config = read_config(path)
-            head = family_of(config).head_of(config)
+            head = ModelDescription.read(path).head
         return audit(path, head, drop_mtp=drop_mtp)
 
     def _dtype(self, weight: Weight, name: CheckpointName) -> str:
@@ -146,7 +143,7 @@ class ToMegatron(Conversion):
             files[f"{self._model}/{HF}/{name}"] = _rewrite(self._folder / HF / name, data)
         report = json.dumps(self._report(hashes), indent=1).encode()
         files[f"{self._model}/{CONVERSION}"] = _rewrite(self._folder / CONVERSION, report)
-        identity = {key: self._source.config[key] for key in ("model_type", "vocab_size")}
+        identity = self._source.model.identity
         manifest = Manifest(STEP, 0, {}, versions(), {self._model: {**identity, "optimizer": None}}, files)
         _rewrite(self._directory.partial / MANIFEST, encode(manifest))
 
@@ -156,10 +153,9 @@ class ToMegatron(Conversion):
         return write_metadata(self._folder, written)
 
     def _described(self) -> dict[str, bytes]:
-        config = dict(self._source.config)
-        family = family_of(config)
-        same = self._head == family.head_of(config) and "multi-token prediction" not in self._source.left_out.values()
-        changes = {} if same else family.labels(config, self._head)
+        model = self._source.model
+        same = self._head == model.head and "multi-token prediction" not in self._source.left_out.values()
+        changes = {} if same else model.labels(self._head)
         return described(self._source.path, self._cast, changes)
 
     def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megarl.batch import Sample
 from megarl.config import RolloutSettings
 
 if TYPE_CHECKING:
+    from megarl.models.description import ModelDescription
     from megarl.sync.fingerprint import Print
 
 RequestId = Hashable
@@ -135,11 +136,11 @@ class Engine(Protocol):
     def __init__(self, label: str) -> None: ...
 
     @staticmethod
-    def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+    def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
         """Check that an engine could run the model with these settings, without starting anything.
 
         Args:
-            hf: the model's config.json.
+            model: the model.
             dtype: the dtype of its weights and activations, "float32" or "bfloat16".
             settings: the engine's settings.
             gpu: whether the engine has GPUs.
@@ -149,11 +150,11 @@ class Engine(Protocol):
         """
 
     @staticmethod
-    def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
+    def with_cache(model: ModelDescription, dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
         """Choose the KV cache size of a CPU engine for which the user has set none.
 
         Args:
-            hf: the model's config.json.
+            model: the model.
             dtype: the dtype of its weights and activations.
             settings: the engine's settings.
             most_mb: most megabytes for all concurrent sequences; exceeded if a single longest sequence needs more.

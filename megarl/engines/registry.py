@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.imports import find
 
 if TYPE_CHECKING:
     from megarl.engines.engine import Engine
+    from megarl.models.description import ModelDescription
 
 ENGINES = {"vllm": "megarl.engines.vllm.engine:VllmEngine"}
 """`rollout.engine.type` -> "module:Class" of a megarl.engines.engine.Engine."""
 
 
-def check_engine(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+def check_engine(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
     """Call `Engine.check` of the chosen engine, before any process starts. Raises ConfigError, too, if it has no members and needs some."""
     engine = engine_type(settings)
     if settings.dp > 1 and engine.member is None:
         raise ConfigError(f"rollout.dp={settings.dp}: engine {settings.engine.type} has one data-parallel rank only")
-    engine.check(hf, dtype, settings, gpu=gpu)
+    engine.check(model, dtype, settings, gpu=gpu)
 
 
 def engine_type(settings: RolloutSettings) -> type[Engine]:

@@ -154,12 +154,12 @@ def check(given: argparse.Namespace) -> GenerateJob:
     if given.tp > 1 and gpu and given.tp > gpus_here():
         raise ConfigError(f"--tp {given.tp}: this machine has {gpus_here()} GPUs")
     model = given.model.absolute()
-    hf, tokenizer = check_checkpoint(model, drop_mtp=True), load_tokenizer(model)
+    description, tokenizer = check_checkpoint(model, drop_mtp=True), load_tokenizer(model)
     if given.system is not None and (given.template is not None or not tokenizer.chat_template):
         raise ConfigError("--system: is part of a chat, and the prompt goes through no chat template")
     if given.chat and not tokenizer.chat_template:
         raise ConfigError("--chat: the tokenizer has no chat template")
-    room, form = int(hf["max_position_embeddings"]), _format(given, tokenizer)
+    room, form = description.room, _format(given, tokenizer)
     renderer = Renderer(tokenizer, form, room - 1, "the model's room")
     prompts = renderer.all(iter(()) if given.chat else _rows(given))
     renderer.intake.tell(len(prompts), "PROMPT" if given.file is None else f"--file {given.file}", "")
@@ -167,12 +167,12 @@ def check(given: argparse.Namespace) -> GenerateJob:
     response = min(RESPONSE, room - longest) if given.max_tokens is None else given.max_tokens
     if given.chat:
         longest = room - response
-    check_room(hf, max(1, longest) + response, f"--max-tokens {response} with its prompt")
+    check_room(description, max(1, longest) + response, f"--max-tokens {response} with its prompt")
     settings = _settings(given, longest, response, min(TOGETHER, given.n * max(1, len(prompts))))
     dtype = given.dtype or ("bfloat16" if gpu else "float32")
     if not gpu:
-        settings = engine_type(settings).with_cache(hf, dtype, settings, CACHE_MB)
-    check_engine(hf, dtype, settings, gpu=gpu)
+        settings = engine_type(settings).with_cache(description, dtype, settings, CACHE_MB)
+    check_engine(description, dtype, settings, gpu=gpu)
     sampling = Sampling(given.n, given.temperature, response, given.seed).within(settings)
     return GenerateJob(model, tokenizer, form, prompts, settings, sampling, dtype, gpu)
 

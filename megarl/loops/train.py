@@ -12,7 +12,7 @@ from megarl.config import StepSettings, TrainConfig
 from megarl.host import termination
 from megarl.loops.evaluate import evaluate
 from megarl.loops.show_data import tell_first
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.observe.metrics import Metric
 from megarl.resume.finished import has_finished
 from megarl.resume.recovery import newest, recovering
@@ -114,7 +114,7 @@ def evaluation_due(train: StepSettings, state: TrainState) -> bool:
 def compare_engines(ctx: RunContext, measured: Mapping[str, Metric]) -> None:
     """Warn if engines and trainer disagree about log-probs, as far as these metrics tell; RuntimeError if they run different models."""
     config = ctx.config
-    vocabulary = int(read_config(config.model.path)["vocab_size"])
+    vocabulary = ModelDescription.read(config.model.path).vocab
     if warning := check_gap(measured, config.sync, config.rollout, config.model.dtype, vocabulary):
         ctx.run.event("logprob_gap", warning)
 

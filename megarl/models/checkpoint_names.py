@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
+from megarl.models.description import ModelDescription
 from megarl.models.te_names import to_te
-from megarl.models.weight_map import OUTPUT, Family, HeadKind, Op, Shape, Weight
+from megarl.models.weight_map import OUTPUT, HeadKind, Op, Shape, Weight
 
 HEAD = "score.weight"  # a scalar head's name in checkpoints, which differs from its name in the model
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
@@ -37,13 +37,12 @@ class Box:
     size: tuple[int, ...]
 
 
-def checkpoint_names(family: Family, hf: dict[str, Any], head: HeadKind) -> list[tuple[Weight, CheckpointName]]:
+def checkpoint_names(model: ModelDescription, head: HeadKind) -> list[tuple[Weight, CheckpointName]]:
     """Return every parameter of a model that a checkpoint holds, with its name there.
 
     Args:
-        family: the model's family.
-        hf: its config.json.
-        head: the head on the backbone, whichever head `hf` names.
+        model: the model.
+        head: the head on its backbone, whichever head config.json names.
 
     Returns:
         (parameter, name) pairs in the model's order, without tied copies.
@@ -51,20 +50,19 @@ def checkpoint_names(family: Family, hf: dict[str, Any], head: HeadKind) -> list
     Raises:
         ConfigError: the family does not support this config.json.
     """
-    weights = [weight for weight in family.weights(hf, head) if not weight.alias]
+    weights = [weight for weight in model.weights(head) if not weight.alias]
     # If layers differ (moe_layer_freq is a list), Megatron stores each under its number (transformer_block.py).
-    alike = not isinstance(family.fields(hf).get("moe_layer_freq"), list)
+    alike = not isinstance(model.fields.get("moe_layer_freq"), list)
     renamed = to_te([weight.name for weight in weights])
-    sizes = family.sizes(hf)
     found = []
     for weight in weights:
         key = HEAD if head == "value" and weight.name == OUTPUT else _EXPERT.sub("experts.", renamed[weight.name])
         index, extents = list[int](), list[int]()
         if weight.layer is not None and alike:
             key = _LAYER.sub("", key)
-            index, extents = [weight.layer], [sizes.layers]
+            index, extents = [weight.layer], [model.sizes.layers]
         if weight.expert is not None:
-            index, extents = [*index, weight.expert], [*extents, sizes.experts]
+            index, extents = [*index, weight.expert], [*extents, model.sizes.experts]
         found.append((weight, CheckpointName(key, tuple(index), tuple(extents), parameter_shape(weight.op))))
     return found
 

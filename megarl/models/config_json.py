@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from megarl.errors import ConfigError
 
+ConfigJson = Mapping[str, Any]  # a model's config.json, with transformers' defaults (`registry.completed`)
 TokenIds = Annotated[
     list[NonNegativeInt], BeforeValidator(lambda given: given if isinstance(given, list) else [] if given is None else [given])
 ]

@@ -5,10 +5,10 @@ A family's file states which of these it uses and under which names, what it ref
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models.config_json import ConfigJson
 from megarl.models.quantized import quantization
 from megarl.models.rope import Rope
 from megarl.models.weight_map import OUTPUT, QKV, Fused, GateUp, Head, Op, Plain, Sizes, WeightMapping
@@ -23,18 +23,18 @@ _MOST = (1 << 31) - 1  # maximum of any number: Megatron and CUDA count with 32 
 # --- config.json ---
 
 
-def number(hf: Mapping[str, Any], key: str) -> int:
+def number(config: ConfigJson, key: str) -> int:
     """Return a positive integer from config.json. Raise ConfigError if it is missing, not a positive integer or too large."""
-    if key not in hf:
+    if key not in config:
         raise ConfigError(f"model.path: config.json lacks {key}")
-    if type(hf[key]) is not int or hf[key] < 1:
-        raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is not a positive integer")
-    if hf[key] > _MOST:
-        raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is more than {_MOST}")
-    return hf[key]
+    if type(config[key]) is not int or config[key] < 1:
+        raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is not a positive integer")
+    if config[key] > _MOST:
+        raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is more than {_MOST}")
+    return config[key]
 
 
-def refuse(family: str, hf: Mapping[str, Any], **expected: Any) -> None:
+def refuse(family: str, config: ConfigJson, **expected: Any) -> None:
     """Raise ConfigError for a key of config.json whose value is not null and that the family's weight map and Megatron do not support.
 
     Refused for every family: activations other than silu, sliding windows, dropout, settings of single layers, and weights that are
@@ -42,35 +42,35 @@ def refuse(family: str, hf: Mapping[str, Any], **expected: Any) -> None:
 
     Args:
         family: its name, for the message.
-        hf: config.json.
+        config: config.json.
         **expected: the only supported value of further keys.
     """
     always = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "per_layer_config": None}
     for key, value in {**always, **expected}.items():
-        if hf.get(key) not in (None, value):
+        if config.get(key) not in (None, value):
             hint = " (null turns it off)" if key == "sliding_window" else ""
-            raise ConfigError(f"model.path: config.json's {key}={hf[key]!r:.200} is not supported for {family}{hint}")
-    quantization(hf)
-    types = hf.get("layer_types")
-    if types is not None and types != ["full_attention"] * number(hf, "num_hidden_layers"):
+            raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is not supported for {family}{hint}")
+    quantization(config)
+    types = config.get("layer_types")
+    if types is not None and types != ["full_attention"] * number(config, "num_hidden_layers"):
         raise ConfigError(
             f"model.path: config.json's layer_types are not all 'full_attention', one for each layer, as supported for {family}"
         )
 
 
-def decoder_sizes(hf: Mapping[str, Any], **mlp: Any) -> Sizes:
+def decoder_sizes(config: ConfigJson, **mlp: Any) -> Sizes:
     """Return the sizes of a decoder with grouped-query attention; `mlp`: those of its MLPs and experts. Raise ConfigError if invalid."""
-    hidden, heads = number(hf, "hidden_size"), number(hf, "num_attention_heads")
-    groups = heads if hf.get("num_key_value_heads") is None else number(hf, "num_key_value_heads")
+    hidden, heads = number(config, "hidden_size"), number(config, "num_attention_heads")
+    groups = heads if config.get("num_key_value_heads") is None else number(config, "num_key_value_heads")
     if heads % groups:
         raise ConfigError(f"model.path: config.json's num_key_value_heads={groups} does not divide num_attention_heads={heads}")
     return Sizes(
-        layers=number(hf, "num_hidden_layers"),
+        layers=number(config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         groups=groups,
-        head_dim=number(hf, "head_dim") if hf.get("head_dim") is not None else hidden // heads,
-        vocab=number(hf, "vocab_size"),
+        head_dim=number(config, "head_dim") if config.get("head_dim") is not None else hidden // heads,
+        vocab=number(config, "vocab_size"),
         **mlp,
     )
 
@@ -181,29 +181,29 @@ def sigmoid_experts(n: Sizes) -> list[WeightMapping]:
     ]
 
 
-def logits(n: Sizes, hf: Mapping[str, Any]) -> WeightMapping:
+def logits(n: Sizes, config: ConfigJson) -> WeightMapping:
     """Return the mapping of the output layer, which may be tied to the embedding."""
-    tied = hf["tie_word_embeddings"]
+    tied = config["tie_word_embeddings"]
     return WeightMapping(OUTPUT, ("model.embed_tokens.weight" if tied else "lm_head.weight",), _vocabulary(n), alias=tied)
 
 
 def lm_head(architecture: str, sizes: Any) -> Head:
     """Return the head of a language model."""
-    return Head(architecture, lambda hf: logits(sizes(hf), hf), {})
+    return Head(architecture, lambda config: logits(sizes(config), config), {})
 
 
-def unused(hf: Mapping[str, Any]) -> tuple[str, ...]:
+def unused(config: ConfigJson) -> tuple[str, ...]:
     """Return the names of unused tensors that checkpoints may store: a tied output layer, and in some RoPE's frequencies.
 
     The frequencies are computed from config.json instead.
     """
-    stored = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf["num_hidden_layers"]))
-    return (*(("lm_head.weight",) if hf["tie_word_embeddings"] else ()), *stored)
+    stored = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config["num_hidden_layers"]))
+    return (*(("lm_head.weight",) if config["tie_word_embeddings"] else ()), *stored)
 
 
-def predictors(hf: Mapping[str, Any]) -> tuple[str, ...]:
+def predictors(config: ConfigJson) -> tuple[str, ...]:
     """Return the name prefixes of the multi-token prediction layers, which follow the last regular layer."""
-    return tuple(f"model.layers.{hf['num_hidden_layers'] + index}." for index in range(hf["num_nextn_predict_layers"]))
+    return tuple(f"model.layers.{config['num_hidden_layers'] + index}." for index in range(config["num_nextn_predict_layers"]))
 
 
 def _vocabulary(n: Sizes) -> Plain:
@@ -218,11 +218,11 @@ def _qkv(n: Sizes, fused: bool, *rest: int) -> Op:
 # --- Megatron's fields ---
 
 
-def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = False, norm: bool = False) -> dict[str, Any]:
+def decoder_fields(config: ConfigJson, n: Sizes, rope: Rope, *, bias: bool = False, norm: bool = False) -> dict[str, Any]:
     """Return the TransformerConfig fields of a dense decoder built from the blocks above.
 
     Args:
-        hf: config.json.
+        config: config.json.
         n: the model's sizes.
         rope: its rotary embedding.
         bias: query, key and value have biases.
@@ -240,7 +240,7 @@ def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = 
         "num_query_groups": n.groups,
         "kv_channels": n.head_dim,
         "ffn_hidden_size": n.ffn if n.ffn is not None else n.expert_ffn,
-        "layernorm_epsilon": hf["rms_norm_eps"],
+        "layernorm_epsilon": config["rms_norm_eps"],
         "normalization": "RMSNorm",
         "qk_layernorm": norm,
         "add_qkv_bias": bias,
@@ -254,44 +254,44 @@ def decoder_fields(hf: Mapping[str, Any], n: Sizes, rope: Rope, *, bias: bool = 
     }
 
 
-def _chosen(hf: Mapping[str, Any], n: Sizes) -> int:
+def _chosen(config: ConfigJson, n: Sizes) -> int:
     """Return the number of experts that each token is sent to. Raise ConfigError if the model has fewer."""
-    topk = number(hf, "num_experts_per_tok")
+    topk = number(config, "num_experts_per_tok")
     if topk > n.experts:
         raise ConfigError(f"model.path: config.json's num_experts_per_tok={topk} is more than its {n.experts} experts")
     return topk
 
 
-def softmax_fields(hf: Mapping[str, Any], n: Sizes, *, normalized: bool) -> dict[str, Any]:
+def softmax_fields(config: ConfigJson, n: Sizes, *, normalized: bool) -> dict[str, Any]:
     """Return the TransformerConfig fields of a softmax router.
 
     Args:
-        hf: config.json.
+        config: config.json.
         n: the model's sizes.
         normalized: the chosen experts' probabilities are scaled to a sum of 1, which equals a softmax over the chosen experts only.
     """
     return {
         "num_moe_experts": n.experts,
         "moe_ffn_hidden_size": n.expert_ffn,
-        "moe_router_topk": _chosen(hf, n),
+        "moe_router_topk": _chosen(config, n),
         "moe_router_pre_softmax": not normalized,
         "moe_router_score_function": "softmax",
     }
 
 
-def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, Any]:
+def sigmoid_fields(family: str, config: ConfigJson, n: Sizes) -> dict[str, Any]:
     """Return the TransformerConfig fields of the router and the MLPs of `sigmoid_experts`.
 
     Args:
         family: its name, for the message.
-        hf: config.json.
+        config: config.json.
         n: the model's sizes.
 
     Raises:
         ConfigError: Megatron's router would choose different experts than the model's own.
     """
-    topk, groups, chosen = _chosen(hf, n), number(hf, "n_group"), number(hf, "topk_group")
-    if topk == 1 or not hf["norm_topk_prob"]:
+    topk, groups, chosen = _chosen(config, n), number(config, "n_group"), number(config, "topk_group")
+    if topk == 1 or not config["norm_topk_prob"]:
         raise ConfigError(f"model.path: norm_topk_prob=false or num_experts_per_tok=1 is not supported for {family}")
     if n.experts % groups or chosen > groups:
         raise ConfigError(f"model.path: n_group={groups} and topk_group={chosen} do not divide {n.experts} experts")
@@ -308,20 +308,20 @@ def sigmoid_fields(family: str, hf: Mapping[str, Any], n: Sizes) -> dict[str, An
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": float(hf["routed_scaling_factor"]),
+        "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
         **({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > chosen else {}),
     }
 
 
-def sigmoid_sizes(hf: Mapping[str, Any]) -> dict[str, int | None]:
+def sigmoid_sizes(config: ConfigJson) -> dict[str, int | None]:
     """Return the sizes of the MLPs of `sigmoid_experts`, as arguments of `Sizes`. Raise ConfigError if they are missing or invalid."""
-    dense, layers, inner = hf["first_k_dense_replace"], number(hf, "num_hidden_layers"), number(hf, "moe_intermediate_size")
+    dense, layers, inner = config["first_k_dense_replace"], number(config, "num_hidden_layers"), number(config, "moe_intermediate_size")
     if type(dense) is not int or not 0 <= dense < layers:
         raise ConfigError(f"model.path: config.json's first_k_dense_replace={dense!r} is not between 0 and {layers - 1}")
     return {
-        "ffn": number(hf, "intermediate_size") if dense else None,
+        "ffn": number(config, "intermediate_size") if dense else None,
         "dense": dense,
-        "experts": number(hf, "n_routed_experts"),
+        "experts": number(config, "n_routed_experts"),
         "expert_ffn": inner,
-        "shared_ffn": inner * number(hf, "n_shared_experts"),
+        "shared_ffn": inner * number(config, "n_shared_experts"),
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import BLOCK, LAYER, number
 from megarl.models.rope import Rope, rope
 from megarl.models.weight_map import Family, Plain, Sizes, WeightMapping, scalar_head
@@ -54,49 +55,50 @@ DEFAULTS: dict[str, Any] = {  # of transformers' DeepseekV3Config
 }
 
 
-def sizes(hf: dict[str, Any]) -> Sizes:
+def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
-    blocks.refuse(NAME, hf, attention_bias=False, rope_interleave=True, moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
-    heads = number(hf, "num_attention_heads")
-    if hf["num_key_value_heads"] not in (None, heads):
-        raise ConfigError(f"model.path: config.json's num_key_value_heads={hf['num_key_value_heads']!r} is not num_attention_heads={heads}")
-    if hf["rms_norm_eps"] != 1e-6:  # transformers always normalises the latents with 1e-6, Megatron with config.json's value
-        raise ConfigError(f"model.path: config.json's rms_norm_eps={hf['rms_norm_eps']!r} is not supported for {NAME}, which has 1e-06")
-    if hf.get("head_dim", hf["qk_rope_head_dim"]) != hf["qk_rope_head_dim"]:  # transformers would rotate that many dimensions
-        raise ConfigError(f"model.path: config.json's head_dim={hf['head_dim']!r} is not qk_rope_head_dim={hf['qk_rope_head_dim']!r}")
+    router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    blocks.refuse(NAME, config, attention_bias=False, rope_interleave=True, moe_layer_freq=1, **router)
+    heads, groups, rotary = number(config, "num_attention_heads"), config["num_key_value_heads"], config["qk_rope_head_dim"]
+    if groups not in (None, heads):
+        raise ConfigError(f"model.path: config.json's num_key_value_heads={groups!r} is not num_attention_heads={heads}")
+    if config["rms_norm_eps"] != 1e-6:  # transformers always normalises the latents with 1e-6, Megatron with config.json's value
+        raise ConfigError(f"model.path: config.json's rms_norm_eps={config['rms_norm_eps']!r} is not supported for {NAME}, which has 1e-06")
+    if config.get("head_dim", rotary) != rotary:  # transformers would rotate that many dimensions
+        raise ConfigError(f"model.path: config.json's head_dim={config['head_dim']!r} is not qk_rope_head_dim={rotary!r}")
     return Sizes(
-        layers=number(hf, "num_hidden_layers"),
-        hidden=number(hf, "hidden_size"),
+        layers=number(config, "num_hidden_layers"),
+        hidden=number(config, "hidden_size"),
         heads=heads,
         groups=heads,
-        head_dim=number(hf, "qk_nope_head_dim") + number(hf, "qk_rope_head_dim"),
-        vocab=number(hf, "vocab_size"),
-        **blocks.sigmoid_sizes(hf),  # type: ignore[arg-type]
+        head_dim=number(config, "qk_nope_head_dim") + number(config, "qk_rope_head_dim"),
+        vocab=number(config, "vocab_size"),
+        **blocks.sigmoid_sizes(config),  # type: ignore[arg-type]
     )
 
 
-def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(hf)
+    n = sizes(config)
     before, after = blocks.norms(n)
-    return [blocks.embedding(n), before, *_latents(hf, n), after, *blocks.sigmoid_experts(n), blocks.final_norm(n)]
+    return [blocks.embedding(n), before, *_latents(config, n), after, *blocks.sigmoid_experts(n), blocks.final_norm(n)]
 
 
-def _latents(hf: dict[str, Any], n: Sizes) -> list[WeightMapping]:
+def _latents(config: ConfigJson, n: Sizes) -> list[WeightMapping]:
     """Return the mappings of MLA: down-projections to the latents are replicated on all tensor-parallel ranks, the others split by head."""
     ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
-    query, latent, value = n.heads * n.head_dim, number(hf, "kv_lora_rank"), number(hf, "v_head_dim")
-    keys_values = n.heads * (number(hf, "qk_nope_head_dim") + value)
-    if hf["q_lora_rank"] is None:
+    query, latent, value = n.heads * n.head_dim, number(config, "kv_lora_rank"), number(config, "v_head_dim")
+    keys_values = n.heads * (number(config, "qk_nope_head_dim") + value)
+    if config["q_lora_rank"] is None:
         queries = [WeightMapping(ours + "linear_q_proj.weight", (theirs + "q_proj.weight",), Plain((query, n.hidden), 0))]
     else:
-        rank = number(hf, "q_lora_rank")
+        rank = number(config, "q_lora_rank")
         queries = [
             WeightMapping(ours + "linear_q_down_proj.weight", (theirs + "q_a_proj.weight",), Plain((rank, n.hidden))),
             WeightMapping(ours + "q_layernorm.weight", (theirs + "q_a_layernorm.weight",), Plain((rank,))),
             WeightMapping(ours + "linear_q_up_proj.weight", (theirs + "q_b_proj.weight",), Plain((query, rank), 0)),
         ]
-    down = Plain((latent + number(hf, "qk_rope_head_dim"), n.hidden))
+    down = Plain((latent + number(config, "qk_rope_head_dim"), n.hidden))
     return [
         *queries,
         WeightMapping(ours + "linear_kv_down_proj.weight", (theirs + "kv_a_proj_with_mqa.weight",), down),
@@ -106,20 +108,20 @@ def _latents(hf: dict[str, Any], n: Sizes) -> list[WeightMapping]:
     ]
 
 
-def fields(hf: dict[str, Any]) -> dict[str, Any]:
+def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's MLATransformerConfig."""
-    n = sizes(hf)
-    turned = rope(hf)
+    n = sizes(config)
+    turned = rope(config)
     return {
-        **blocks.decoder_fields(hf, n, Rope("default", turned.theta, 1.0, {}), norm=True),
-        **blocks.sigmoid_fields(NAME, hf, n),
+        **blocks.decoder_fields(config, n, Rope("default", turned.theta, 1.0, {}), norm=True),
+        **blocks.sigmoid_fields(NAME, config, n),
         "multi_latent_attention": True,
-        "q_lora_rank": hf["q_lora_rank"],
-        "kv_lora_rank": number(hf, "kv_lora_rank"),
-        "qk_head_dim": number(hf, "qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": number(hf, "qk_rope_head_dim"),
-        "v_head_dim": number(hf, "v_head_dim"),
-        "kv_channels": number(hf, "v_head_dim"),
+        "q_lora_rank": config["q_lora_rank"],
+        "kv_lora_rank": number(config, "kv_lora_rank"),
+        "qk_head_dim": number(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": number(config, "qk_rope_head_dim"),
+        "v_head_dim": number(config, "v_head_dim"),
+        "kv_channels": number(config, "v_head_dim"),
         "apply_rope_fusion": False,
         **_rope_fields(turned),
     }

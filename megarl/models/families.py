@@ -12,10 +12,12 @@ from megarl.config import ConfigError, Layout
 from megarl.errors import Absent
 from megarl.host.unchecked import where_present
 from megarl.models import hf as directory
+from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import number
+from megarl.models.description import ModelDescription
 from megarl.models.quantized import FLOAT8, QUANTIZATION, quantization
 from megarl.models.registry import FAMILIES, MODEL_TYPES, family_of
-from megarl.models.weight_map import Family, HeadKind, Shape
+from megarl.models.weight_map import HeadKind, Shape
 
 __all__ = ["FAMILIES", "check_checkpoint", "check_layout", "check_room", "family_of"]
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # fields of Megatron's TransformerConfig
@@ -24,7 +26,7 @@ EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS = 4096  # rows compared at a time
 
 
-def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path", *, drop_mtp: bool = False) -> dict[str, Any]:
+def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path", *, drop_mtp: bool = False) -> ModelDescription:
     """Check that a checkpoint holds exactly the tensors of its architecture, with the right shapes, and can initialise a model.
 
     Args:
@@ -34,7 +36,7 @@ def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path",
         drop_mtp: the checkpoint may contain multi-token prediction layers, which are left out.
 
     Returns:
-        The config.json, as returned by `hf.read_config`.
+        What its config.json says of the model.
 
     Raises:
         ConfigError: one line: a missing directory, a broken file, a different head, a RoPE or router that Megatron does not have, a tensor
@@ -43,14 +45,13 @@ def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path",
         Absent: a directory without weights; where this machine need not have them, `unchecked` names them and config.json is enough.
     """
     with _naming(key, path):
-        config = directory.read_config(path)
-        family = family_of(config)
-        _check_head(path, config, family, head)
-        family.fields(config)
-        _check_identity(path, config, family)
+        model = ModelDescription.read(path)
+        _check_head(model, head)
+        _ = model.fields  # a ConfigError if Megatron cannot compute it
+        _check_identity(model)
     with where_present("the weights"), _naming(key, path):
-        _check_tensors(path, config, family, drop_mtp)
-    return config
+        _check_tensors(model, drop_mtp)
+    return model
 
 
 @contextmanager
@@ -65,34 +66,34 @@ def _naming(key: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}") from None
 
 
-def _check_tensors(path: Path, config: dict[str, Any], family: Family, drop_mtp: bool) -> None:
+def _check_tensors(model: ModelDescription, drop_mtp: bool) -> None:
     """Check the tensors of a checkpoint; see `check_checkpoint`."""
-    expected, held, architecture = family.expected(config), directory.inventory(path), config["architectures"][0]
+    path, expected, held = model.directory, model.expected(), directory.inventory(model.directory)
     missing = [name for name in expected if name not in held]
     if missing:
         raise ConfigError(f"model.path: {path} lacks the tensor {missing[0]} ({len(missing)} of {len(expected)} are missing)")
     for name, shape in expected.items():
-        _check_tensor(path, config, name, held[name], shape)
-    if quantization(config) is not None and all(info.scales is None for info in held.values()):
+        _check_tensor(path, model.config, name, held[name], shape)
+    if quantization(model.config) is not None and all(info.scales is None for info in held.values()):
         raise ConfigError(f"model.path: {path}: config.json has a {QUANTIZATION}, but no tensor is stored with scales")
-    predictors = family.predictors(config)
+    predictors = model.family.predictors(model.config)
     further = sorted(name for name in held if name.startswith(predictors))
     if further and not drop_mtp:
         raise ConfigError(
             f"model.path: {path} holds {further[0]} and {len(further) - 1} more multi-token prediction tensors, which megarl does not "
             "train (model.drop_mtp=true leaves them out of the model and of what is saved)"
         )
-    optional = {*family.optional(config), *further, *directory.scales_of_activations(held)}
+    optional = {*model.family.optional(model.config), *further, *directory.scales_of_activations(held)}
     unknown = sorted(held.keys() - expected.keys() - optional)
     if unknown:
         raise ConfigError(
-            f"model.path: {path} holds the tensor {unknown[0]}, which {architecture} does not have ({len(unknown)} such tensors)"
+            f"model.path: {path} holds the tensor {unknown[0]}, which {model.architecture} does not have ({len(unknown)} such tensors)"
         )
-    if config["tie_word_embeddings"] and OUTPUT in held:
+    if model.tied and OUTPUT in held:
         _check_tied(path)
 
 
-def _check_tensor(path: Path, config: dict[str, Any], name: str, info: directory.TensorInfo, shape: Shape) -> None:
+def _check_tensor(path: Path, config: ConfigJson, name: str, info: directory.TensorInfo, shape: Shape) -> None:
     """Raise ConfigError unless a tensor has its shape, and numbers that can be read."""
     if info.shape != shape:
         raise ConfigError(f"model.path: {path}: {name} has shape {list(info.shape)}, expected {list(shape)} by config.json")
@@ -122,55 +123,52 @@ def _check_tied(path: Path) -> None:
         )
 
 
-def _check_head(path: Path, config: dict[str, Any], family: Family, head: HeadKind) -> None:
-    stored = family.head_of(config)
-    if stored == "value":
-        named = config.get("id2label")
-        labels = len(named) if isinstance(named, dict) else config.get("num_labels", 2)  # transformers counts them in this way
-        if head != stored:
+def _check_head(model: ModelDescription, head: HeadKind) -> None:
+    if model.head == "value":
+        named = model.config.get("id2label")
+        labels = len(named) if isinstance(named, dict) else model.config.get("num_labels", 2)  # transformers counts them in this way
+        if head != model.head:
             raise ConfigError(
-                f"model.path: {path} is a {family.heads[stored].architecture}: a critic or reward model, where a language model "
-                f"({family.heads[head].architecture}) is needed"
+                f"model.path: {model.path} is a {model.architecture}: a critic or reward model, where a language model "
+                f"({model.family.heads[head].architecture}) is needed"
             )
         if labels != 1:
-            raise ConfigError(f"model.path: {path} classifies into {labels} labels; a critic or reward model must have exactly 1")
+            raise ConfigError(f"model.path: {model.path} classifies into {labels} labels; a critic or reward model must have exactly 1")
 
 
-def _check_identity(path: Path, config: dict[str, Any], family: Family) -> None:
+def _check_identity(model: ModelDescription) -> None:
     """Raise ConfigError if other programs would take the model for a different one, or wait for an end token that does not exist."""
-    architecture, vocab = config["architectures"][0], family.sizes(config).vocab
-    given, own = config.get("model_type"), MODEL_TYPES[architecture]
+    given, own, vocab = model.config.get("model_type"), MODEL_TYPES[model.architecture], model.sizes.vocab
     if given not in own:
         names = " or ".join(map(repr, own))
-        raise ConfigError(f"model.path: {path}: config.json's model_type={given!r:.200} is not {architecture}'s, {names}")
-    number(config, "max_position_embeddings")
-    ends = config.get("eos_token_id")
+        raise ConfigError(f"model.path: {model.path}: config.json's model_type={given!r:.200} is not {model.architecture}'s, {names}")
+    number(model.config, "max_position_embeddings")
+    ends = model.config.get("eos_token_id")
     for token in ends if isinstance(ends, list) else [] if ends is None else [ends]:
         if token >= vocab:
-            raise ConfigError(f"model.path: {path}: config.json's eos_token_id={token} is not a token of vocab_size={vocab}")
+            raise ConfigError(f"model.path: {model.path}: config.json's eos_token_id={token} is not a token of vocab_size={vocab}")
 
 
-def check_room(hf: dict[str, Any], tokens: int, key: str) -> None:
+def check_room(model: ModelDescription, tokens: int, key: str) -> None:
     """Check that the model supports sequences of this many tokens.
 
     Args:
-        hf: its config.json.
+        model: the model.
         tokens: the length of prompt and response together.
         key: the setting that requires this length, for the message.
 
     Raises:
         ConfigError: the model supports fewer tokens; the message starts with `key`.
     """
-    limit = int(hf["max_position_embeddings"])
-    if tokens > limit:
-        raise ConfigError(f"{key}: {tokens} tokens, and the model supports at most {limit}")
+    if tokens > model.room:
+        raise ConfigError(f"{key}: {tokens} tokens, and the model supports at most {model.room}")
 
 
-def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any] = MappingProxyType({})) -> None:
+def check_layout(model: ModelDescription, layout: Layout, megatron: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Check that a layout divides a model evenly.
 
     Args:
-        hf: config.json of a known family.
+        model: the model.
         layout: the layout of the ranks that hold the model.
         megatron: `model.megatron`, which may give the first and the last pipeline stage a different number of layers
             (num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage): no usual number of stages divides 94 or 61 layers.
@@ -178,7 +176,7 @@ def check_layout(hf: dict[str, Any], layout: Layout, megatron: Mapping[str, Any]
     Raises:
         ConfigError: the layout does not divide the model; the message has the dotted key and both numbers.
     """
-    sizes = family_of(hf).sizes(hf)
+    sizes = model.sizes
     uneven = {key: megatron[key] for key in _UNEVEN if megatron.get(key) is not None}
     if uneven:
         _check_stages(sizes.layers, layout, uneven)

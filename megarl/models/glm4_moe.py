@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
 from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
@@ -48,35 +49,35 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeConfig
 }
 
 
-def sizes(hf: dict[str, Any]) -> Sizes:
+def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
-    blocks.refuse(NAME, hf)
-    return blocks.decoder_sizes(hf, **blocks.sigmoid_sizes(hf))
+    blocks.refuse(NAME, config)
+    return blocks.decoder_sizes(config, **blocks.sigmoid_sizes(config))
 
 
-def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(hf)
+    n = sizes(config)
     return [
         blocks.embedding(n),
-        *blocks.attention(n, **_attention(hf)),
+        *blocks.attention(n, **_attention(config)),
         *blocks.sigmoid_experts(n),
         blocks.final_norm(n),
     ]
 
 
-def fields(hf: dict[str, Any]) -> dict[str, Any]:
+def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    n = sizes(hf)
-    return {**blocks.decoder_fields(hf, n, turned(hf), **_attention(hf)), **blocks.sigmoid_fields(NAME, hf, n)}
+    n = sizes(config)
+    return {**blocks.decoder_fields(config, n, turned(config), **_attention(config)), **blocks.sigmoid_fields(NAME, config, n)}
 
 
-def _attention(hf: dict[str, Any]) -> dict[str, bool]:
+def _attention(config: ConfigJson) -> dict[str, bool]:
     """Return the arguments of `attention`: the large model has biases and norms, GLM-4.5-Air only biases.
 
     The output projection has no bias in either.
     """
-    return {"bias": hf["attention_bias"], "norm": hf["use_qk_norm"]}
+    return {"bias": config["attention_bias"], "norm": config["use_qk_norm"]}
 
 
 FAMILY = Family(

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, Layout
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.upstream_fields import check_values, fields_of
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
         check_values("model.megatron", overrides, megatron_fields(), owned, "Megatron's TransformerConfig")
 
 
-def fixed_fields(hf: dict[str, Any], dtype: str, layout: Layout) -> dict[str, Any]:
+def fixed_fields(model: ModelDescription, dtype: str, layout: Layout) -> dict[str, Any]:
     """Return the fields that are determined by the weights, their dtype, the layout and the scaling of the gradient.
 
     Args:
-        hf: config.json of a known family.
+        model: the model.
         dtype: "float32" or "bfloat16".
         layout: the layout of the ranks.
 
@@ -102,7 +102,7 @@ def fixed_fields(hf: dict[str, Any], dtype: str, layout: Layout) -> dict[str, An
     Raises:
         ConfigError: the family does not support this config.json.
     """
-    return {**_ABSENT, **family_of(hf).fields(hf), **_layout(layout), **_precision(dtype), **_laws()}
+    return {**_ABSENT, **model.fields, **_layout(layout), **_precision(dtype), **_laws()}
 
 
 def _layout(layout: Layout) -> dict[str, Any]:

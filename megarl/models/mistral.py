@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
 from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
@@ -29,22 +30,22 @@ DEFAULTS: dict[str, Any] = {  # of transformers' MistralConfig
 }
 
 
-def sizes(hf: dict[str, Any]) -> Sizes:
+def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
-    blocks.refuse("Mistral", hf, sliding_window=None)
-    return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
+    blocks.refuse("Mistral", config, sliding_window=None)
+    return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
 
 
-def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(hf)
+    n = sizes(config)
     assert n.ffn is not None
     return [blocks.embedding(n), *blocks.attention(n), *blocks.gated_mlp(n, n.ffn), blocks.final_norm(n)]
 
 
-def fields(hf: dict[str, Any]) -> dict[str, Any]:
+def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    return blocks.decoder_fields(hf, sizes(hf), rope(hf))
+    return blocks.decoder_fields(config, sizes(config), rope(config))
 
 
 FAMILY = Family(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
 from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
@@ -33,15 +34,16 @@ DEFAULTS: dict[str, Any] = {  # of transformers' MixtralConfig
 }
 
 
-def sizes(hf: dict[str, Any]) -> Sizes:
+def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
-    blocks.refuse("Mixtral", hf, sliding_window=None, router_jitter_noise=0.0)
-    return blocks.decoder_sizes(hf, experts=blocks.number(hf, "num_local_experts"), expert_ffn=blocks.number(hf, "intermediate_size"))
+    blocks.refuse("Mixtral", config, sliding_window=None, router_jitter_noise=0.0)
+    experts, inner = blocks.number(config, "num_local_experts"), blocks.number(config, "intermediate_size")
+    return blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
 
 
-def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(hf)
+    n = sizes(config)
     return [
         blocks.embedding(n),
         *blocks.attention(n),
@@ -50,10 +52,10 @@ def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
     ]
 
 
-def fields(hf: dict[str, Any]) -> dict[str, Any]:
+def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    n = sizes(hf)
-    return {**blocks.decoder_fields(hf, n, rope(hf)), **blocks.softmax_fields(hf, n, normalized=True)}
+    n = sizes(config)
+    return {**blocks.decoder_fields(config, n, rope(config)), **blocks.softmax_fields(config, n, normalized=True)}
 
 
 FAMILY = Family(

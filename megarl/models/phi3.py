@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
 from megarl.models.rope import Rope, rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
@@ -37,15 +38,15 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Phi3Config
 }
 
 
-def sizes(hf: dict[str, Any]) -> Sizes:
+def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, biases, other activations."""
-    blocks.refuse(NAME, hf, sliding_window=None, attention_bias=False, mlp_bias=False, resid_pdrop=0.0, embd_pdrop=0.0)
-    return blocks.decoder_sizes(hf, ffn=blocks.number(hf, "intermediate_size"))
+    blocks.refuse(NAME, config, sliding_window=None, attention_bias=False, mlp_bias=False, resid_pdrop=0.0, embd_pdrop=0.0)
+    return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
 
 
-def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(hf)
+    n = sizes(config)
     assert n.ffn is not None
     return [
         blocks.embedding(n),
@@ -55,17 +56,17 @@ def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
     ]
 
 
-def plain_rope(hf: dict[str, Any]) -> Rope:
+def plain_rope(config: ConfigJson) -> Rope:
     """Return the unscaled RoPE, which config.json may limit to a part of each head. Raise ConfigError for a scaled one."""
-    found = rope(hf, partial=True)
+    found = rope(config, partial=True)
     if found.kind != "default":
         raise ConfigError(f"model.path: RoPE of type {found.kind!r} is not supported for {NAME}: 'default' is")
     return found
 
 
-def fields(hf: dict[str, Any]) -> dict[str, Any]:
+def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    return blocks.decoder_fields(hf, sizes(hf), plain_rope(hf))
+    return blocks.decoder_fields(config, sizes(config), plain_rope(config))
 
 
 FAMILY = Family(

@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.lazy_torch import Tensor, torch
+from megarl.models.config_json import ConfigJson
 
 FLOAT8 = "F8_E4M3"  # safetensors' name of the dtype
 QUANTIZATION = "quantization_config"  # the key of config.json
@@ -40,9 +41,9 @@ class Quantization:
         return (1, columns) if tuple(scales) in ((rows,), (rows, 1)) else None
 
 
-def quantization(hf: Mapping[str, Any]) -> Quantization | None:
+def quantization(config: ConfigJson) -> Quantization | None:
     """Return how the weights of a config.json are quantised; None if they are not. Raise ConfigError for an unsupported way, by name."""
-    given = hf.get(QUANTIZATION)
+    given = config.get(QUANTIZATION)
     match given:
         case None:
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
 from megarl.models.rope import rope
 from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
@@ -36,24 +37,25 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3MoeConfig
 }
 
 
-def sizes(hf: dict[str, Any]) -> Sizes:
+def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: dense layers, biases, other activations."""
-    blocks.refuse("Qwen3-MoE", hf, mlp_only_layers=[], decoder_sparse_step=1, attention_bias=False)
-    return blocks.decoder_sizes(hf, experts=blocks.number(hf, "num_experts"), expert_ffn=blocks.number(hf, "moe_intermediate_size"))
+    blocks.refuse("Qwen3-MoE", config, mlp_only_layers=[], decoder_sparse_step=1, attention_bias=False)
+    experts, inner = blocks.number(config, "num_experts"), blocks.number(config, "moe_intermediate_size")
+    return blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
 
 
-def weight_map(hf: dict[str, Any]) -> list[WeightMapping]:
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(hf)
+    n = sizes(config)
     return [blocks.embedding(n), *blocks.attention(n, norm=True), *blocks.experts(n), blocks.final_norm(n)]
 
 
-def fields(hf: dict[str, Any]) -> dict[str, Any]:
+def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    n = sizes(hf)
+    n = sizes(config)
     return {
-        **blocks.decoder_fields(hf, n, rope(hf), norm=True),
-        **blocks.softmax_fields(hf, n, normalized=hf["norm_topk_prob"]),
+        **blocks.decoder_fields(config, n, rope(config), norm=True),
+        **blocks.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
     }
 
 

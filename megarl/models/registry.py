@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models import deepseek_v3, glm4_moe, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from megarl.models.config_json import ConfigJson
 from megarl.models.weight_map import Family
 
 _MODULES = (qwen3_moe, qwen3, qwen2, llama, mistral, phi3, mixtral, deepseek_v3, glm4_moe)
@@ -19,16 +19,16 @@ MODEL_TYPES = {
 }
 
 
-def family_of(hf: Mapping[str, Any]) -> Family:
+def family_of(config: ConfigJson) -> Family:
     """Return the family of a config.json. Raise ConfigError for an architecture that megarl does not support."""
-    architectures = hf.get("architectures")
+    architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if name not in FAMILIES:
         raise ConfigError(f"model.path: architecture {name!r} is not supported (supported: {', '.join(FAMILIES)})")
     return FAMILIES[name]
 
 
-def completed(hf: Mapping[str, Any]) -> dict[str, Any]:
+def completed(given: ConfigJson) -> dict[str, Any]:
     """Return a config.json with every key that the family reads: other spellings resolved, missing keys with transformers' defaults.
 
     A config.json of an unknown architecture is returned as it is: `family_of` refuses it.
@@ -36,7 +36,7 @@ def completed(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a key is null that transformers takes no null for.
     """
-    config, [name] = dict(hf), (hf.get("architectures") or [None])[:1]
+    config, [name] = dict(given), (given.get("architectures") or [None])[:1]
     if name not in FAMILIES:
         return config
     family = FAMILIES[name]

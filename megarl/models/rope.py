@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.lazy_torch import Tensor, torch
+from megarl.models.config_json import ConfigJson
 
 _ORIGINAL = "original_max_position_embeddings"
 _NEEDS = {
@@ -95,20 +96,20 @@ def mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def rope(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
+def rope(config: ConfigJson, *, partial: bool = False) -> Rope:
     """Return the Rope of a completed config.json: of transformers 5's `rope_parameters`, or the older `rope_scaling`, `rope_theta` and
     `partial_rotary_factor`.
 
     Args:
-        hf: config.json, from `registry.completed`.
+        config: config.json, from `registry.completed`.
         partial: the family can rotate a part of each head; transformers ignores partial_rotary_factor in the others.
 
     Raises:
         ConfigError: an unknown kind, a missing number, or two descriptions that differ.
     """
-    old, new = hf.get("rope_scaling"), hf.get("rope_parameters")
-    turned = _described(hf, old or new or {}, partial)
-    other = _described(hf, new, partial).meaning if old and new else turned.meaning
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    turned = _described(config, old or new or {}, partial)
+    other = _described(config, new, partial).meaning if old and new else turned.meaning
     for key, one in turned.meaning.items():
         if one == other.get(key):
             continue
@@ -119,26 +120,28 @@ def rope(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
     return turned
 
 
-def _described(hf: Mapping[str, Any], numbers: Any, partial: bool) -> Rope:
+def _described(config: ConfigJson, numbers: Any, partial: bool) -> Rope:
     """Return the Rope that one of the two descriptions gives."""
     if not isinstance(numbers, Mapping) or any(isinstance(value, Mapping) for value in numbers.values()):
         raise ConfigError("model.path: config.json has a RoPE for each kind of layer, which is not supported")
     kind = numbers.get("rope_type", numbers.get("type", "default"))
     if kind not in _NEEDS:
         raise ConfigError(f"model.path: config.json asks for RoPE of type {kind!r}; supported: {', '.join(map(repr, _NEEDS))}")
-    theta = numbers.get("rope_theta", hf["rope_theta"])
+    theta = numbers.get("rope_theta", config["rope_theta"])
     if theta is None:
-        raise ConfigError(f"model.path: config.json's rope_theta is null, which says nothing: without the key it is {hf['rope_theta']:g}")
-    known = {_ORIGINAL: hf["max_position_embeddings"], **numbers}
-    above = {_ORIGINAL: hf[_ORIGINAL]} if _ORIGINAL in hf else {}  # transformers prefers it
+        raise ConfigError(
+            f"model.path: config.json's rope_theta is null, which says nothing: without the key it is {config['rope_theta']:g}"
+        )
+    known = {_ORIGINAL: config["max_position_embeddings"], **numbers}
+    above = {_ORIGINAL: config[_ORIGINAL]} if _ORIGINAL in config else {}  # transformers prefers it
     for key in _NEEDS[kind]:
         for value in (known.get(key), above.get(key, 1)):
             if not isinstance(value, int | float) or value <= 0:
                 raise ConfigError(f"model.path: config.json's RoPE of type {kind!r} has {key}={value!r}, expected a positive number")
     known |= above
-    share = numbers.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0) or 1.0)
+    share = numbers.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0) or 1.0)
     if share is None:
         raise ConfigError("model.path: config.json's RoPE has a partial_rotary_factor that is null, which says nothing")
     if not partial and share != 1:
-        raise ConfigError(f"model.path: config.json's partial_rotary_factor={share:g}: {hf['architectures'][0]} rotates whole heads")
+        raise ConfigError(f"model.path: config.json's partial_rotary_factor={share:g}: {config['architectures'][0]} rotates whole heads")
     return Rope(kind, float(theta), float(share), known)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from megarl.errors import ConfigError
 from megarl.lazy_torch import Tensor, torch
+from megarl.models.config_json import ConfigJson
 from megarl.models.rope import Rope
 
 Shape = tuple[int, ...]
@@ -298,12 +299,12 @@ class Head:
     """A head on a family's backbone, on the last pipeline stage."""
 
     architecture: str  # config.json's architectures[0]
-    mapping: Callable[[dict[str, Any]], WeightMapping]  # the mapping of the parameter OUTPUT
+    mapping: Callable[[ConfigJson], WeightMapping]  # the mapping of the parameter OUTPUT
     labels: dict[str, Any]  # the head's other entries in config.json
     known: bool = True  # transformers has a class for it; otherwise only megarl can load a saved model
 
 
-def scalar_head(architecture: str, sizes: Callable[[dict[str, Any]], Sizes], *, known: bool = True) -> Head:
+def scalar_head(architecture: str, sizes: Callable[[ConfigJson], Sizes], *, known: bool = True) -> Head:
     """Return a head with one number per token, stored like that of transformers' sequence classification with one label.
 
     Args:
@@ -312,13 +313,13 @@ def scalar_head(architecture: str, sizes: Callable[[dict[str, Any]], Sizes], *, 
         known: whether transformers has this class.
     """
 
-    def mapping(hf: dict[str, Any]) -> WeightMapping:
-        return WeightMapping(OUTPUT, ("score.weight",), Plain((1, sizes(hf).hidden)))
+    def mapping(config: ConfigJson) -> WeightMapping:
+        return WeightMapping(OUTPUT, ("score.weight",), Plain((1, sizes(config).hidden)))
 
     return Head(architecture, mapping, {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}, known)
 
 
-def _nothing(hf: dict[str, Any]) -> tuple[str, ...]:
+def _nothing(config: ConfigJson) -> tuple[str, ...]:
     return ()
 
 
@@ -330,34 +331,38 @@ class Family:
     """One model family: a backbone, and the heads that it can have."""
 
     heads: dict[HeadKind, Head]
-    sizes: Callable[[dict[str, Any]], Sizes]  # raises ConfigError if config.json needs what the family's weight map does not support
-    weight_map: Callable[[dict[str, Any]], list[WeightMapping]]  # the mappings of the backbone
-    rope: Callable[[dict[str, Any]], Rope]  # raises ConfigError for a RoPE that cannot be built
-    fields: Callable[[dict[str, Any]], dict[str, Any]]  # fields of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
-    optional: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # names of Hugging Face tensors that may exist but are not used
-    predictors: Callable[[dict[str, Any]], tuple[str, ...]] = _nothing  # name prefixes of multi-token prediction tensors
+    sizes: Callable[[ConfigJson], Sizes]  # raises ConfigError if config.json needs what the family's weight map does not support
+    weight_map: Callable[[ConfigJson], list[WeightMapping]]  # the mappings of the backbone
+    rope: Callable[[ConfigJson], Rope]  # raises ConfigError for a RoPE that cannot be built
+    fields: Callable[[ConfigJson], dict[str, Any]]  # fields of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
+    optional: Callable[[ConfigJson], tuple[str, ...]] = _nothing  # names of Hugging Face tensors that may exist but are not used
+    predictors: Callable[[ConfigJson], tuple[str, ...]] = _nothing  # name prefixes of multi-token prediction tensors
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of every key of config.json that the functions above read
     nullable: tuple[str, ...] = ()  # keys whose null has a meaning of its own, though it is not their default
     spellings: Mapping[str, str] = field(default_factory=dict)  # other names of these keys -> theirs
     names: tuple[str, ...] = ()  # further values of config.json's model_type
     layer_spec: Callable[[Any, Any], None] = _as_it_is  # modifies a layer's ModuleSpec, using modules of the `parallel.Backend`
 
-    def head_of(self, hf: dict[str, Any]) -> HeadKind:
+    def head_of(self, config: ConfigJson) -> HeadKind:
         """Return the kind of head that a config.json of this family names."""
-        [kind] = [kind for kind, head in self.heads.items() if head.architecture == hf["architectures"][0]]
+        [kind] = [kind for kind, head in self.heads.items() if head.architecture == config["architectures"][0]]
         return kind
 
-    def labels(self, hf: dict[str, Any], head: HeadKind) -> dict[str, Any]:
-        """Return the entries of config.json for `head` on the backbone of `hf`, without multi-token prediction layers."""
-        none = {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if hf.get(key)}
+    def labels(self, config: ConfigJson, head: HeadKind) -> dict[str, Any]:
+        """Return the entries of config.json for `head` on the backbone of `config`, without multi-token prediction layers."""
+        none = {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)}
         return {"architectures": [self.heads[head].architecture], **self.heads[head].labels, **none}
 
-    def weights(self, hf: dict[str, Any], head: HeadKind = "lm") -> list[Weight]:
-        """Return every Megatron parameter of the backbone of `hf` with `head`, whichever head `hf` names.
+    def mappings(self, config: ConfigJson, head: HeadKind) -> list[WeightMapping]:
+        """Return the mappings of the backbone of `config` and of `head`, whichever head `config` names."""
+        return [*self.weight_map(config), self.heads[head].mapping(config)]
+
+    def weights(self, config: ConfigJson, head: HeadKind = "lm") -> list[Weight]:
+        """Return every Megatron parameter of the backbone of `config` with `head`, whichever head `config` names.
 
         Parameters outside the layers come first, then those of each layer.
         """
-        sizes, mappings = self.sizes(hf), [*self.weight_map(hf), self.heads[head].mapping(hf)]
+        sizes, mappings = self.sizes(config), self.mappings(config, head)
         weights = [weight for one in mappings if "{layer}" not in one.megatron for weight in _expand(one, None, 0)]
         inner = [one for one in mappings if "{layer}" in one.megatron]
         for layer in range(sizes.layers):
@@ -366,21 +371,21 @@ class Family:
                     weights += _expand(one, layer, sizes.experts)
         return weights
 
-    def expected(self, hf: dict[str, Any]) -> dict[str, Shape]:
+    def expected(self, config: ConfigJson) -> dict[str, Shape]:
         """Return the name and shape of every tensor that a checkpoint with this config.json must hold."""
-        weights = self.weights(hf, self.head_of(hf))
+        weights = self.weights(config, self.head_of(config))
         return {name: shape for weight in weights for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
 
-    def update(self, hf: dict[str, Any], dtype: str, quantization: str | None = None) -> dict[str, tuple[list[int], str]]:
+    def update(self, config: ConfigJson, dtype: str, quantization: str | None = None) -> dict[str, tuple[list[int], str]]:
         """Return the shape and dtype of every tensor in a weight update of an engine, by Hugging Face name.
 
         Args:
-            hf: config.json.
+            config: config.json.
             dtype: the dtype of the engine's weights that are not quantised.
             quantization: `rollout.quantization`; with "fp8", the matrices of linear layers and experts come in FP8, each with its scales.
         """
         expected = dict[str, tuple[list[int], str]]()
-        for weight in self.weights(hf):
+        for weight in self.weights(config):
             quantized = quantization == "fp8" and weight.linear
             for name, shape in zip(weight.hf, weight.op.shapes, strict=True):
                 expected[name] = list(shape), FP8 if quantized else "float32" if weight.float32 else dtype
@@ -388,17 +393,17 @@ class Family:
                     expected[name + SCALES] = [-(-size // FP8_BLOCK) for size in shape], "float32"
         return expected
 
-    def unquantized(self, hf: dict[str, Any]) -> list[str]:
+    def unquantized(self, config: ConfigJson) -> list[str]:
         """Return the Hugging Face names of the modules in the layers that multiply by a matrix which an fp8 engine does not quantise.
 
         These are the routers. Some of vLLM's models would quantise theirs.
         """
-        kept = (weight for weight in self.weights(hf) if weight.layer is not None and not weight.linear)
+        kept = (weight for weight in self.weights(config) if weight.layer is not None and not weight.linear)
         return [name.removesuffix(".weight") for weight in kept for name in weight.hf if len(weight.op.shapes[0]) == 2]
 
 
 def _expand(mapping: WeightMapping, layer: int | None, experts: int) -> Iterator[Weight]:
     for expert in range(experts) if "{expert}" in mapping.megatron else [None]:
         numbers = {"layer": layer, "expert": expert}
-        name, hf = mapping.megatron.format(**numbers), tuple(name.format(**numbers) for name in mapping.hf)
-        yield Weight(name, hf, mapping.op, layer, expert, mapping.alias, mapping.float32)
+        name, tensors = mapping.megatron.format(**numbers), tuple(name.format(**numbers) for name in mapping.hf)
+        yield Weight(name, tensors, mapping.op, layer, expert, mapping.alias, mapping.float32)

@@ -15,7 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import ConfigError, Layout, ModelSettings
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import Backend
@@ -37,12 +37,12 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
     return -(-vocabulary // tp) * tp
 
 
-def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout, backend: Backend) -> TransformerConfig:
+def transformer_config(model: ModelDescription, settings: ModelSettings, layout: Layout, backend: Backend) -> TransformerConfig:
     """Megatron's configuration of a model.
 
     Args:
-        hf: config.json of a known family.
-        model: its `megatron` may set any field of TransformerConfig that is not fixed by the weights, the layout or the gradient scaling.
+        model: the model.
+        settings: their `megatron` may set any field of TransformerConfig but those fixed by weights, layout or the gradient scaling.
         layout: the layout of the ranks.
         backend: supplies the fields that follow from the hardware.
 
@@ -52,18 +52,18 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
     Raises:
         ConfigError: `model.megatron` sets an unknown or fixed field, or the model has an unsupported feature.
     """
-    fixed = fixed_fields(hf, model.dtype, layout)
-    check_fields(model.megatron, fixed)
+    fixed = fixed_fields(model, settings.dtype, layout)
+    check_fields(settings.megatron, fixed)
     free: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "aux_loss" if model.megatron.get("moe_aux_loss_coeff") else "none",
+        "moe_router_load_balancing_type": "aux_loss" if settings.megatron.get("moe_aux_loss_coeff") else "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
         "moe_router_bias_update_rate": 0.0,  # an expert bias stays as it is in the checkpoint unless the user says otherwise
         **backend.transformer_overrides,
-        **_recompute(model.recompute),
+        **_recompute(settings.recompute),
     }
-    given = {**free, **model.megatron, **fixed}
+    given = {**free, **settings.megatron, **fixed}
     if given["gradient_accumulation_fusion"] and not backend.fused:
         raise ConfigError("model.megatron.gradient_accumulation_fusion=True: only Transformer Engine's layers can, and none are used here")
     wish = given.get("attention_backend", "auto")
@@ -78,13 +78,13 @@ def transformer_config(hf: dict[str, Any], model: ModelSettings, layout: Layout,
 
 
 def build_chunks(
-    config: TransformerConfig, hf: dict[str, Any], backend: Backend, *, grad: bool, head: HeadKind = "lm", fp32_head: bool = False
+    config: TransformerConfig, model: ModelDescription, backend: Backend, *, grad: bool, head: HeadKind = "lm", fp32_head: bool = False
 ) -> list[MegatronModule]:
     """Build this rank's model chunks on the device, with weights not yet loaded. Requires the grid.
 
     Args:
         config: see `transformer_config`.
-        hf: config.json.
+        model: the model.
         backend: the hardware.
         grad: False builds a frozen model (reference, reward model).
         head: "value" replaces the output layer with a scalar head (critic, reward model): the last stage then gives values [1, R, 1] in
@@ -95,7 +95,7 @@ def build_chunks(
         One chunk, or one per virtual stage.
     """
     stages: list[int | None] = list(range(config.virtual_pipeline_model_parallel_size or 0)) or [None]
-    chunks = [_chunk(config, hf, backend, stage, head) for stage in stages]
+    chunks = [_chunk(config, model, backend, stage, head) for stage in stages]
     for chunk in chunks:
         if fp32_head and head == "lm" and chunk.post_process:
             chunk.output_layer.register_forward_pre_hook(_in_float32, with_kwargs=True)
@@ -109,21 +109,20 @@ def build_chunks(
     return chunks
 
 
-def _chunk(config: TransformerConfig, hf: dict[str, Any], backend: Backend, stage: int | None, head: HeadKind) -> GPTModel:
-    family = family_of(hf)
-    rope, spec = family.rope(hf), backend.layer_spec(config, stage)
+def _chunk(config: TransformerConfig, model: ModelDescription, backend: Backend, stage: int | None, head: HeadKind) -> GPTModel:
+    rope, spec = model.rope, backend.layer_spec(config, stage)
     for layer in spec.layer_specs:
-        family.layer_spec(layer, backend)
+        model.family.layer_spec(layer, backend)
     with _no_fusion(config):
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=padded_vocabulary(hf["vocab_size"], config.tensor_model_parallel_size),
-            max_sequence_length=hf["max_position_embeddings"],
+            vocab_size=padded_vocabulary(model.vocab, config.tensor_model_parallel_size),
+            max_sequence_length=model.room,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             parallel_output=True,
-            share_embeddings_and_output_weights=head == "lm" and bool(hf.get("tie_word_embeddings")),
+            share_embeddings_and_output_weights=head == "lm" and model.tied,
             position_embedding_type="rope",
             rotary_base=rope.theta,
             rotary_percent=rope.fraction,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import ConfigError, SaveError
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.hf_writer import CheckpointWriter, ShardWriter
 from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
@@ -43,13 +43,13 @@ class _Batch:
 
 
 def export_stacks(
-    chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
+    chunks: Iterable[Any], model: ModelDescription, grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
 ) -> Iterator[tuple[TensorName, Tensor]]:
     """Stream the model to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
 
     Args:
         chunks: this rank's chunks, in data-parallel wrappers or not.
-        hf: config.json of the model.
+        model: the model.
         grid: this rank's grid.
         dtype: dtype of the exported tensors; routers' expert biases stay in float32.
         by_stage: gather each tensor only to the first rank of its pipeline stage.
@@ -59,7 +59,7 @@ def export_stacks(
         experts (their names, [experts, *tensor]), in memory of their own. On other ranks, nothing.
     """
     chunks = list(chunks)
-    weights = [weight for weight in family_of(hf).weights(hf, head_of(chunks)) if not weight.alias]
+    weights = [weight for weight in model.weights(head_of(chunks)) if not weight.alias]
     parameters = local_parameters(chunks, grid.ep_rank)
     device = next(iter(parameters.values())).device
     for batch in _plan(weights, grid, parameters, dtype, device):
@@ -71,7 +71,7 @@ def export_stacks(
             yield from _named(batch, shards)
 
 
-def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Path, target: Path) -> None:
+def save_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid, target: Path) -> None:
     """Write the model as a Hugging Face directory in the parameters' dtype, complete or not at all. Collective.
 
     The first rank of each pipeline stage writes the stage's tensors, and must see the directory that rank 0 creates.
@@ -82,9 +82,8 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
 
     Args:
         chunks: this rank's chunks, in data-parallel wrappers or not.
-        hf: config.json of the model.
+        model: the model, whose directory config and tokenizer come from.
         grid: this rank's grid.
-        source: the directory that config and tokenizer come from.
         target: the directory to write.
 
     Raises:
@@ -93,23 +92,23 @@ def save_hf(chunks: Iterable[Any], hf: dict[str, Any], grid: Grid, *, source: Pa
     """
     chunks = list(chunks)
     dtype = next(iter(local_parameters(chunks, grid.ep_rank).values())).dtype
-    head = family_of(hf).heads[head_of(chunks)]
+    head = model.family.heads[head_of(chunks)]
     with ExitStack() as stack:
         writer: CheckpointWriter | None = None
         told: list[Any] = [None, None]  # the directory, or why there is none
         if grid.rank == 0:
             if not head.known:
                 log.warning("%s: transformers has no class %s: only megarl can load what is saved", target, head.architecture)
-            labels = family_of(hf).labels(hf, head_of(chunks))
+            labels = model.labels(head_of(chunks))
             try:
-                writer = stack.enter_context(CheckpointWriter(target, source, str(dtype).removeprefix("torch."), labels))
+                writer = stack.enter_context(CheckpointWriter(target, model.directory, str(dtype).removeprefix("torch."), labels))
                 told[0] = writer.folder
             except (ConfigError, OSError) as error:
                 told[1] = str(error)
         dist.broadcast_object_list(told, group=grid.groups.control, group_src=0)
         if told[1] is not None:
             raise ConfigError(told[1])
-        for shards, nbytes in _written(export_stacks(chunks, hf, grid, dtype, by_stage=True), told[0], grid):
+        for shards, nbytes in _written(export_stacks(chunks, model, grid, dtype, by_stage=True), told[0], grid):
             if writer is not None:
                 writer.include(shards, nbytes)
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.models.families import family_of
-from megarl.models.hf import Checkpoint, read_config
+from megarl.models.description import ModelDescription
+from megarl.models.hf import Checkpoint
 from megarl.models.te_names import from_te
 from megarl.models.weight_map import OUTPUT, HeadKind, Weight
 from megarl.parallel.grid import Grid
@@ -53,16 +52,15 @@ def weight_buffers(chunk: Any) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
 
 
-def load_hf(chunks: Iterable[Any], path: Path, hf: dict[str, Any], grid: Grid) -> None:
-    """Fill every parameter of this rank from a Hugging Face directory, reading only this rank's slices.
+def load_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid) -> None:
+    """Fill every parameter of this rank from the model's directory, reading only this rank's slices.
 
     Call it before `make_trainable` copies parameters into the optimizer. A model with a scalar head may be loaded from a language model's
     directory: it takes the backbone and keeps its newly initialised head.
 
     Args:
         chunks: from `build_chunks`; each parameter keeps its dtype.
-        path: the directory.
-        hf: config.json of the model.
+        model: the model.
         grid: this rank's grid.
 
     Raises:
@@ -70,18 +68,17 @@ def load_hf(chunks: Iterable[Any], path: Path, hf: dict[str, Any], grid: Grid) -
             model's head (the error names both heads).
     """
     chunks = list(chunks)
-    family, head = family_of(hf), head_of(chunks)
-    stored = family.head_of(read_config(path))
-    if stored != head and head == "lm":
-        raise ValueError(f"{path} is a {family.heads[stored].architecture}, from which no {family.heads[head].architecture} can be loaded")
-    weights = {weight.name: weight for weight in family.weights(hf, head)}
+    path, head = model.directory, head_of(chunks)
+    if model.head != head and head == "lm":
+        raise ValueError(f"{path} is a {model.architecture}, from which no {model.family.heads[head].architecture} can be loaded")
+    weights = {weight.name: weight for weight in model.weights(head)}
     parameters = local_parameters(chunks, grid.ep_rank)
     unknown, absent = sorted(parameters.keys() - weights.keys()), sorted(_required(chunks, weights.values(), grid) - parameters.keys())
     if unknown or absent:
         raise ValueError(f"rank {grid.rank}: the built model and its family differ: not in the family {unknown}, not built {absent}")
     with Checkpoint(path) as checkpoint, torch.no_grad():
         for name, parameter in parameters.items():
-            if name == OUTPUT and stored != head:
+            if name == OUTPUT and model.head != head:
                 continue
             rank, ranks = tensor_parallel(weights[name], grid)
             shard = _shard(weights[name], checkpoint, rank, ranks)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from megarl.config import RolloutSettings
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.weight_map import OUTPUT, QKV, Fused, Op
 from megarl.plan.devices import GB
 from megarl.plan.facts import Facts, facts
@@ -58,13 +56,13 @@ class EngineMemory:
         return self.dp * max(0.0, self.cache) / (self.token * self.longest)
 
 
-def engine_weights(hf: dict[str, Any], tp: int, dtype: str, dp: int = 1, *, expert_parallel: bool = False, fp8: bool = False) -> int:
+def engine_weights(model: ModelDescription, tp: int, dtype: str, dp: int = 1, *, expert_parallel: bool = False, fp8: bool = False) -> int:
     """Bytes of weights on the fullest rank of an engine, as `weight_parts` counts them."""
-    return sum(weight_parts(hf, tp, dtype, dp, expert_parallel=expert_parallel, fp8=fp8))
+    return sum(weight_parts(model, tp, dtype, dp, expert_parallel=expert_parallel, fp8=fp8))
 
 
 def weight_parts(
-    hf: dict[str, Any], tp: int, dtype: str, dp: int = 1, *, expert_parallel: bool = False, fp8: bool = False
+    model: ModelDescription, tp: int, dtype: str, dp: int = 1, *, expert_parallel: bool = False, fp8: bool = False
 ) -> tuple[int, int]:
     """Bytes of all other weights, and of routed experts, on the fullest rank of an engine.
 
@@ -72,22 +70,22 @@ def weight_parts(
     replicated on every rank. Of the experts, each of the dp * tp ranks holds a slice of every one, or whole ones.
 
     Args:
-        hf: config.json of the model.
+        model: the model.
         tp: tensor parallel size of the engine.
         dtype: the dtype of the weights that are not quantised.
         dp: data parallel size of its attention.
         expert_parallel: whether each rank holds whole experts.
         fp8: whether linear layers and experts are quantised.
     """
-    family, its = family_of(hf), facts(hf)
+    its = facts(model)
     ranks, held, routed = dp * tp, 0.0, 0.0
-    for one in [*family.weight_map(hf), family.heads["lm"].mapping(hf)]:
+    for one in model.mappings("lm"):
         if one.alias and one.megatron == OUTPUT:
             continue  # embedding and output share one table
         layers = 1 if "{layer}" not in one.megatron else its.n.layers if one.layers is None else len(one.layers)
         item = 4 if one.float32 else FP8_BYTES if fp8 and one.linear else ITEM[dtype]
         if "{expert}" not in one.megatron:
-            shared = ".shared_experts." in one.megatron and splits_tokens(hf, tp, dp, expert_parallel=expert_parallel)
+            shared = ".shared_experts." in one.megatron and splits_tokens(model, tp, dp, expert_parallel=expert_parallel)
             held += _elements(one.op, 1 if shared else tp) * layers * item
         elif expert_parallel:  # the first ranks have one more, if they do not divide (fused_moe/expert_map_manager.py:67)
             routed += _elements(one.op, 1) * -(-its.n.experts // ranks) * layers * item
@@ -109,16 +107,16 @@ def absorbed_bytes(its: Facts, tp: int, dtype: str) -> int:
     return its.n.heads // tp * (its.latents.plain + its.latents.value) * its.latents.key_value * its.n.layers * ITEM[dtype]
 
 
-def splits_tokens(hf: Mapping[str, Any], tp: int, dp: int, *, expert_parallel: bool) -> bool:
+def splits_tokens(model: ModelDescription, tp: int, dp: int, *, expert_parallel: bool) -> bool:
     """Whether the ranks of an engine split the tokens of a data-parallel rank among them before these go to the experts.
 
     Args:
-        hf: config.json of the model.
+        model: the model.
         tp: tensor parallel size of the engine.
         dp: data parallel size of its attention.
         expert_parallel: whether each rank holds whole experts.
     """
-    return expert_parallel and tp > 1 and dp > 1 and hf["architectures"][0] in _SPLIT_TOKENS
+    return expert_parallel and tp > 1 and dp > 1 and model.architecture in _SPLIT_TOKENS
 
 
 def _elements(op: Op, tp: int) -> int:
@@ -146,18 +144,18 @@ def cache_bytes(its: Facts, tp: int, dtype: str) -> int:
     return 2 * its.n.layers * max(1, its.n.groups // tp) * its.n.head_dim * ITEM[dtype]
 
 
-def plan_engine(hf: dict[str, Any], settings: RolloutSettings, dtype: str, memory: float) -> EngineMemory:
+def plan_engine(model: ModelDescription, settings: RolloutSettings, dtype: str, memory: float) -> EngineMemory:
     """Plan the memory of one GPU of an engine.
 
     Args:
-        hf: config.json of the model.
+        model: the model.
         settings: the section `rollout`.
         dtype: the dtype of the engine.
         memory: the GPU's memory in bytes.
     """
-    its, tp, dp = facts(hf), settings.tp, settings.dp
+    its, tp, dp = facts(model), settings.tp, settings.dp
     apart, fp8 = settings.expert_parallel, settings.quantization == "fp8"
-    held, routed = weight_parts(hf, tp, dtype, dp, expert_parallel=apart, fp8=fp8)
+    held, routed = weight_parts(model, tp, dtype, dp, expert_parallel=apart, fp8=fp8)
     scores = settings.max_num_seqs * its.n.vocab * 4 * 3  # logits in float32, sorted and normalised
     overhead = OVERHEAD + scores + (dp - 1) * _gathered(its, settings, dtype)
     cache = memory * settings.gpu_memory_fraction - held - routed - overhead
@@ -168,7 +166,7 @@ def plan_engine(hf: dict[str, Any], settings: RolloutSettings, dtype: str, memor
         share=settings.gpu_memory_fraction,
         weights=held + routed,
         experts=routed,
-        split=splits_tokens(hf, tp, dp, expert_parallel=apart),
+        split=splits_tokens(model, tp, dp, expert_parallel=apart),
         overhead=overhead,
         token=cache_bytes(its, tp, dtype),
         cache=cache,

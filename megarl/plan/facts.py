@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.weight_map import Sizes
 
 
@@ -37,18 +37,17 @@ class Facts:
         return bool(self.n.experts) and layer >= self.n.dense
 
 
-def facts(hf: dict[str, Any]) -> Facts:
-    """Return the facts in a config.json of a known family. Raises ConfigError, as the family does."""
-    family = family_of(hf)
-    n, fields = family.sizes(hf), family.fields(hf)
+def facts(model: ModelDescription) -> Facts:
+    """Return the facts about a model. Raises ConfigError, as the family does."""
+    n, fields = model.sizes, model.fields
     latents = _latents(fields) if fields.get("multi_latent_attention") else None
     return Facts(
         n=n,
         topk=fields["moe_router_topk"] if n.experts else 0,
         head_norm=bool(fields["qk_layernorm"]),
-        rotary=latents.rotary if latents else int(n.head_dim * family.rope(hf).fraction),
+        rotary=latents.rotary if latents else int(n.head_dim * model.rope.fraction),
         latents=latents,
-        tied=bool(hf.get("tie_word_embeddings")),
+        tied=model.tied,
     )
 
 

@@ -11,7 +11,7 @@ from math import lcm, prod
 from typing import Any
 
 from megarl.config import Layout
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.weight_map import OUTPUT, HeadKind, WeightMapping
 
 ALIGNED, BUCKET = 64, 128  # elements: alignment of each parameter in Megatron's buffer, and what the buffer's end is a multiple of
@@ -40,12 +40,11 @@ def count(sizes: SizeCounts) -> int:
     return sum(size * times for size, times in sizes)
 
 
-def model_elements(hf: dict[str, Any], head: HeadKind = "lm") -> int:
+def model_elements(model: ModelDescription, head: HeadKind = "lm") -> int:
     """The number of parameters of the whole model."""
-    n = family_of(hf).sizes(hf)
     return sum(
-        prod(one.op.packed_shape) * _layers(one, n.layers) * _experts(one, n.experts)
-        for one in _mappings(hf, head)
+        prod(one.op.packed_shape) * _layers(one, model.sizes.layers) * _experts(one, model.sizes.experts)
+        for one in model.mappings(head)
         if not one.alias and not one.float32
     )
 
@@ -76,23 +75,21 @@ def _number(fields: Mapping[str, Any], key: str) -> int:
     return int(fields.get(key) or 0)
 
 
-def shards(hf: dict[str, Any], head: HeadKind, layout: Layout, megatron: Mapping[str, Any]) -> list[list[ChunkParameters]]:
+def shards(model: ModelDescription, head: HeadKind, layout: Layout, megatron: Mapping[str, Any]) -> list[list[ChunkParameters]]:
     """What a rank of each pipeline stage holds, chunk by chunk.
 
     Args:
-        hf: config.json of a known family, which the layout divides (`families.check_layout`).
+        model: the model, which the layout divides (`families.check_layout`).
         head: the kind of the model's head.
         layout: the layout of its ranks.
         megatron: `model.megatron`, for stages of unequal size.
     """
-    mappings, layers = _mappings(hf, head), family_of(hf).sizes(hf).layers
-    stages = stage_layers(layers, layout, megatron)
+    mappings, stages, experts = model.mappings(head), stage_layers(model.sizes.layers, layout, megatron), model.sizes.experts
     first, last = stages[0][0], stages[-1][-1]
-    return [[_chunk(hf, mappings, layout, part, first=part is first, last=part is last) for part in stage] for stage in stages]
+    return [[_chunk(mappings, experts, layout, part, first=part is first, last=part is last) for part in stage] for stage in stages]
 
 
-def _chunk(hf: dict[str, Any], mappings: list[WeightMapping], layout: Layout, layers: range, *, first: bool, last: bool) -> ChunkParameters:
-    experts = family_of(hf).sizes(hf).experts
+def _chunk(mappings: list[WeightMapping], experts: int, layout: Layout, layers: range, *, first: bool, last: bool) -> ChunkParameters:
     dense, routed, buffers = list[tuple[int, int]](), list[tuple[int, int]](), 0
     for one in mappings:
         if "{layer}" in one.megatron:
@@ -122,11 +119,6 @@ def buffer_elements(parameters: SizeCounts, copies: int) -> int:
     aligned = sum(-(-size // ALIGNED) * ALIGNED * times for size, times in parameters)
     unit = lcm(copies, BUCKET)
     return -(-aligned // unit) * unit
-
-
-def _mappings(hf: dict[str, Any], head: HeadKind) -> list[WeightMapping]:
-    family = family_of(hf)
-    return [*family.weight_map(hf), family.heads[head].mapping(hf)]
 
 
 def _layers(mapping: WeightMapping, layers: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megarl.config import Layout, ModelSettings
+from megarl.models.description import ModelDescription
 from megarl.plan.activations import MicroBatchShape, Spec
 from megarl.plan.devices import GB, IMBALANCE
 from megarl.plan.facts import facts
@@ -22,7 +22,7 @@ class PlannedModel:
     """A model on the ranks of a group."""
 
     name: str
-    hf: Mapping[str, Any] = field(repr=False)
+    model: ModelDescription = field(repr=False)
     trained: bool
     value: bool  # whether it has a scalar head
     micro_batch_tokens: int
@@ -94,8 +94,8 @@ class _Model:
     """A role, with what follows from its config.json and the layout."""
 
     def __init__(self, role: PlannedModel, layout: Layout, settings: ModelSettings) -> None:
-        self.role, self.facts = role, facts(dict(role.hf))
-        self.chunks = shards(dict(role.hf), "value" if role.value else "lm", layout, settings.megatron)
+        self.role, self.facts = role, facts(role.model)
+        self.chunks = shards(role.model, "value" if role.value else "lm", layout, settings.megatron)
         self.layers = stage_layers(self.facts.n.layers, layout, settings.megatron)
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from megarl.cluster.demand import assign_roles
 from megarl.config import Layout, LearnConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.errors import ConfigError
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.plan.devices import GB, MEMORY_GB, NODE, Device
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.remedies import overrides, quantized, ways
@@ -64,8 +64,8 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
         gpus: the number of GPUs, each for a rank or an engine, or for both if they take turns.
         most: the number of layouts to return.
     """
-    hf = models["model"]
-    for engines, way in product(_engines(config, hf, memory_gb), ways(config, gpus)):
+    model = models["model"]
+    for engines, way in product(_engines(config, model, memory_gb), ways(config, gpus)):
         found = []
         for tried, plan in _plans(way, models, device, memory_gb, gpus, engines):
             if not plan.faults and plan.times is not None:
@@ -114,14 +114,14 @@ def smallest_engine(config: RunSettings) -> int | None:
     """Return how many of the run's GPUs `megarl generate` needs for the run's model: an engine on them. None if a node has too few."""
     if not config.cluster.gpus:
         return 1
-    hf, memory = models_of(config)["model"], (config.cluster.gpu_memory_gb or MEMORY_GB) * GB
-    sizes = family_of(hf).sizes(hf)
+    model, memory = models_of(config)["model"], (config.cluster.gpu_memory_gb or MEMORY_GB) * GB
+    sizes = model.sizes
     divided = (tp for tp in ENGINES if sizes.heads % tp == 0 and sizes.expert_ffn % tp == 0)
-    engines = (plan_engine(hf, RolloutSettings(tp=tp), "bfloat16", memory) for tp in divided)
+    engines = (plan_engine(model, RolloutSettings(tp=tp), "bfloat16", memory) for tp in divided)
     return next((engine.tp for engine in engines if engine.room), None)
 
 
-def _engines(config: RunSettings, hf: dict[str, Any], memory_gb: float) -> list[list[EngineShape]]:
+def _engines(config: RunSettings, model: ModelDescription, memory_gb: float) -> list[list[EngineShape]]:
     """The engines to be tried together, and those to be tried if nothing fits with these. Each has room for a sequence.
 
     Engines spread over nodes are for models whose weights would take most of an engine of one node.
@@ -131,21 +131,21 @@ def _engines(config: RunSettings, hf: dict[str, Any], memory_gb: float) -> list[
     rollout, dtype = config.rollout, config.rollout.dtype or config.model.dtype
 
     def roomy(shapes: Sequence[EngineShape]) -> dict[EngineShape, EngineMemory]:
-        planned = {shape: plan_engine(hf, shape.of(rollout), dtype, memory_gb * GB) for shape in shapes}
+        planned = {shape: plan_engine(model, shape.of(rollout), dtype, memory_gb * GB) for shape in shapes}
         return {shape: engine for shape, engine in planned.items() if engine.room}
 
-    near, far = (roomy(shapes) for shapes in _shapes(config, hf))
+    near, far = (roomy(shapes) for shapes in _shapes(config, model))
     crowded = all(engine.weights > engine.cache for engine in near.values())
     return [[*near, *far]] if crowded else [[*near], [*far]]
 
 
-def _shapes(config: RunSettings, hf: dict[str, Any]) -> tuple[list[EngineShape], list[EngineShape]]:
+def _shapes(config: RunSettings, model: ModelDescription) -> tuple[list[EngineShape], list[EngineShape]]:
     """Engines with data-parallel attention as configured; and if that is none, those that it would spread over nodes."""
     if not isinstance(config, TrainConfig):
         return [], []
     dp, apart = config.rollout.dp, config.rollout.expert_parallel
     near = [EngineShape(tp, dp, apart) for tp in ENGINES]
-    if dp > 1 or not family_of(hf).sizes(hf).experts:
+    if dp > 1 or not model.sizes.experts:
         return near, []
     return near, [EngineShape(tp, dp, True) for dp in SPREAD for tp in WIDE if dp * tp > NODE]
 
@@ -160,9 +160,11 @@ def _plans(
             continue
 
 
-def _candidates(config: RunSettings, hf: dict[str, Any], gpus: int, engines: Sequence[EngineShape]) -> Iterator[TrainConfig | LearnConfig]:
+def _candidates(
+    config: RunSettings, model: ModelDescription, gpus: int, engines: Sequence[EngineShape]
+) -> Iterator[TrainConfig | LearnConfig]:
     """The configuration with every layout and every set of engines to be tried on so many GPUs."""
-    n = family_of(hf).sizes(hf)
+    n = model.sizes
     experts = n.experts or 1
 
     def laid_out(layout: Layout) -> dict[str, Any]:

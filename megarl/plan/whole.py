@@ -11,8 +11,8 @@ from megarl.cluster.demand import assign_roles
 from megarl.config import DpoConfig, LearnConfig, RmConfig, RunSettings, TrainConfig, model_of, optimizers
 from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
+from megarl.models.description import ModelDescription
 from megarl.models.families import check_layout
-from megarl.models.hf import read_config
 from megarl.plan.devices import GB, MEAN_LENGTH, NODE, Device
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.facts import facts
@@ -25,7 +25,7 @@ from megarl.plan.times import StepTimes, active_parameters, micro_batches, plan_
 
 ASLEEP = 2 * GB  # of a process on a GPU while another one uses it: CUDA's context, an engine's buffers
 
-Models = Mapping[str, dict[str, Any]]
+Models = Mapping[str, ModelDescription]
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Plan:
 
 def models_of(config: RunSettings) -> Models:
     """Read the policy's config.json, as "model", and that of each role with another model, by role. Raises ConfigError."""
-    found = {"model": read_config(config.model.path)}
+    found = {"model": ModelDescription.read(config.model.path)}
     if isinstance(config, TrainConfig):
         if config.critic is not None and config.critic.path is not None:
-            found["critic"] = read_config(config.critic.path)
+            found["critic"] = ModelDescription.read(config.critic.path)
         if (judge := model_of(config.reward.source)) is not None:
-            found["reward"] = read_config(judge[1].path)
+            found["reward"] = ModelDescription.read(judge[1].path)
     return found
 
 
@@ -98,35 +98,35 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     Raises:
         ConfigError: a layout that does not divide a model.
     """
-    hf, memory = models["model"], memory_gb * GB
+    model, memory = models["model"], memory_gb * GB
     groups = _groups(config, models)
     engine = receiver = host = None
     engines, beside, kept, shared = 0, 0.0, 0, False
-    its, elements = facts(hf), model_elements(hf)
+    its, elements = facts(model), model_elements(model)
     asked = sum(group.layout.ranks for group in groups)
     offloaded = max(stage.offloaded for group in groups for stage in group.stages)
     if isinstance(config, TrainConfig):
         dtype, shared = config.rollout.dtype or config.model.dtype, config.placement.engines == "shared"
         # The plan is one for GPUs, also of a configuration for a CPU, whose engines need kv_cache_mb.
         rollout = config.rollout if config.cluster.gpus else config.rollout.model_copy(update={"kv_cache_mb": None})
-        check_engine(hf, dtype, rollout, gpu=True)
-        engine, engines = plan_engine(hf, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.devices
-        receiver = receiver_bytes(hf, config.sync, dtype, config.rollout, config.senders)
+        check_engine(model, dtype, rollout, gpu=True)
+        engine, engines = plan_engine(model, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.devices
+        receiver = receiver_bytes(model, config.sync, dtype, config.rollout, config.senders)
         if shared:  # a rank sends from a GPU on which an engine receives
-            receiver += _sender_bytes(config, hf)
+            receiver += _sender_bytes(config, model)
             beside = max(stage.resident for stage in groups[0].stages)
-            kept = kept_bytes(hf, config.sync, config.model.dtype)
+            kept = kept_bytes(model, config.sync, config.model.dtype)
         else:
             asked += engines
-        host = plan_host(config, its, facts(models.get("critic", hf)), groups, engines, -(-asked // NODE), shared=shared)
+        host = plan_host(config, its, facts(models.get("critic", model)), groups, engines, -(-asked // NODE), shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
-        sent, ahead = sent_bytes(hf, config.rollout, dtype), config.rollout.mode != "sync"
+        sent, ahead = sent_bytes(model, config.rollout, dtype), config.rollout.mode != "sync"
         times = plan_times(config, its, elements, engine, device, waiting, offloaded, sent, ahead=ahead)
     else:
         assert isinstance(config, LearnConfig)
         times = plan_learning(config, its, elements, device, offloaded)
     plan = Plan(
-        architecture=hf["architectures"][0],
+        architecture=model.architecture,
         parameters=elements,
         active=active_parameters(its, elements),
         device=device,
@@ -175,14 +175,14 @@ def _groups(config: RunSettings, models: Models) -> list[GroupMemory]:
 def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], layout: Any) -> GroupMemory:
     roles = []
     for name in names:
-        hf, tokens = models.get(name, models["model"]), config.train.micro_batch_tokens
-        check_layout(hf, layout, config.model.megatron)
+        model, tokens = models.get(name, models["model"]), config.train.micro_batch_tokens
+        check_layout(model, layout, config.model.megatron)
         if name == "critic" and config.critic is not None:
             tokens = config.critic.micro_batch_tokens or tokens
         trained = {"policy": "optimizer", "critic": "critic.optimizer"}.get(name)
         away = optimizers(config)[trained].offloaded if trained else 0.0
         roles.append(
-            PlannedModel(name, hf, trained is not None, value=name in ("critic", "reward"), micro_batch_tokens=tokens, offloaded=away)
+            PlannedModel(name, model, trained is not None, value=name in ("critic", "reward"), micro_batch_tokens=tokens, offloaded=away)
         )
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
@@ -195,8 +195,8 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
     return plan_group(roles, layout, config.model, work)
 
 
-def _sender_bytes(config: TrainConfig, hf: dict[str, Any]) -> int:
-    return sender_bytes(hf, config.sync, config.model.dtype, fp8=config.rollout.quantization == "fp8")
+def _sender_bytes(config: TrainConfig, model: ModelDescription) -> int:
+    return sender_bytes(model, config.sync, config.model.dtype, fp8=config.rollout.quantization == "fp8")
 
 
 def _faults(plan: Plan, asked: int, config: RunSettings | None, models: Models) -> list[str]:

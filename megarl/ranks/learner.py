@@ -170,4 +170,4 @@ class Learner(MegatronWorker):
 
     @property
     def _vocabulary(self) -> int:
-        return int(self._trained.hf["vocab_size"])
+        return self._trained.description.vocab

@@ -14,8 +14,7 @@ from megarl.batch import Batch
 from megarl.checkpoints.steps import trusted
 from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.host.parking import Parking
-from megarl.models import hf as directory
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.hf_writer import described
 from megarl.observe.metrics import Max, Metric
 from megarl.parallel import schedule
@@ -64,27 +63,27 @@ class Model:
             updates: optimizer steps of the whole run, for the learning-rate schedule.
             blank: read no weights, since a checkpoint is loaded next. Until then they are NaN.
         """
-        self._path, self._grid, self._backend, self._parking = path, grid, backend, Parking(backend.parking_buffer)
+        self._grid, self._backend, self._parking = grid, backend, Parking(backend.parking_buffer)
         self._head = head
-        self.hf = directory.read_config(path)
-        self._config = transformer_config(self.hf, settings, layout, backend)
+        self.description = ModelDescription.read(path)
+        self._config = transformer_config(self.description, settings, layout, backend)
         self._modules: list[Any] = build_chunks(
-            self._config, self.hf, backend, grad=optimizer is not None, head=head, fp32_head=settings.fp32_head
+            self._config, self.description, backend, grad=optimizer is not None, head=head, fp32_head=settings.fp32_head
         )
         if blank:
             for module in self._modules:
                 for _, tensor in (*module.named_parameters(), *weight_buffers(module)):
                     tensor.data.fill_(torch.nan)
         elif settings.weights is not None and path == settings.path and head == "lm":
-            load(trusted(settings.weights), {"policy": ModelState(self._modules, self.hf)}, grid)
+            load(trusted(settings.weights), {"policy": ModelState(self._modules, self.description)}, grid)
         else:
-            load_hf(self._modules, path, self.hf, grid)
+            load_hf(self._modules, self.description, grid)
         self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
         self.routing = Routing(self.chunks, grid)
         self.topk = int(self._config.moe_router_topk) if self._config.num_moe_experts else 0  # experts per token; 0: a dense model
         self.layers = int(self._config.num_layers)  # of the whole model
-        dtype, labels = str(self._config.params_dtype).removeprefix("torch."), family_of(self.hf).labels(self.hf, head)
+        dtype, labels = str(self._config.params_dtype).removeprefix("torch."), self.description.labels(head)
         self._described = described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
 
     def forward_tokens(self, batches: Sequence[Batch], name: str, read: OutputReader, routing: RoutingPass | None = None) -> list[Batch]:
@@ -107,7 +106,7 @@ class Model:
         def loss_fn(output_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             value_T = read(output_RV, row_T, batch)
             if not value_T[batch.mask_T].isfinite().all():  # readers take NaN to mean "on another rank"
-                raise FloatingPointError(f"{name}: {self._path} gives a number that is not finite")
+                raise FloatingPointError(f"{name}: {self.description.path} gives a number that is not finite")
             return value_T.sum(), (batch.extra_T["entry"], value_T)
 
         numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
@@ -161,7 +160,7 @@ class Model:
         if not report:
             return memory
         lengths = [length for batch in batches for length in batch.contexts()[1].tolist()]
-        flops = training_flops(self.hf, self._head, lengths)
+        flops = training_flops(self.description, self._head, lengths)
         dtype = str(self._config.params_dtype).removeprefix("torch.")
         return memory | speed(flops, self._grid.world // self._grid.dp_size, self._seconds, self._backend.name, dtype)
 
@@ -189,7 +188,7 @@ class Model:
         """
         self._wait_for_weights()
         kind = DTYPES[dtype] if dtype else self._config.params_dtype
-        return export_stacks(self.chunks, self.hf, self._grid, kind, by_stage=by_stage)
+        return export_stacks(self.chunks, self.description, self._grid, kind, by_stage=by_stage)
 
     def quantized(self, stream: Any, dtype: str | None, quantization: str) -> Any:
         """Quantise a weight stream on the rank that sends it.
@@ -203,17 +202,17 @@ class Model:
             The stream that engines of this quantisation expect.
         """
         rest = dtype or str(self._config.params_dtype).removeprefix("torch.")
-        return as_expected(stream, family_of(self.hf).update(self.hf, rest, quantization))
+        return as_expected(stream, self.description.update(rest, quantization))
 
     def saved(self) -> ModelState:
         """Return the state of the model and its optimizer, as saved in a checkpoint. Collective."""
         self._wait_for_weights()
-        return ModelState(self.chunks, self.hf, self._trainable, self._described)
+        return ModelState(self.chunks, self.description, self._trainable, self._described)
 
     def save(self, target: Path) -> None:
         """Write the model as a Hugging Face directory. Collective."""
         self._wait_for_weights()
-        save_hf(self.chunks, self.hf, self._grid, source=self._path, target=target)
+        save_hf(self.chunks, self.description, self._grid, target)
 
     def _wait_for_weights(self) -> None:
         if self._trainable is not None:

@@ -423,7 +423,7 @@ class ModelWorker(MegatronWorker):
 
         model = self._models.get("policy") or self._models["reference"]
         group, temperature = self._grid.groups.tp, self._spec.temperature
-        return logprob_entropy(logits_RV, row_T, batch.target_T, temperature, group, int(model.hf["vocab_size"]), overwrite)
+        return logprob_entropy(logits_RV, row_T, batch.target_T, temperature, group, model.description.vocab, overwrite)
 
     def _loss_fn(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits

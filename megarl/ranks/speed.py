@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from megarl.models.description import ModelDescription
 from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Mean, Metric
 from megarl.plan.devices import DEVICES
@@ -15,17 +15,17 @@ from megarl.plan.times import forward_flops
 PASSES = 3  # a forward, and a backward with twice its FLOPs
 
 
-def training_flops(hf: Mapping[str, Any], head: HeadKind, lengths: Sequence[int]) -> float:
+def training_flops(model: ModelDescription, head: HeadKind, lengths: Sequence[int]) -> float:
     """The FLOPs of one update on sequences of the given lengths.
 
     Args:
-        hf: config.json.
-        head: the model's head; a scalar head has none of the output layer's FLOPs.
+        model: the model.
+        head: its head; a scalar head has none of the output layer's FLOPs.
         lengths: the number of tokens of each sequence.
     """
-    its = facts(dict(hf))
+    its = facts(model)
     without = 0 if head == "lm" or its.tied else its.n.vocab * its.n.hidden
-    elements = model_elements(dict(hf)) - without
+    elements = model_elements(model) - without
     return PASSES * sum(length * forward_flops(its, elements, length) for length in lengths)
 
 

@@ -21,7 +21,8 @@ from megarl.errors import Alarmed, DamagedFile, SaveError
 from megarl.host import termination
 from megarl.host.shared_memory import MemoryFile
 from megarl.models.arithmetic import differences
-from megarl.models.hf import CONFIG, read_config
+from megarl.models.description import ModelDescription
+from megarl.models.hf import CONFIG
 from megarl.observe.run import Run
 from megarl.rewards.score import RewardUnavailable
 
@@ -209,7 +210,7 @@ def _other_model(saved: _Trainer, step: Path, path: Path) -> str | None:
     own = next((step / name / HF for name in saved.where if name != "critic"), step)
     if not (own / CONFIG).is_file():
         return None
-    pairs = differences(read_config(own), read_config(path))
+    pairs = differences(ModelDescription.read(own), ModelDescription.read(path))
     changed = [f"{key} is {now!r}, and {then!r} in the checkpoint" for key, (then, now) in pairs.items()]
     return f"model.path: {path / CONFIG}: {'; '.join(changed)}: a resumed run cannot change it" if changed else None
 

@@ -20,7 +20,7 @@ from megarl.checkpoints.steps import SavedStep, verify
 from megarl.config import CheckpointSettings, ModelSettings, OptimizerSettings
 from megarl.errors import SaveError
 from megarl.host.shared_memory import mapped
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.checkpoint.barrier import SaveBarrier
@@ -58,7 +58,7 @@ def train_and_save(grid: Grid, job: Job, root: Path) -> Resumed:
     policy = build(grid, job)
     learn(grid, policy, job)
     saver = Saver(root, grid, settings(asynchronous=True))
-    saver.save(job.steps, {"policy": ModelState(policy.chunks, read_config(job.path), policy)}, {"note.json": b"{}"})
+    saver.save(job.steps, {"policy": ModelState(policy.chunks, ModelDescription.read(job.path), policy)}, {"note.json": b"{}"})
     drawn = draw()
     report = learn(grid, policy, job)
     saver.wait()
@@ -68,7 +68,7 @@ def train_and_save(grid: Grid, job: Job, root: Path) -> Resumed:
 def resume(grid: Grid, job: Job, step: Path, root: Path | None = None) -> Resumed:
     """Loads a step into a fresh model, saves it again as it is, then trains."""
     policy = build(grid, job)
-    part = {"policy": ModelState(policy.chunks, read_config(job.path), policy)}
+    part = {"policy": ModelState(policy.chunks, ModelDescription.read(job.path), policy)}
     torch.manual_seed(99)
     np.random.seed(99)
     load(verified(step), part, grid)
@@ -81,7 +81,7 @@ def resume(grid: Grid, job: Job, step: Path, root: Path | None = None) -> Resume
 
 def resume_from_memory(grid: Grid, job: Job, step: Path) -> Resumed:
     """Loads a step, copies it into memory, and goes on from there in a fresh model."""
-    states = [ModelState(policy.chunks, read_config(job.path), policy) for policy in (build(grid, job), build(grid, job))]
+    states = [ModelState(policy.chunks, ModelDescription.read(job.path), policy) for policy in (build(grid, job), build(grid, job))]
     load(verified(step), {"policy": states[0]}, grid)
     load_random(verified(step), grid)
     copy = RollingCopy(grid)
@@ -141,15 +141,15 @@ def all_equal(grid: Grid, one: Path, other: Path) -> bool:
 
 def build_part(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm", trained: bool = True) -> ModelState:
     """A model with the weights that it is built with, scrambled by a seed of its own so that a load shows."""
-    hf = read_config(path)
-    config = transformer_config(hf, ModelSettings(path=path, dtype="float32"), grid.layout, choose())
-    chunks = build_chunks(config, hf, choose(), grad=trained, head=head)
+    model = ModelDescription.read(path)
+    config = transformer_config(model, ModelSettings(path=path, dtype="float32"), grid.layout, choose())
+    chunks = build_chunks(config, model, choose(), grad=trained, head=head)
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(0.5)
     trainable = make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=10) if trained else None
-    return ModelState(trainable.chunks if trainable is not None else chunks, hf, trainable)
+    return ModelState(trainable.chunks if trainable is not None else chunks, model, trainable)
 
 
 def save_several(grid: Grid, path: Path, root: Path) -> None:
@@ -157,7 +157,7 @@ def save_several(grid: Grid, path: Path, root: Path) -> None:
     policy = build(grid, Job(path))
     critic = build_part(grid, path, "value")
     reference = build_part(grid, path, trained=False)
-    parts = {"policy": ModelState(policy.chunks, critic.hf, policy), "critic": critic, "reference": reference}
+    parts = {"policy": ModelState(policy.chunks, critic.description, policy), "critic": critic, "reference": reference}
     saver = Saver(root, grid, settings(asynchronous=True, staging_mb=1))
     saver.save(1, parts, {"trainer.json": b'{"cursor": 7}'})
     saver.save(2, parts, {})

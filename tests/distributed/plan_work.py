@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megarl.batch import Batch, Sample, pack
 from megarl.config import ModelSettings, OptimizerSettings
+from megarl.models.description import ModelDescription
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -71,20 +72,20 @@ def _unpack(kept: Tensor | _Kept) -> Tensor:
     return kept.tensor if isinstance(kept, _Kept) else kept
 
 
-def measure(grid: Grid, models: dict[str, dict[str, Any]], cases: Sequence[Case]) -> list[dict[str, int]]:
+def measure(grid: Grid, models: dict[str, ModelDescription], cases: Sequence[Case]) -> list[dict[str, int]]:
     """Of each case what this rank holds, after an update: weights, gradients, optimizer; and of activations what it held at most."""
     return [_measure(grid, models[case.family], case) for case in cases]
 
 
-def _measure(grid: Grid, hf: dict[str, Any], case: Case) -> dict[str, int]:
+def _measure(grid: Grid, model: ModelDescription, case: Case) -> dict[str, int]:
     torch.manual_seed(0)
-    chunks = build_chunks(transformer_config(hf, case.settings, grid.layout, choose()), hf, choose(), grad=True)
+    chunks = build_chunks(transformer_config(model, case.settings, grid.layout, choose()), model, choose(), grad=True)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.data.normal_(std=0.02)
     policy = make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=10)
     weights = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     known = {tensor.untyped_storage().data_ptr() for tensor in weights}
-    peak = _update(grid, policy, known, [_micro_batch(grid) for _ in range(case.micro_batches)], hf["vocab_size"])
+    peak = _update(grid, policy, known, [_micro_batch(grid) for _ in range(case.micro_batches)], model.vocab)
     optimizer = [tensor for tensor in policy.state() if tensor.untyped_storage().data_ptr() not in known]
     sizes = {"weights": weights, "gradients": policy.gradients(), "optimizer": optimizer}
     return {name: _bytes(tensors) for name, tensors in sizes.items()} | {"activations": peak}

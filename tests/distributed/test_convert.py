@@ -11,7 +11,7 @@ import torch
 
 from megarl.cli import main
 from megarl.config import CheckpointSettings, Layout, ModelSettings
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.hf import Checkpoint, read_config
 from megarl.models.hf_writer import described
 from megarl.parallel.backend import choose
@@ -47,28 +47,28 @@ def convert(*arguments: Any) -> None:
     assert main(["convert", *map(str, arguments)]) == 0
 
 
-def chunks_of(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm") -> tuple[Any, dict[str, Any]]:
-    hf = read_config(path)
-    config = transformer_config(hf, ModelSettings(path=path, dtype="float32"), grid.layout, choose())
-    return build_chunks(config, hf, choose(), grad=False, head=head), hf
+def chunks_of(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm") -> tuple[Any, ModelDescription]:
+    model = ModelDescription.read(path)
+    config = transformer_config(model, ModelSettings(path=path, dtype="float32"), grid.layout, choose())
+    return build_chunks(config, model, choose(), grad=False, head=head), model
 
 
 def save_steps(grid: Grid, paths: dict[str, Path], root: Path) -> None:
     """Saves every model as Megatron ranks hold it."""
     settings = CheckpointSettings.model_validate({"asynchronous": False})
     for family, path in paths.items():
-        chunks, hf = chunks_of(grid, path)
-        load_hf(chunks, path, hf, grid)
-        files = described(path, "float32", family_of(hf).labels(hf, "lm")) if grid.rank == 0 else {}
-        Saver(root / family, grid, settings).save(1, {"policy": ModelState(chunks, hf, None, files)}, {})
+        chunks, model = chunks_of(grid, path)
+        load_hf(chunks, model, grid)
+        files = described(path, "float32", model.labels("lm")) if grid.rank == 0 else {}
+        Saver(root / family, grid, settings).save(1, {"policy": ModelState(chunks, model, None, files)}, {})
 
 
 def differing(grid: Grid, paths: dict[str, Path], root: Path) -> list[str]:
     """The parameters of this rank that a converted checkpoint fills otherwise than the Hugging Face directory does."""
     found = []
     for family, path in paths.items():
-        expected, hf = chunks_of(grid, path)
-        load_hf(expected, path, hf, grid)
+        expected, model = chunks_of(grid, path)
+        load_hf(expected, model, grid)
         part = build_part(grid, path, trained=False)
         load(verified(root / family / "step_000000"), {"policy": part}, grid)
         ours, theirs = (local_parameters(chunks, grid.ep_rank) for chunks in (part.chunks, expected))
@@ -82,8 +82,8 @@ def megatron_loads(grid: Grid, path: Path, step: Path) -> list[str]:
 
     from megarl.parallel.checkpoint.sharded import model_state
 
-    expected, hf = chunks_of(grid, path)
-    load_hf(expected, path, hf, grid)
+    expected, model = chunks_of(grid, path)
+    load_hf(expected, model, grid)
     chunks = build_part(grid, path, trained=False).chunks
     state = model_state(chunks, grid)
     loaded = dist_checkpointing.load(state, str(step / "policy"), strict="raise_all")
@@ -132,8 +132,8 @@ def test_ranks_of_any_layout_load_what_was_converted(pool: Pool, models: dict[st
 
 def critic_from(grid: Grid, path: Path, step: Path) -> list[str]:
     """The parameters that a critic takes from a converted language model otherwise than from its Hugging Face directory."""
-    expected, hf = chunks_of(grid, path, "value")
-    load_hf(expected, path, hf, grid)
+    expected, model = chunks_of(grid, path, "value")
+    load_hf(expected, model, grid)
     part = build_part(grid, path, "value", trained=False)
     load(verified(step), {"critic": part}, grid)
     ours, theirs = (local_parameters(chunks, grid.ep_rank) for chunks in (part.chunks, expected))

@@ -16,7 +16,8 @@ from torch import Tensor
 from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.errors import SaveError
 from megarl.host.shared_memory import mapped
-from megarl.models.hf import Checkpoint, read_config
+from megarl.models.description import ModelDescription
+from megarl.models.hf import Checkpoint
 from megarl.parallel import export
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -59,22 +60,22 @@ def stored(path: Path) -> dict[str, Tensor]:
         return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
-def loaded(grid: Grid, path: Path, dtype: str = "float32") -> tuple[list[Any], dict[str, Any]]:
+def loaded(grid: Grid, path: Path, dtype: str = "float32") -> tuple[list[Any], ModelDescription]:
     """This rank's chunks: each parameter was NaN before the weights came."""
-    hf, settings = read_config(path), ModelSettings(path=path, dtype=dtype)  # type: ignore[arg-type]
-    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True)
+    model, settings = ModelDescription.read(path), ModelSettings(path=path, dtype=dtype)  # type: ignore[arg-type]
+    chunks = build_chunks(transformer_config(model, settings, grid.layout, choose()), model, choose(), grad=True)
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)
-    load_hf(chunks, path, hf, grid)
-    return chunks, hf
+    load_hf(chunks, model, grid)
+    return chunks, model
 
 
 def round_trip(grid: Grid, path: Path, dtype: str, gather_bytes: int) -> dict[str, Tensor]:
-    chunks, hf = loaded(grid, path, dtype)
+    chunks, model = loaded(grid, path, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "GATHER_BYTES", gather_bytes)
-        return tensors_of(chunks, hf, grid, getattr(torch, dtype))
+        return tensors_of(chunks, model, grid, getattr(torch, dtype))
 
 
 # All experts of a layer in one gather, or one expert of each rank at a time; the suite takes turns, `--long` does both on every layout.
@@ -119,8 +120,8 @@ def test_logits_equal_those_of_transformers(pool: Pool, path: Path) -> None:
 
 
 def saved(grid: Grid, path: Path, target: Path) -> None:
-    chunks, hf = loaded(grid, path)
-    export.save_hf(chunks, hf, grid, source=path, target=target)
+    chunks, model = loaded(grid, path)
+    export.save_hf(chunks, model, grid, target)
 
 
 def test_saved_directory_holds_the_same_tensors(pool: Pool, path: Path, tmp_path: Path) -> None:
@@ -133,12 +134,12 @@ def test_saved_directory_holds_the_same_tensors(pool: Pool, path: Path, tmp_path
 
 def saved_after_a_fault(grid: Grid, path: Path, target: Path) -> str:
     """The second stage cannot write."""
-    chunks, hf = loaded(grid, path)
+    chunks, model = loaded(grid, path)
     with pytest.MonkeyPatch.context() as patch:
         if grid.pp_rank == 1:
             patch.setattr(export.ShardWriter, "close", lambda self: (self._folder / "gone" / "0.safetensors").touch())
         with pytest.raises(SaveError) as failed:
-            export.save_hf(chunks, hf, grid, source=path, target=target)
+            export.save_hf(chunks, model, grid, target)
     return str(failed.value)
 
 
@@ -157,19 +158,19 @@ def test_each_stage_writes_its_own_and_what_one_cannot_write_leaves_nothing(pool
 
 
 def refused_over_something(grid: Grid, path: Path, target: Path) -> str:
-    chunks, hf = loaded(grid, path)
+    chunks, model = loaded(grid, path)
     with pytest.raises(ConfigError) as refused:
-        export.save_hf(chunks, hf, grid, source=path, target=target)
+        export.save_hf(chunks, model, grid, target)
     return str(refused.value)
 
 
 def loaded_without_query_norm(grid: Grid, path: Path) -> str:
-    hf, settings = read_config(path), ModelSettings(path=path, dtype="float32")
-    config = transformer_config(hf, settings, grid.layout, choose())
-    chunks = build_chunks(config, hf, choose(), grad=True)
+    model, settings = ModelDescription.read(path), ModelSettings(path=path, dtype="float32")
+    config = transformer_config(model, settings, grid.layout, choose())
+    chunks = build_chunks(config, model, choose(), grad=True)
     del chunks[0].decoder.layers[1].self_attention.q_layernorm.weight
     with pytest.raises(ValueError) as refused:
-        load_hf(chunks, path, hf, grid)
+        load_hf(chunks, model, grid)
     return str(refused.value)
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megarl.config import Layout, ModelSettings
 from megarl.models import families
-from megarl.models.families import check_checkpoint, check_layout, family_of
+from megarl.models.description import ModelDescription
+from megarl.models.families import check_checkpoint, check_layout
 from megarl.models.hf import read_config
 from tests.distributed.tiny_families import VARIANTS, Make, layouts
 from tests.rank_pool import Pool
@@ -31,9 +32,9 @@ BOUND = 2e-5  # of a logit; where their standard deviation is below 1, of that
 
 def megatron_logits(pool: Pool, path: Path, layout: Layout, batch: Any) -> Tensor:
     """Of sequences of different lengths, packed into one micro-batch: [T, V]."""
-    hf = check_checkpoint(path)
-    check_layout(hf, layout)
-    return joined(pool.run(megatron_part, layout, ModelSettings(path=path, dtype="float32"), batch), batch, hf["vocab_size"])
+    model = check_checkpoint(path)
+    check_layout(model, layout)
+    return joined(pool.run(megatron_part, layout, ModelSettings(path=path, dtype="float32"), batch), batch, model.vocab)
 
 
 def bound(logits_TV: Tensor) -> float:
@@ -135,8 +136,8 @@ def assert_frequencies(path: Path) -> None:
 
     config = AutoConfig.from_pretrained(path)
     theirs, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
-    hf = read_config(path)
-    ours = family_of(hf).rope(hf)
+    model = ModelDescription.read(path)
+    ours = model.rope
     assert ours.attention_factor == pytest.approx(factor, rel=1e-12)
     torch.testing.assert_close(ours.frequencies(config.head_dim), theirs, rtol=1e-6, atol=0)
 

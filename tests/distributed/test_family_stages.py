@@ -35,12 +35,12 @@ def test_stages_may_have_different_numbers_of_layers(
     pool: Pool, make: Make, family: str, layers: int, layout: Layout, megatron: dict[str, int]
 ) -> None:
     path = make(family, layers=layers)
-    hf = check_checkpoint(path)
-    check_layout(hf, layout, megatron)
-    batch = sequences(4, 40, hf["vocab_size"], seed=3)
+    model = check_checkpoint(path)
+    check_layout(model, layout, megatron)
+    batch = sequences(4, 40, model.vocab, seed=3)
     parts = pool.run(megatron_part, layout, ModelSettings(path=path, dtype="float32", megatron=megatron), batch)
     theirs_TV = transformers_logits(path, batch, "float32")
-    torch.testing.assert_close(joined(parts, batch, hf["vocab_size"]), theirs_TV, rtol=0, atol=2e-5)
+    torch.testing.assert_close(joined(parts, batch, model.vocab), theirs_TV, rtol=0, atol=2e-5)
 
 
 MIXED = [(family, dense, after) for family, dense in (("deepseek_v3", 1), ("glm4_moe", 2)) for after in (EP2, PP2)]
@@ -65,4 +65,4 @@ def test_saved_directory_says_that_multi_token_prediction_was_left_out(pool: Poo
     path = make("glm4_moe", layers=2, num_mtp_layers=1)
     assert read_config(path)["num_nextn_predict_layers"] == 1
     pool.run(saved, Layout(), path, "float32", "lm", tmp_path / "out")
-    assert check_checkpoint(tmp_path / "out") == {**read_config(path), "num_nextn_predict_layers": 0}
+    assert check_checkpoint(tmp_path / "out").config == {**read_config(path), "num_nextn_predict_layers": 0}

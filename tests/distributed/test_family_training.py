@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import Layout
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.parallel.grid import Grid
 from tests.distributed.exported import tensors_of
 from tests.distributed.test_export import stored
@@ -109,7 +109,7 @@ def stepped(grid: Grid, job: Job) -> dict[str, Tensor]:
     """The exported tensors after the job's steps."""
     policy = build(grid, job)
     learn(grid, policy, job)
-    return tensors_of(policy.chunks, read_config(job.path), grid, torch.float32)
+    return tensors_of(policy.chunks, ModelDescription.read(job.path), grid, torch.float32)
 
 
 BIASED = [(family, name) for family in ("deepseek_v3", "glm4_moe") for name in ("tp2_ep2", "pp2")]

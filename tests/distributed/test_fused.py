@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import ConfigError, Layout, ModelSettings, OptimizerSettings
-from megarl.models.hf import read_config
-from megarl.models.registry import completed
+from megarl.models.description import ModelDescription
 from megarl.parallel import attention, schedule, spec, upstream
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -37,17 +36,17 @@ def gradients(grid: Grid, job: Job, fusion: bool) -> tuple[dict[str, Tensor], fl
         "param.main_grad.add_(param.grad.data)",
         "param.grad = None",
     )
-    hf, settings = read_config(job.path), ModelSettings(path=job.path, dtype=job.dtype, recompute=job.recompute)
-    config = transformer_config(hf, settings, grid.layout, choose())
+    model, settings = ModelDescription.read(job.path), ModelSettings(path=job.path, dtype=job.dtype, recompute=job.recompute)
+    config = transformer_config(model, settings, grid.layout, choose())
     config.gradient_accumulation_fusion = fusion
-    chunks = build_chunks(config, hf, choose(), grad=True)
+    chunks = build_chunks(config, model, choose(), grad=True)
     assert config.gradient_accumulation_fusion == fusion
     linear = [module for module in chunks[0].modules() if isinstance(module, layers.ColumnParallelLinear | layers.RowParallelLinear)]
     assert not any(layer.gradient_accumulation_fusion for layer in linear)
     fusing: list[Any] = [layer for layer in linear if layer is not chunks[0].output_layer]
     for layer in fusing:
         layer.fuse_wgrad_accumulation = False
-    load_hf(chunks, job.path, hf, grid)
+    load_hf(chunks, model, grid)
     policy = make_trainable(chunks, OptimizerSettings(lr=1e-3, ddp=job.optimizer), total_steps=1)
     for layer in fusing:
         assert layer.fuse_wgrad_accumulation == fusion
@@ -180,7 +179,7 @@ def attentions(grid: Grid) -> list[bool]:
     spec.get_gpt_decoder_block_spec = lambda config, use_transformer_engine, vp_stage: given(
         config, use_transformer_engine=not use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
-    config = transformer_config(completed(TINY), ModelSettings(path=Path("model")), grid.layout, choose())
+    config = transformer_config(ModelDescription.of(TINY), ModelSettings(path=Path("model")), grid.layout, choose())
     blocks = [spec.transformer_engine(config, None, torch_attention) for torch_attention in (False, True)]
     kinds = [{layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs} for block in blocks]
     return [kind == {attention.PackedAttention} for kind in kinds]
@@ -194,7 +193,7 @@ def wished(grid: Grid) -> str:
     choose().torch_attention = True
     try:
         transformer_config(
-            completed(TINY), ModelSettings(path=Path("model"), megatron={"attention_backend": "fused"}), grid.layout, choose()
+            ModelDescription.of(TINY), ModelSettings(path=Path("model"), megatron={"attention_backend": "fused"}), grid.layout, choose()
         )
     except ConfigError as error:
         return str(error)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import ConfigError, Layout, ModelSettings, OptimizerSettings
-from megarl.models.hf import read_config
-from megarl.models.registry import completed
+from megarl.models.description import ModelDescription
 from megarl.parallel import backend, schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -55,7 +54,7 @@ def test_logits_equal_those_of_transformers(pool: Pool, tmp_path: Path, norm_top
 def refusal(grid: Grid, changes: dict[str, Any], megatron: dict[str, Any]) -> str:
     settings = ModelSettings(path=Path("model"), megatron=megatron)
     try:
-        transformer_config(completed({**TINY, **changes}), settings, grid.layout, choose())
+        transformer_config(ModelDescription.of({**TINY, **changes}), settings, grid.layout, choose())
     except ConfigError as error:
         return str(error)
     return "accepted"
@@ -89,9 +88,10 @@ def test_another_megatron_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
 
 def heads(grid: Grid, job: Job, fp32_head: bool) -> tuple[Tensor, Tensor]:
     """The output layer's logits of a bfloat16 model, and those of its own input and weight cast to float32; whole on one rank."""
-    hf, settings = read_config(job.path), ModelSettings(path=job.path, dtype=job.dtype, fp32_head=fp32_head)
-    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True, fp32_head=fp32_head)
-    load_hf(chunks, job.path, hf, grid)
+    model, settings = ModelDescription.read(job.path), ModelSettings(path=job.path, dtype=job.dtype, fp32_head=fp32_head)
+    config = transformer_config(model, settings, grid.layout, choose())
+    chunks = build_chunks(config, model, choose(), grad=True, fp32_head=fp32_head)
+    load_hf(chunks, model, grid)
     policy = make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=1)
     layer, seen = chunks[-1].output_layer, list[Tensor]()
     weight = chunks[-1].embedding.word_embeddings.weight if layer.weight is None else layer.weight  # as it is where it is tied

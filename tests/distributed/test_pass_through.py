@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.config import Layout
 from megarl.host.parking import Parking
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from tests.distributed.exported import tensors_of
@@ -26,7 +26,7 @@ def train_and_export(grid: Grid, job: Job) -> tuple[Report, dict[str, Tensor]]:
     policy = build(grid, job)
     report = learn(grid, policy, job)
     policy.wait_for_weights()
-    return report, tensors_of(policy.chunks, read_config(job.path), grid, torch.float32)
+    return report, tensors_of(policy.chunks, ModelDescription.read(job.path), grid, torch.float32)
 
 
 def park_twice(grid: Grid, job: Job) -> bool:

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from megarl.config import Layout
-from megarl.models.families import family_of
-from megarl.models.registry import completed
+from megarl.models.description import ModelDescription
 from megarl.plan.parameters import model_elements
 from megarl.plan.ranks import PlannedModel, Work, plan_group
 from tests.distributed.plan_work import LENGTH, SEQUENCES, Case, measure
@@ -49,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"architectures": ["Glm4MoeForCausalLM"], **SIGMOID, "attention_bias": True, "head_dim": 32},
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **SIGMOID, **LATENTS, "num_key_value_heads": 8},
 }
-MODELS = {name: completed({**BASE, **own}) for name, own in MODELS.items()}
+DESCRIPTIONS = {name: ModelDescription.of({**BASE, **own}) for name, own in MODELS.items()}
 HALF: Literal["bfloat16"] = "bfloat16"
 # With each layout the models that are measured on it: the suite takes the first, `--long` all.
 LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
@@ -72,9 +71,9 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
 def test_planned_bytes_are_those_of_real_ranks(pool: Pool, name: str, long: bool) -> None:
     layout, cases = LAYOUTS[name]
     cases = cases if long else cases[:1]
-    measured = pool.run(measure, layout, MODELS, cases)
+    measured = pool.run(measure, layout, DESCRIPTIONS, cases)
     for index, case in enumerate(cases):
-        role = PlannedModel("policy", MODELS[case.family], trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES)
+        role = PlannedModel("policy", DESCRIPTIONS[case.family], trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES)
         planned = plan_group([role], layout, case.settings, Work(LENGTH, case.micro_batches, 0, gpu=False))
         held = [rank[index] for rank in measured]
         for rank, real in enumerate(held):
@@ -88,7 +87,7 @@ def test_planned_bytes_are_those_of_real_ranks(pool: Pool, name: str, long: bool
 
 
 def test_every_parameter_of_a_model_is_counted() -> None:
-    for hf in MODELS.values():
-        tensors = {name: prod(shape) for name, shape in family_of(hf).expected(hf).items()}
+    for model in DESCRIPTIONS.values():
+        tensors = {name: prod(shape) for name, shape in model.expected().items()}
         biases = sum(size for name, size in tensors.items() if name.endswith("e_score_correction_bias"))  # buffers
-        assert model_elements(hf) == sum(tensors.values()) - biases
+        assert model_elements(model) == sum(tensors.values()) - biases

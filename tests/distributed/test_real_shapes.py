@@ -13,12 +13,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from megarl.config import Layout, ModelSettings
-from megarl.models.families import check_layout, family_of
+from megarl.models.families import check_layout
 from megarl.models.weight_map import Shape, Weight
 from megarl.parallel.backend import choose
 from megarl.parallel.build import transformer_config
 from megarl.plan.parameters import stage_layers
-from tests.published_models import MODELS, Published, config_of
+from tests.published_models import MODELS, Published, description_of
 
 
 def transformers_shapes(model: Published) -> tuple[dict[str, Shape], int]:
@@ -34,14 +34,14 @@ def transformers_shapes(model: Published) -> tuple[dict[str, Shape], int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_names_shapes_and_parameters_are_those_of_transformers_and_of_the_publisher(name: str) -> None:
-    model, hf = MODELS[name], config_of(MODELS[name])
-    ours = family_of(hf).expected(hf)
-    theirs, parameters = transformers_shapes(model)
-    stored_twice = family_of(hf).optional(hf)  # a tied output layer, which transformers lists and a checkpoint may leave out
+    model = description_of(MODELS[name])
+    ours = model.expected()
+    theirs, parameters = transformers_shapes(MODELS[name])
+    stored_twice = model.family.optional(model.config)  # a tied output layer, which transformers lists and a checkpoint may leave out
     assert ours == {key: shape for key, shape in theirs.items() if key not in stored_twice}
     biases = sum(prod(shape) for key, shape in ours.items() if key.endswith("e_score_correction_bias"))  # buffers to transformers
     total = sum(prod(shape) for shape in ours.values())
-    assert total - biases == parameters and total == model.parameters
+    assert total - biases == parameters and total == MODELS[name].parameters
 
 
 def held(weight: Weight, layout: Layout) -> list[tuple[int, list[tuple[int, int, int]]]]:
@@ -88,11 +88,11 @@ def stages(config: TransformerConfig, layout: Layout) -> list[int]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_of_a_large_layout_hold_every_element_once(name: str) -> None:
-    model, hf, layout = MODELS[name], config_of(MODELS[name]), MODELS[name].layout
-    megatron = {} if model.first is None else {"num_layers_in_first_pipeline_stage": model.first}
-    check_layout(hf, layout, megatron)
-    config = transformer_config(hf, ModelSettings(path=Path(name), megatron=megatron), layout, choose())
-    weights = family_of(hf).weights(hf)
+    model, layout, first = description_of(MODELS[name]), MODELS[name].layout, MODELS[name].first
+    megatron = {} if first is None else {"num_layers_in_first_pipeline_stage": first}
+    check_layout(model, layout, megatron)
+    config = transformer_config(model, ModelSettings(path=Path(name), megatron=megatron), layout, choose())
+    weights = model.weights("lm")
     for weight in {(weight.op, weight.expert is None): weight for weight in weights}.values():
         assert_covered(weight, layout)
     assert sorted(stages(config, layout)) == list(range(config.num_layers))

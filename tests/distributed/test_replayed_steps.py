@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from megarl.config import Layout, RoutingSettings, TrainConfig, load
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.observe.metrics import Metric, merge, scalars
 from megarl.plan.facts import facts
 from megarl.plan.host import routes
@@ -156,7 +156,7 @@ def test_the_plan_bounds_the_experts_that_a_rank_holds(
         f"rollout.max_response_tokens={LONGEST - 4}",
     ]
     config = load(Job(tmp_path, path).write(), sizes, TrainConfig).model_copy(update={"routing": routing, "layout": layout})
-    its = facts(read_config(path))
+    its = facts(ModelDescription.read(path))
     bound = routes(config, its, its, GroupMemory(roles, layout, []))
     for longest in (True, False) if long else (True,):
         case = Case(path, routing, longest=longest, critic_together=int("critic" in roles))

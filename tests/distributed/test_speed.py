@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from megarl.batch import Batch
 from megarl.config import Layout
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.observe.metrics import merge, scalars
 from megarl.parallel import schedule
 from megarl.parallel.grid import Grid
@@ -62,7 +62,7 @@ def test_flops_of_an_update_are_those_that_torch_counts(pool: Pool, tmp_path: Pa
     paths = [make_checkpoint(tmp_path / str(index), num_hidden_layers=2, **changes) for index, changes in enumerate(variants)]
     [found] = pool.run(counted, Layout(), [Job(path, sequences=8, micro_batches=2) for path in paths])
     for path, (counts, lengths) in zip(paths, found, strict=True):
-        assert training_flops(read_config(path), "lm", lengths) == pytest.approx(counts, rel=0.02)
+        assert training_flops(ModelDescription.read(path), "lm", lengths) == pytest.approx(counts, rel=0.02)
 
 
 def test_speed_is_work_over_time_whoever_reports_it() -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from megarl.algorithms.value import value_loss, value_weights
 from megarl.batch import Batch
 from megarl.config import Layout, ModelSettings, OptimizerSettings
+from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint
-from megarl.models.hf import read_config
 from megarl.models.weight_map import HeadKind
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
@@ -69,16 +69,16 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "critic", vocab_size=PAD + 1, **CLASSIFIER)
 
 
-def build(grid: Grid, path: Path, dtype: str = "float32", head: HeadKind = "value") -> tuple[list[Any], dict[str, Any]]:
+def build(grid: Grid, path: Path, dtype: str = "float32", head: HeadKind = "value") -> tuple[list[Any], ModelDescription]:
     """This rank's chunks. All but a fresh head was NaN before the weights came."""
-    hf, settings = read_config(path), ModelSettings(path=path, dtype=dtype)  # type: ignore[arg-type]
-    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True, head=head)
+    model, settings = ModelDescription.read(path), ModelSettings(path=path, dtype=dtype)  # type: ignore[arg-type]
+    chunks = build_chunks(transformer_config(model, settings, grid.layout, choose()), model, choose(), grad=True, head=head)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if not name.startswith("output_layer."):
                 parameter.data.fill_(torch.nan)
-    load_hf(chunks, path, hf, grid)
-    return chunks, hf
+    load_hf(chunks, model, grid)
+    return chunks, model
 
 
 def returns() -> Batch:
@@ -136,8 +136,8 @@ def test_packing_changes_nothing(pool: Pool, critic: Path, one_rank: Report, mic
 
 
 def exported(grid: Grid, path: Path, dtype: str) -> dict[str, Tensor]:
-    chunks, hf = build(grid, path, dtype)
-    return tensors_of(chunks, hf, grid, getattr(torch, dtype))
+    chunks, model = build(grid, path, dtype)
+    return tensors_of(chunks, model, grid, getattr(torch, dtype))
 
 
 def test_critic_from_a_language_model_has_its_backbone_and_one_fresh_head_on_every_layout(pool: Pool, policy: Path) -> None:
@@ -165,8 +165,8 @@ def test_tied_embeddings_are_the_critic_s_embeddings_alone(pool: Pool, tmp_path:
 
 
 def saved(grid: Grid, path: Path, target: Path) -> None:
-    chunks, hf = build(grid, path)
-    save_hf(chunks, hf, grid, source=path, target=target)
+    chunks, model = build(grid, path)
+    save_hf(chunks, model, grid, target)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(ranks=2, tp=2, ep=2), LAYOUTS["pp2"]], ids=["one", "tp2_ep2", "pp2"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import Layout, ModelSettings
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -38,24 +38,24 @@ def layouts(variant: str) -> dict[str, Layout]:
     return {"one": Layout(), "tp2": Layout(ranks=2, tp=2, ep=ep), "pp2": Layout(ranks=2, pp=2)}
 
 
-def load(grid: Grid, path: Path, dtype: str, head: HeadKind = "lm") -> tuple[list[Any], dict[str, Any]]:
+def load(grid: Grid, path: Path, dtype: str, head: HeadKind = "lm") -> tuple[list[Any], ModelDescription]:
     """This rank's chunks; every weight (but a fresh head's) was NaN before it was loaded."""
-    hf, settings = read_config(path), ModelSettings(path=path, dtype=dtype)  # type: ignore[arg-type]
-    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True, head=head)
+    model, settings = ModelDescription.read(path), ModelSettings(path=path, dtype=dtype)  # type: ignore[arg-type]
+    chunks = build_chunks(transformer_config(model, settings, grid.layout, choose()), model, choose(), grad=True, head=head)
     for name, tensor in local_parameters(chunks, grid.ep_rank).items():
         if head == "lm" or not name.startswith("output_layer."):
             tensor.data.fill_(torch.nan)
-    load_hf(chunks, path, hf, grid)
-    return chunks, hf
+    load_hf(chunks, model, grid)
+    return chunks, model
 
 
 def exported(grid: Grid, path: Path, dtype: str) -> dict[str, Tensor]:
     """What rank 0 is given of the loaded model."""
-    chunks, hf = load(grid, path, dtype)
-    return tensors_of(chunks, hf, grid, getattr(torch, dtype))
+    chunks, model = load(grid, path, dtype)
+    return tensors_of(chunks, model, grid, getattr(torch, dtype))
 
 
 def saved(grid: Grid, path: Path, dtype: str, head: HeadKind, target: Path) -> None:
     """The loaded model as a directory."""
-    chunks, hf = load(grid, path, dtype, head)
-    save_hf(chunks, hf, grid, source=path, target=target)
+    chunks, model = load(grid, path, dtype, head)
+    save_hf(chunks, model, grid, target)

@@ -22,8 +22,7 @@ from torch.distributed import PrefixStore
 from megarl.batch import Batch, Sample, pack
 from megarl.config import ModelSettings, OptimizerSettings
 from megarl.host.network import interface_towards
-from megarl.models.families import family_of
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -65,14 +64,14 @@ def make_checkpoint(path: Path, **changes: Any) -> Path:
     """A Hugging Face directory with the tiny configuration and weights drawn from a fixed seed. No tokenizer."""
     from safetensors.torch import save_file
 
-    hf = {**TINY, **changes}
+    config = {**TINY, **changes}
     generator = torch.Generator().manual_seed(7)
     tensors = {}
-    for name, shape in family_of(hf).expected(hf).items():
+    for name, shape in ModelDescription.of(config).expected().items():
         drawn = torch.randn(*shape, generator=generator)
         tensors[name] = 1 + 0.1 * drawn if len(shape) == 1 else 0.06 * drawn
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(hf))
+    (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -125,10 +124,10 @@ def shares(batch: Batch, parts: int) -> list[Batch]:
 
 def build(grid: Grid, job: Job) -> Trainable:
     """The loaded policy of this rank, ready to train."""
-    hf = read_config(job.path)
+    model = ModelDescription.read(job.path)
     settings = ModelSettings(path=job.path, dtype=job.dtype, recompute=job.recompute, megatron=job.megatron)
-    chunks = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True)
-    load_hf(chunks, job.path, hf, grid)
+    chunks = build_chunks(transformer_config(model, settings, grid.layout, choose()), model, choose(), grad=True)
+    load_hf(chunks, model, grid)
     return make_trainable(chunks, OptimizerSettings(**{"lr": 1e-3, **job.optimizer}), total_steps=10)
 
 
@@ -156,7 +155,7 @@ def gradients(grid: Grid, job: Job) -> dict[str, Tensor]:
 
 def exported(grid: Grid, policy: Trainable, job: Job) -> dict[str, Tensor]:
     """The policy's weights by Hugging Face's name, on rank 0."""
-    return tensors_of(policy.chunks, read_config(job.path), grid, torch.float32)
+    return tensors_of(policy.chunks, ModelDescription.read(job.path), grid, torch.float32)
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -201,10 +200,10 @@ def learn(grid: Grid, policy: Trainable, job: Job) -> Report:
 
 def plain(grid: Grid, job: Job) -> Report:
     """The same steps without Megatron's schedule, gradient buffers and optimizer: one row of tokens, autograd, torch's AdamW."""
-    hf = read_config(job.path)
+    description = ModelDescription.read(job.path)
     settings = ModelSettings(path=job.path, dtype=job.dtype)
-    [model] = build_chunks(transformer_config(hf, settings, grid.layout, choose()), hf, choose(), grad=True)
-    load_hf([model], job.path, hf, grid)
+    [model] = build_chunks(transformer_config(description, settings, grid.layout, choose()), description, choose(), grad=True)
+    load_hf([model], description, grid)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     batch = global_batch(job.sequences)
     packed = pack_micro(batch, cp_rank=0, cp_size=1, tp=1, device=choose().device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings, Section
 from megarl.engines.engine import Engine, Finished, Meeting, Part, Request, RequestId, Setup
+from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import Fingerprinter, Print
 from megarl.sync.receive import BucketReceiver
 from megarl.sync.wire import Header
@@ -34,7 +35,7 @@ class BackwardsEngine(Engine):
         self._aborted: set[RequestId] = set()
 
     @staticmethod
-    def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+    def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
         if settings.tp > 1:
             raise ConfigError(f"rollout.tp={settings.tp}: the engine has one worker")
 

@@ -16,9 +16,9 @@ from megarl.engines import registry
 from megarl.engines.engine import EngineDead, Finished, Request, RolloutTimeout
 from megarl.engines.generate import Sampling, TokenPrompt, generate
 from megarl.engines.responder import Responder
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from tests.engines.backwards_engine import PLACE, STUCK, BackwardsEngine, BackwardsSettings
-from tests.published_models import MODELS, config_of
+from tests.published_models import MODELS, description_of
 
 SAMPLING = Sampling(n=2, temperature=1.0, max_tokens=8, seed=1)
 
@@ -45,28 +45,28 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
 
 def test_the_registry_gives_the_engine_that_the_configuration_names(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.ENGINES, "backwards", PLACE)
-    settings = RolloutSettings(tp=2)
+    model, settings = ModelDescription.read(tiny_model), RolloutSettings(tp=2)
     with pytest.raises(ConfigError, match=r"^rollout\.kv_cache_mb: a CPU engine needs it$"):
-        registry.check_engine(read_config(tiny_model), "float32", settings, gpu=False)
+        registry.check_engine(model, "float32", settings, gpu=False)
     with pytest.raises(ConfigError, match=r"^rollout\.tp=2: the engine has one worker$"):
-        registry.check_engine({}, "float32", settings.model_copy(update={"engine": BackwardsSettings()}), gpu=False)
+        registry.check_engine(model, "float32", settings.model_copy(update={"engine": BackwardsSettings()}), gpu=False)
     with pytest.raises(ConfigError, match=r"^rollout\.dp=2: engine backwards has one data-parallel rank only$"):
-        registry.check_engine({}, "float32", RolloutSettings(dp=2).model_copy(update={"engine": BackwardsSettings()}), gpu=False)
+        registry.check_engine(model, "float32", RolloutSettings(dp=2).model_copy(update={"engine": BackwardsSettings()}), gpu=False)
 
 
 def test_a_mixture_is_refused_where_its_engine_cannot_report_the_experts_that_are_asked_for(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registry.ENGINES, "backwards", PLACE)
-    hf, vllm = read_config(tiny_model), RolloutSettings()
+    model, vllm = ModelDescription.read(tiny_model), RolloutSettings()
     backwards = vllm.model_copy(update={"engine": BackwardsSettings()})
-    check_reported_experts(hf, vllm, RoutingSettings(replay="r3"))
-    check_reported_experts(hf, backwards, RoutingSettings(sample=0.0, replay="r2"))
+    check_reported_experts(model, vllm, RoutingSettings(replay="r3"))
+    check_reported_experts(model, backwards, RoutingSettings(sample=0.0, replay="r2"))
     with pytest.raises(ConfigError, match=r"^routing\.sample=0\.01: the engine backwards does not report .*; give routing\.sample=0$"):
-        check_reported_experts(hf, backwards, RoutingSettings())
+        check_reported_experts(model, backwards, RoutingSettings())
     with pytest.raises(ConfigError, match=r"^routing\.replay=r3: .*; give routing\.replay=r2 or off with routing\.sample=0$"):
-        check_reported_experts(hf, backwards, RoutingSettings(replay="r3"))
-    check_reported_experts(config_of(MODELS["Llama-3-70B"]), backwards, RoutingSettings())
+        check_reported_experts(model, backwards, RoutingSettings(replay="r3"))
+    check_reported_experts(description_of(MODELS["Llama-3-70B"]), backwards, RoutingSettings())
 
 
 def test_several_callers_share_an_engine_and_each_gets_its_own() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from megarl.engines.engine import Setup
 from megarl.engines.generate import Sampling
 from megarl.engines.registry import check_engine
 from megarl.engines.vllm import engine
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import compare
 from tests.engines.engine_host import Host
 from tests.engines.test_updates import SETTINGS, Corruptible, Layout, _check_update, _start, check_plan
@@ -113,7 +112,7 @@ class Latent(Corruptible):
     """On a CPU vLLM's reference kernel takes latents of the published size; `check` refuses all of them."""
 
     @staticmethod
-    def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+    def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
         pass
 
 
@@ -142,7 +141,7 @@ def test_what_latent_attention_makes_of_a_weight_is_held_against_it(host: Host, 
 
 def test_multi_latent_attention_on_a_cpu_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
     build(tmp_path / "model", **SIZES, seed=1, family="deepseek_v3")
-    hf = read_config(tmp_path / "model")
+    model = ModelDescription.read(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"^model\.path: config\.json's kv_lora_rank=32: .* needs GPU engines \(cluster\.gpus=true\)$"):
-        check_engine(hf, "float32", SETTINGS, gpu=False)
-    check_engine(hf, "float32", SETTINGS.model_copy(update={"kv_cache_mb": None}), gpu=True)
+        check_engine(model, "float32", SETTINGS, gpu=False)
+    check_engine(model, "float32", SETTINGS.model_copy(update={"kv_cache_mb": None}), gpu=True)

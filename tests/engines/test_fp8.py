@@ -18,8 +18,7 @@ from megarl.config import RolloutSettings
 from megarl.engines.engine import Setup, WeightSyncError
 from megarl.engines.generate import Generated, Sampling
 from megarl.engines.vllm import engine as engines
-from megarl.models.families import family_of
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import Fingerprinter, Print, compare
 from megarl.sync.quantize import as_expected, dequantize, quantize
 from tests.engines.engine_host import Host
@@ -42,8 +41,8 @@ def stored(path: Path) -> Stream:
 
 def quantized(path: Path, dtype: str, stream: Iterable[tuple[str, Tensor]]) -> Stream:
     """What rank 0 sends of it to a fp8 engine whose other weights have this dtype."""
-    hf = read_config(path)
-    return list(as_expected(stream, family_of(hf).update(hf, dtype, "fp8")))  # type: ignore[arg-type]  # it has no stacks
+    model = ModelDescription.read(path)
+    return list(as_expected(stream, model.update(dtype, "fp8")))  # type: ignore[arg-type]  # it has no stacks
 
 
 @asynccontextmanager

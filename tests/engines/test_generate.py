@@ -27,7 +27,7 @@ from megarl.engines.responder import Responder
 from megarl.engines.vllm.engine import VllmEngine
 from megarl.engines.vllm.launch import held_ports, launch
 from megarl.host import termination
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from tests.engines.engine_host import Host
 from tests.engines.gathered import HERE, GatheredEngine
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, generate
@@ -326,7 +326,7 @@ def test_the_ports_where_an_engines_members_will_meet_are_taken_by_nobody_else(h
 
 
 def test_what_an_engine_cannot_run_is_refused_before_it_starts(tiny: Path) -> None:
-    hf = read_config(tiny)
+    model = ModelDescription.read(tiny)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tp": 3}, "rollout.tp=3: does not divide the model's 4 attention heads and 2 KV heads"),
         (
@@ -342,13 +342,13 @@ def test_what_an_engine_cannot_run_is_refused_before_it_starts(tiny: Path) -> No
     ]
     for update, message in cases:
         with pytest.raises(ConfigError, match=message):
-            check_engine(hf, "float32", SETTINGS.model_copy(update=update), gpu=False)
-    check_engine(hf, "float32", SETTINGS.model_copy(update={"tp": 4}), gpu=False)  # KV heads are copied
+            check_engine(model, "float32", SETTINGS.model_copy(update=update), gpu=False)
+    check_engine(model, "float32", SETTINGS.model_copy(update={"tp": 4}), gpu=False)  # KV heads are copied
 
 
 async def _another_build() -> str:
     try:
-        launch("engine 0", {}, {}, gpu=True)
+        launch("engine 0", {}, ModelDescription.of({"architectures": ["Qwen3MoeForCausalLM"]}), gpu=True)
     except RolloutError as error:
         return str(error)
     return ""
@@ -363,7 +363,7 @@ async def _narrow(tiny: Path) -> None:
     """The smallest cache that passes the check is enough for vLLM, which prefers VLLM_CPU_KVCACHE_SPACE (platforms/cpu.py:300)."""
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
     settings = SETTINGS.model_copy(update={"kv_cache_mb": 1, "max_response_tokens": 300})
-    check_engine(read_config(tiny), "float32", settings, gpu=False)
+    check_engine(ModelDescription.read(tiny), "float32", settings, gpu=False)
     engine, _ = await _start(tiny, kv_cache_mb=1, max_response_tokens=300)
     try:
         assert engine._llm.vllm_config.cache_config.kv_cache_memory_bytes == 1 << 20

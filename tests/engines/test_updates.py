@@ -18,7 +18,7 @@ from megarl.engines.engine import RolloutError, Setup, WeightSyncError
 from megarl.engines.generate import Generated, Sampling
 from megarl.engines.vllm.engine import VllmEngine
 from megarl.engines.vllm.member import VllmMember
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
 from megarl.sync import receive, wire
@@ -120,15 +120,15 @@ async def check_plan(engine: VllmEngine, path: Path, layout: Layout) -> None:
     """The fullest worker holds as many bytes of weights as `megarl plan` says, and its cache as many tokens. The others hold as much,
     unless the experts do not divide.
     """
-    hf, tp = read_config(path), layout.tp
+    model, tp = ModelDescription.read(path), layout.tp
     workers = await engine._call("megarl_fingerprints", False, timeout_s=TIMEOUT_S)
     counts = [sum(rows * columns for places in held.values() for _, _, rows, columns, *_ in places) for held in workers]
-    planned = engine_weights(hf, tp, "float32", layout.dp, expert_parallel=layout.expert_parallel)
+    planned = engine_weights(model, tp, "float32", layout.dp, expert_parallel=layout.expert_parallel)
     assert planned == pytest.approx(4 * max(counts), rel=0.05)
     assert len(counts) == layout.workers and (max(counts) == min(counts)) == (layout.workers != 3)
     tokens = engine._llm.vllm_config.cache_config.num_gpu_blocks // layout.dp * CPU_BLOCK  # vLLM adds up those of all members
     assert SETTINGS.kv_cache_mb is not None
-    assert tokens * cache_bytes(facts(hf), tp, "float32") == pytest.approx(SETTINGS.kv_cache_mb << 20, rel=0.05)
+    assert tokens * cache_bytes(facts(model), tp, "float32") == pytest.approx(SETTINGS.kv_cache_mb << 20, rel=0.05)
 
 
 async def _five_updates(tiny: Path, bare: Path, transport: str, layout: Layout) -> None:

@@ -19,7 +19,7 @@ def convert(grid: Any, directory: Path, small: bool) -> dict[str, Any]:
     """Writes two layers of Qwen3-30B-A3B, loads them twice, and streams them with fingerprints. Figures, and what differs."""
     from safetensors.torch import save_file
 
-    from megarl.models.families import family_of
+    from megarl.models.description import ModelDescription
     from megarl.parallel.backend import choose
     from megarl.parallel.build import build_chunks, transformer_config
     from megarl.parallel.export import export_stacks
@@ -27,26 +27,27 @@ def convert(grid: Any, directory: Path, small: bool) -> dict[str, Any]:
     from megarl.sync.fingerprint import Fingerprinter
 
     backend = choose()
-    hf = {**SHARD, "num_experts": 128, **({**SMALL, "num_experts": 16} if small else {})}
+    shard = {**SHARD, "num_experts": 128, **({**SMALL, "num_experts": 16} if small else {})}
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(hf))
+    (directory / "config.json").write_text(json.dumps(shard))
+    model = ModelDescription.read(directory)
     tensors = {
         name: torch.randn(*shape, device=backend.device).mul_(0.02).to(torch.bfloat16).cpu().contiguous()
-        for name, shape in family_of(hf).expected(hf).items()
+        for name, shape in model.expected().items()
     }
     written = Fingerprinter()
     for name, tensor in tensors.items():
         written.add(name, tensor.to(backend.device))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     size = sum(tensor.nbytes for tensor in tensors.values())
-    config = transformer_config(hf, ModelSettings(path=directory, dtype="bfloat16"), grid.layout, backend)
-    chunks = build_chunks(config, hf, backend, grad=False)
+    config = transformer_config(model, ModelSettings(path=directory, dtype="bfloat16"), grid.layout, backend)
+    chunks = build_chunks(config, model, backend, grad=False)
 
     def load() -> None:
-        load_hf(chunks, directory, hf, grid)
+        load_hf(chunks, model, grid)
 
     def stream(prints: Fingerprinter | None = None) -> None:
-        for name, tensor in export_stacks(chunks, hf, grid, torch.bfloat16):
+        for name, tensor in export_stacks(chunks, model, grid, torch.bfloat16):
             if prints is not None:
                 prints.add(name, tensor)
 

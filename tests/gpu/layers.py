@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config import ModelSettings
+from megarl.models.description import ModelDescription
 from tests.gpu.process import Run
 from tests.gpu.report import Report, largest
 from tests.gpu.shards import SHARD, SMALL, TOKENS
@@ -105,9 +106,9 @@ def _layer(grid: Any, small: bool) -> Any:
     from megarl.parallel.backend import choose
     from megarl.parallel.build import build_chunks, transformer_config
 
-    hf, backend = {**SHARD, "num_hidden_layers": 1, **(SMALL if small else {})}, choose()
-    config = transformer_config(hf, ModelSettings(path=Path("shard"), dtype="bfloat16"), grid.layout, backend)
-    [chunk] = build_chunks(config, hf, backend, grad=True)
+    model, backend = ModelDescription.of({**SHARD, "num_hidden_layers": 1, **(SMALL if small else {})}), choose()
+    config = transformer_config(model, ModelSettings(path=Path("shard"), dtype="bfloat16"), grid.layout, backend)
+    [chunk] = build_chunks(config, model, backend, grad=True)
     for parameter in chunk.parameters():
         parameter.data.normal_(std=0.02)
     return chunk.decoder.layers[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Layout, ModelSettings
+from megarl.models.description import ModelDescription
 from megarl.models.registry import completed
 from megarl.plan.facts import facts
 from megarl.plan.parameters import model_elements
@@ -53,7 +54,7 @@ TOKENS = 16_384
 STATES, PEAK = 0.05, (0.95, 1.05)  # error of what stays; the peak over the plan: workspaces of CUDA's libraries come on top
 
 
-def train(grid: Any, hf: dict[str, Any], settings: ModelSettings, tokens: int) -> dict[str, Any]:
+def train(grid: Any, model: ModelDescription, settings: ModelSettings, tokens: int) -> dict[str, Any]:
     """Two updates on one sequence of so many tokens: bytes that stay, of a GPU the peak of the second, and its seconds."""
     import numpy as np
     import torch
@@ -70,15 +71,15 @@ def train(grid: Any, hf: dict[str, Any], settings: ModelSettings, tokens: int) -
     gpu = backend.device.type == "cuda"
     gc.collect()  # of another run's model
     before = torch.cuda.memory_allocated() if gpu else 0
-    chunks = build_chunks(transformer_config(hf, settings, grid.layout, backend), hf, backend, grad=True)
+    chunks = build_chunks(transformer_config(model, settings, grid.layout, backend), model, backend, grad=True)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.data.normal_(std=0.02)
     policy = make_trainable(chunks, OptimizerSettings(lr=1e-4), total_steps=10)
-    numbers = np.random.default_rng(1).integers(0, hf["vocab_size"], tokens + 1).astype(np.int32)
+    numbers = np.random.default_rng(1).integers(0, model.vocab, tokens + 1).astype(np.int32)
     batch = pack([Sample(numbers, 1, np.zeros(tokens, np.float32), "stop")])
 
     def loss_fn(logits_RV: Any, row_T: Any, batch: Any) -> tuple[Any, float]:
-        lp_T, _ = logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, None, hf["vocab_size"], overwrite=True)
+        lp_T, _ = logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, None, model.vocab, overwrite=True)
         return -lp_T.mean(), float(lp_T.detach().mean())
 
     losses, seconds = [], 0.0
@@ -99,14 +100,14 @@ def train(grid: Any, hf: dict[str, Any], settings: ModelSettings, tokens: int) -
 
 def check(there: Run, report: Report, *, small: bool = False) -> None:
     """Trains on the device: memory must match the plan, and the loss must fall. The rate is that of the planned FLOPs of a step."""
-    hf, tokens = {**SHARD, **(SMALL if small else {})}, 64 if small else TOKENS
-    planned_flops = tokens * 3 * forward_flops(facts(hf), model_elements(hf), tokens)
+    model, tokens = ModelDescription.of({**SHARD, **(SMALL if small else {})}), 64 if small else TOKENS
+    planned_flops = tokens * 3 * forward_flops(facts(model), model_elements(model), tokens)
     for recompute in ("none", "full"):
         settings = ModelSettings(path=Path("shard"), dtype="bfloat16", recompute=recompute)
         name = f"recompute {recompute}"
         with report.section(name):
-            measured = there(train, hf, settings, tokens)
-            role = PlannedModel("policy", hf, trained=True, value=False, micro_batch_tokens=tokens)
+            measured = there(train, model, settings, tokens)
+            role = PlannedModel("policy", model, trained=True, value=False, micro_batch_tokens=tokens)
             [stage] = plan_group([role], Layout(), settings, Work(tokens, 1, 0, gpu=measured["gpu"], fused=measured["fused"])).stages
             parts = {part: size for part, size in stage.parts.items() if part != "context"}
             states, planned = sum(parts[part] for part in ("weights", "gradients", "optimizer")), sum(parts.values())

@@ -82,7 +82,7 @@ def offload(grid: Any, path: Path, root: Path, step: Path | None, share: float) 
 
     Returns the report, and how many of the optimizer's tensors are not on the device.
     """
-    from megarl.models.hf import read_config
+    from megarl.models.description import ModelDescription
     from megarl.parallel.checkpoint.load import load
     from megarl.parallel.checkpoint.save import Saver
     from megarl.parallel.checkpoint.state import ModelState
@@ -93,7 +93,7 @@ def offload(grid: Any, path: Path, root: Path, step: Path | None, share: float) 
         make_checkpoint(path)
     fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": share, "overlap_cpu_optimizer_d2h_h2d": True}
     policy = build(grid, job := Job(path, sequences=4, micro_batches=1, dtype="bfloat16", optimizer={"megatron": fields} if share else {}))
-    part = {"policy": ModelState(policy.chunks, read_config(path), policy)}
+    part = {"policy": ModelState(policy.chunks, ModelDescription.read(path), policy)}
     if step is None:
         learn(grid, policy, job)
         Saver(root, grid, settings()).save(1, part, {})

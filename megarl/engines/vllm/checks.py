@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.vllm.arguments import check_arguments
 from megarl.engines.vllm.launch import VLLM_VERSION
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
@@ -20,19 +19,19 @@ _NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py
 _BLOCK = 128  # tokens per KV cache block of vLLM on CPU (vllm/platforms/cpu.py)
 
 
-def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
     """Implement `Engine.check`.
 
     A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention. A GPU engine takes none.
     """
     check_arguments(settings.engine.args, gpu=gpu)
-    _check_architectures(hf["architectures"])
-    heads, kv_heads = int(hf["num_attention_heads"]), int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
+    _check_architectures(model.config["architectures"])
+    heads, kv_heads = model.sizes.heads, model.sizes.groups
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
-    _check_experts(hf, settings)
+    _check_experts(model, settings)
     if settings.quantization is not None:
-        _check_blocks(hf, settings)
+        _check_blocks(model, settings)
         if gpu and dtype != "bfloat16":
             raise ConfigError(f"rollout.quantization=fp8: on GPUs it computes in bfloat16, and rollout.dtype is {dtype}")
     if gpu:
@@ -42,16 +41,14 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
                 f"{settings.gpu_memory_fraction:g} leaves of the GPU's memory; set it to null"
             )
         return
-    if hf.get("kv_lora_rank"):
+    if latent := model.config.get("kv_lora_rank"):
         # vLLM 0.30.0's CPU_MLA decodes only latents of 512+64 (v1/attention/backends/mla/cpu_mla.py:26); its AMX_MLA takes no float32.
-        raise ConfigError(
-            f"model.path: config.json's kv_lora_rank={hf['kv_lora_rank']}: multi-latent attention needs GPU engines (cluster.gpus=true)"
-        )
+        raise ConfigError(f"model.path: config.json's kv_lora_rank={latent}: multi-latent attention needs GPU engines (cluster.gpus=true)")
     if settings.kv_cache_mb is None:
         raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
-    if (size := head_dim(hf)) not in HEAD_SIZES:
+    if (size := model.sizes.head_dim) not in HEAD_SIZES:
         raise ConfigError(f"model.path: config.json's head_dim={size}: vLLM's CPU engines take {', '.join(map(str, HEAD_SIZES))}")
-    needed = cache_mb(hf, dtype, settings, sequences=1)
+    needed = cache_mb(model, dtype, settings, sequences=1)
     if needed > settings.kv_cache_mb:
         longest = settings.max_prompt_tokens + settings.max_response_tokens
         raise ConfigError(
@@ -60,14 +57,13 @@ def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: 
         )
 
 
-def _check_blocks(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
+def _check_blocks(model: ModelDescription, settings: RolloutSettings) -> None:
     """Raise ConfigError unless every worker of an engine holds whole blocks of every quantised matrix.
 
     vLLM requires it of matrices that are split or merged (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1209, :1260), and of
     all columns, whose inputs are quantised 128 at a time (:583). Only the rows of replicated matrices may end in a part of a block.
     """
-    config = dict(hf)
-    for weight in family_of(config).weight_map(config):  # of one layer and expert for all, since `megarl plan` checks thousands of layouts
+    for weight in model.mappings("lm"):  # of one layer and expert for all, since `megarl plan` checks thousands of layouts
         if not weight.linear:
             continue
         if "{expert}" not in weight.megatron:
@@ -89,13 +85,13 @@ def _check_blocks(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
                     )
 
 
-def _check_experts(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
+def _check_experts(model: ModelDescription, settings: RolloutSettings) -> None:
     """Raise ConfigError unless the GPUs of an engine can share the model's MLPs and experts.
 
     `expert_parallel` on one GPU passes: that one then has every whole expert. Experts that do not divide pass, too: the first GPUs have one
     more (vllm/model_executor/layers/fused_moe/expert_map_manager.py:67).
     """
-    n, tp, dp, ranks = family_of(dict(hf)).sizes(dict(hf)), settings.tp, settings.dp, settings.devices
+    n, tp, dp, ranks = model.sizes, settings.tp, settings.dp, settings.devices
     if not n.experts and dp > 1:
         raise ConfigError(f"rollout.dp={dp}: the model has no experts; rollout.replicas makes more engines")
     if not n.experts and settings.expert_parallel:
@@ -103,11 +99,11 @@ def _check_experts(hf: Mapping[str, Any], settings: RolloutSettings) -> None:
     if settings.expert_parallel and n.experts < ranks:
         raise ConfigError(f"rollout.expert_parallel=true: {n.experts} experts for rollout.dp*rollout.tp={dp}*{tp}={ranks} GPUs")
     # Mixtral calls the size of its experts as others call that of their dense layers.
-    whole = "intermediate_size" if n.experts and not hf.get("moe_intermediate_size") else "moe_intermediate_size"
+    whole = "intermediate_size" if n.experts and not model.config.get("moe_intermediate_size") else "moe_intermediate_size"
     for key in ("intermediate_size", "moe_intermediate_size"):
         if key == whole and settings.expert_parallel and not n.shared_ffn:
             continue
-        size, over = int(hf.get(key) or 0), ranks if key == whole and not settings.expert_parallel else tp
+        size, over = int(model.config.get(key) or 0), ranks if key == whole and not settings.expert_parallel else tp
         if size % tp:
             raise ConfigError(f"rollout.tp={tp}: does not divide the model's {key}={size}")
         if size % over:
@@ -138,28 +134,23 @@ def native_architectures() -> frozenset[str]:
     return frozenset(ast.literal_eval(models))
 
 
-def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
+def with_cache(model: ModelDescription, dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
     """Implement `Engine.with_cache`."""
-    all_mb, one_mb = (cache_mb(hf, dtype, settings, sequences) for sequences in (settings.max_num_seqs, 1))
+    all_mb, one_mb = (cache_mb(model, dtype, settings, sequences) for sequences in (settings.max_num_seqs, 1))
     return settings.model_copy(update={"kv_cache_mb": max(min(all_mb, most_mb), one_mb)})
 
 
-def head_dim(hf: Mapping[str, Any]) -> int:
-    """Return the size of an attention head; if config.json does not give it, the default is that of vLLM's attention layers."""
-    return int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
-
-
-def cache_mb(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, sequences: int) -> int:
+def cache_mb(model: ModelDescription, dtype: str, settings: RolloutSettings, sequences: int) -> int:
     """Return the size of the KV cache that a CPU engine needs, in MiB, rounded up.
 
     Args:
-        hf: the model's config.json.
+        model: the model.
         dtype: the dtype of its weights and activations.
         settings: the engine's settings, which have the lengths.
         sequences: the number of concurrent sequences, all of the greatest length.
     """
-    kv_heads = int(hf.get("num_key_value_heads") or hf["num_attention_heads"])
-    token_bytes = 2 * int(hf["num_hidden_layers"]) * max(1, kv_heads // settings.tp) * head_dim(hf) * (4 if dtype == "float32" else 2)
+    n = model.sizes
+    token_bytes = 2 * n.layers * max(1, n.groups // settings.tp) * n.head_dim * (4 if dtype == "float32" else 2)
     longest = settings.max_prompt_tokens + settings.max_response_tokens
     blocks = sequences * -(-longest // _BLOCK) + 1  # vLLM keeps one block empty
     return -(-token_bytes * _BLOCK * blocks >> 20)

@@ -44,8 +44,7 @@ from megarl.engines.vllm.launch import (
 )
 from megarl.engines.vllm.member import ENDED_S, VllmMember
 from megarl.engines.vllm.requests import check_request, sample_of, sampling_parameters
-from megarl.models.families import family_of
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import Piece, Print, join
 from megarl.text.display import one_line
 
@@ -90,12 +89,12 @@ class VllmEngine(Engine):
         self._watched: list[Any] = []
 
     @staticmethod
-    def check(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-        checks.check(hf, dtype, settings, gpu=gpu)
+    def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
+        checks.check(model, dtype, settings, gpu=gpu)
 
     @staticmethod
-    def with_cache(hf: Mapping[str, Any], dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
-        return checks.with_cache(hf, dtype, settings, most_mb)
+    def with_cache(model: ModelDescription, dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
+        return checks.with_cache(model, dtype, settings, most_mb)
 
     @staticmethod
     def overruled(environ: Mapping[str, str], *, gpu: bool) -> list[str]:
@@ -107,22 +106,22 @@ class VllmEngine(Engine):
         """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that started it."""
         assert self._llm is None, "start comes once"
         assert (meeting is not None) == (setup.settings.dp > 1), "members meet, and there are members to meet"
-        hf, settings = read_config(setup.model), setup.settings
-        self.check(hf, setup.dtype, settings, gpu=setup.gpu)
+        model, settings = ModelDescription.read(setup.model), setup.settings
+        self.check(model, setup.dtype, settings, gpu=setup.gpu)
         self._limit = settings.max_prompt_tokens + settings.max_response_tokens
-        self._tied = bool(hf.get("tie_word_embeddings", False))
-        self._expected = family_of(hf).update(hf, setup.dtype, settings.quantization)
+        self._tied = model.tied
+        self._expected = model.update(setup.dtype, settings.quantization)
         self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
         self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._updated.set()
         self._blank = setup.blank
         directory = open_directory(setup.gpu, *([] if meeting is None else [meeting.host]))
-        arguments = engine_arguments(setup, hf) | {"worker_extension_cls": self.extension}
+        arguments = engine_arguments(setup, model) | {"worker_extension_cls": self.extension}
         try:
-            self._llm = launch(self.label, arguments, hf, gpu=setup.gpu, meeting=meeting)
+            self._llm = launch(self.label, arguments, model, gpu=setup.gpu, meeting=meeting)
             self._watch()
             workers = (await self._call("megarl_pid", timeout_s=settings.timeout_s))[: settings.tp]
-            if reads_anew(hf, settings) and not setup.blank:
+            if reads_anew(model, settings) and not setup.blank:
                 await self._weights("megarl_read", str(setup.model), self._expected, timeout_s=settings.timeout_s)
         except BaseException as error:
             await self.close()

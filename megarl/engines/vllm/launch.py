@@ -22,7 +22,7 @@ from megarl.engines.engine import Meeting, RolloutError, Setup
 from megarl.host.network import interface_towards, reserved_ports
 from megarl.host.shell import FULL_PRECISION, differing
 from megarl.imports import gc_paused
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.models.quantized import QUANTIZATION
 from megarl.models.weight_map import FP8_BLOCK
 from megarl.text.display import one_line
@@ -123,12 +123,12 @@ def _left_out(name: str) -> bool:
     return name.startswith("VLLM_") and name not in _KEPT
 
 
-def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(setup: Setup, model: ModelDescription) -> dict[str, Any]:
     """Return the settings that vLLM is started with: the arguments of its AsyncEngineArgs.
 
     Args:
         setup: what the engine runs.
-        hf: the model's config.json.
+        model: the model.
     """
     settings = setup.settings
     common: dict[str, Any] = {
@@ -142,12 +142,12 @@ def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:
         "max_model_len": settings.max_prompt_tokens + settings.max_response_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from, after temperature
-        "enable_return_routed_experts": setup.report_experts and _has_experts(hf),
-        "hf_overrides": _overrides(hf, settings),
+        "enable_return_routed_experts": setup.report_experts and model.sizes.experts > 0,
+        "hf_overrides": _overrides(model, settings),
         "trust_remote_code": False,
         "disable_log_stats": True,
         # Arbitrary values; vLLM would copy a directory's weights into fp8 ones without a scale, or expect them in the fp8 of the directory.
-        **({"load_format": "dummy"} if setup.blank or reads_anew(hf, settings) else {}),
+        **({"load_format": "dummy"} if setup.blank or reads_anew(model, settings) else {}),
         **({"moe_backend": "triton"} if setup.gpu and settings.quantization else {}),  # it takes fp8 experts in the layout of a checkpoint
         **settings.engine.args,
     }
@@ -167,35 +167,35 @@ def engine_arguments(setup: Setup, hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def reads_anew(hf: Mapping[str, Any], settings: RolloutSettings) -> bool:
+def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
     """Return whether megarl reads a directory's weights for the engine: either of them is quantised, but not as the other."""
-    return bool(settings.quantization or hf.get(QUANTIZATION))
+    return bool(settings.quantization or model.config.get(QUANTIZATION))
 
 
-def _overrides(hf: Mapping[str, Any], settings: RolloutSettings) -> dict[str, Any]:
+def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, Any]:
     """Return what vLLM is to read in config.json instead of what it says, or does not say where vLLM's default is not transformers'."""
-    overrides: dict[str, Any] = {key: hf[key] for key in ("scoring_func", "topk_method") if key in hf}
+    overrides: dict[str, Any] = {key: model.config[key] for key in ("scoring_func", "topk_method") if key in model.config}
     if settings.fp32_head:
         overrides["head_dtype"] = "float32"
-    if hf.get(QUANTIZATION):
+    if model.config.get(QUANTIZATION):
         overrides[QUANTIZATION] = None
     if settings.quantization == "fp8":
         overrides[QUANTIZATION] = {  # as in published checkpoints
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-            "modules_to_not_convert": family_of(dict(hf)).unquantized(dict(hf)),
+            "modules_to_not_convert": model.family.unquantized(model.config),
         }
     return overrides
 
 
-def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu: bool, meeting: Meeting | None = None) -> Any:
+def launch(label: str, arguments: dict[str, Any], model: ModelDescription, *, gpu: bool, meeting: Meeting | None = None) -> Any:
     """Start vLLM.
 
     Args:
         label: names the engine in errors.
         arguments: the arguments from `engine_arguments`.
-        hf: the model's config.json.
+        model: the model.
         gpu: whether the engine has GPUs.
         meeting: where the engine's members meet, if it has several; this is the first.
 
@@ -205,7 +205,7 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
     Raises:
         RolloutError: the wrong version or platform of vLLM is installed, or it does not start.
     """
-    with _starting(label, arguments, hf, gpu=gpu), nullcontext() if meeting is None else held_ports(meeting.host):
+    with _starting(label, arguments, model, gpu=gpu), nullcontext() if meeting is None else held_ports(meeting.host):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config, executor = _configure(arguments | ({} if meeting is None else _place(meeting)))
@@ -213,13 +213,13 @@ def launch(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], *, gpu:
             return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
 
 
-def launch_member(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], meeting: Meeting, rank: int, *, gpu: bool) -> Any:
+def launch_member(label: str, arguments: dict[str, Any], model: ModelDescription, meeting: Meeting, rank: int, *, gpu: bool) -> Any:
     """Start the process of another member of an engine, as `vllm serve --headless` does; it looks for the first by itself.
 
     Args:
         label: names it in errors.
         arguments: the arguments from `engine_arguments`.
-        hf: the model's config.json.
+        model: the model.
         meeting: where the members meet.
         rank: its data-parallel rank, from 1.
         gpu: whether the engine has GPUs.
@@ -230,7 +230,7 @@ def launch_member(label: str, arguments: dict[str, Any], hf: Mapping[str, Any], 
     Raises:
         RolloutError: as in `launch`.
     """
-    with _starting(label, arguments, hf, gpu=gpu):
+    with _starting(label, arguments, model, gpu=gpu):
         from vllm.utils.network_utils import get_tcp_uri
         from vllm.v1.engine.utils import CoreEngineProcManager
 
@@ -284,7 +284,7 @@ def _configure(arguments: dict[str, Any], *, headless: bool = False) -> tuple[An
 
 
 @contextmanager
-def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *, gpu: bool) -> Iterator[None]:
+def _starting(label: str, arguments: Mapping[str, Any], model: ModelDescription, *, gpu: bool) -> Iterator[None]:
     """Import vLLM and check its version and platform; turn the errors of the block, in which vLLM is started, into a RolloutError."""
     if not gpu:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no Triton
@@ -309,7 +309,7 @@ def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *
         if not gpu:
             import vllm.v1.worker.cpu_worker  # once, for all processes that are forked from this one
 
-            _register_model(hf)
+            _register_model(model)
             if arguments["hf_overrides"].get(QUANTIZATION):
                 from megarl.engines.vllm.cpu import fp8 as cpu_fp8
 
@@ -322,16 +322,12 @@ def _starting(label: str, arguments: Mapping[str, Any], hf: Mapping[str, Any], *
             raise RolloutError(f"{label}: vLLM does not start: {one_line(said() or str(error))}") from error
 
 
-def _has_experts(config: Mapping[str, Any]) -> bool:
-    return any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
-def _register_model(config: Mapping[str, Any]) -> None:
+def _register_model(model: ModelDescription) -> None:
     """Register the model's class itself: given only a name, vLLM would start a subprocess to inspect it (8 CPU seconds)."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
-    for architecture in config["architectures"]:
+    for architecture in model.config["architectures"]:
         module, name = _VLLM_MODELS[architecture]
         ModelRegistry.register_model(architecture, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name))
 

@@ -11,7 +11,7 @@ import psutil
 from megarl.engines.engine import Meeting, Member, Setup
 from megarl.engines.vllm.launch import EXTENSION, engine_arguments, launch_member, open_directory, remove_files, unlink_shared_memory
 from megarl.host.network import own_address
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 
 ENDED_S = 10.0  # longest wait for a killed process to end
 
@@ -28,10 +28,10 @@ class VllmMember(Member):
 
     def start(self, setup: Setup, meeting: Meeting, rank: int) -> None:
         """Must run in a thread that lives as long as the engine, as VllmEngine.start."""
-        hf = read_config(setup.model)
+        model = ModelDescription.read(setup.model)
         self._directory = open_directory(setup.gpu, own_address(meeting.host))
-        arguments = engine_arguments(setup, hf) | {"worker_extension_cls": self.extension}
-        self._manager = launch_member(self._label, arguments, hf, meeting, rank, gpu=setup.gpu)
+        arguments = engine_arguments(setup, model) | {"worker_extension_cls": self.extension}
+        self._manager = launch_member(self._label, arguments, model, meeting, rank, gpu=setup.gpu)
 
     def settle(self) -> list[int]:
         [core] = self._manager.processes

@@ -9,7 +9,7 @@ from megarl.checkpoints.steps import SavedStep
 from megarl.errors import ConfigError
 from megarl.parallel.checkpoint import sharded, torch_dist
 from megarl.parallel.checkpoint.rng import restore_random_states
-from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, ModelState
+from megarl.parallel.checkpoint.state import RANDOM, ModelState
 from megarl.parallel.grid import Grid
 
 
@@ -32,7 +32,7 @@ def load(step: SavedStep, models: Mapping[str, ModelState], grid: Grid) -> None:
         if model.trainable is not None:
             state["optimizer"] = sharded.empty_optimizer_state(model.trainable, state["model"])
         allowed_extra = ("optimizer.",) if model.trainable is None else ()
-        torch_dist.read(step, name, state, int(model.hf["vocab_size"]), allowed_extra, grid)
+        torch_dist.read(step, name, state, model.description.vocab, allowed_extra, grid)
         if model.trainable is not None:
             sharded.put_optimizer(model.trainable, state["optimizer"], saved["optimizer"]["adam_step"])
             model.trainable.steps = saved["optimizer"]["steps"]
@@ -54,9 +54,9 @@ def _saved(step: SavedStep, name: str, model: ModelState) -> Mapping[str, Any]:
     saved = step.manifest.models.get(name)
     if saved is None:
         raise ConfigError(f"checkpoint: {step.path} has no model {name!r}; it has {', '.join(sorted(step.manifest.models))}")
-    for key in IDENTITY:
-        if saved[key] != model.hf[key]:
-            raise ConfigError(f"checkpoint: {step.path / name}: {key} is {saved[key]!r}, and the model's is {model.hf[key]!r}")
+    for key, own in model.description.identity.items():
+        if saved[key] != own:
+            raise ConfigError(f"checkpoint: {step.path / name}: {key} is {saved[key]!r}, and the model's is {own!r}")
     if model.trainable is not None and saved["optimizer"] is None:
         raise ConfigError(f"checkpoint: {step.path / name} holds no optimizer: it was saved as a frozen model")
     return saved

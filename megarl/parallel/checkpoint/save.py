@@ -26,7 +26,7 @@ from megarl.parallel.checkpoint.barrier import SaveBarrier
 from megarl.parallel.checkpoint.dcp import Location, write_metadata
 from megarl.parallel.checkpoint.rng import random_states
 from megarl.parallel.checkpoint.staging import StagedWriter, StagingMemory
-from megarl.parallel.checkpoint.state import IDENTITY, RANDOM, ModelState
+from megarl.parallel.checkpoint.state import RANDOM, ModelState
 from megarl.parallel.grid import Grid
 from megarl.text.display import one_line
 
@@ -289,7 +289,7 @@ def _left(deadline: float) -> float:
 def _description(model: ModelState) -> dict[str, Any]:
     trainable = model.trainable
     optimizer = None if trainable is None else {"steps": trainable.steps, "adam_step": sharded.adam_step(trainable)}
-    return {**{key: model.hf[key] for key in IDENTITY}, "optimizer": optimizer}
+    return {**model.description.identity, "optimizer": optimizer}
 
 
 def _fault(error: Exception) -> str:

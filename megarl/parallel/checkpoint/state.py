@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.models.description import ModelDescription
 from megarl.parallel.optimizer import Trainable
 
 RANDOM = "random"  # folder of the random states
-IDENTITY = ("model_type", "vocab_size")  # keys of config.json; everything else shows in the shapes
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class ModelState:
     """One model to be saved or loaded: this rank's chunks, and the optimizer if it is saved or loaded with them."""
 
     chunks: Sequence[Any]  # from parallel/build.py, in data-parallel wrappers or not
-    hf: Mapping[str, Any]  # config.json
+    description: ModelDescription
     trainable: Trainable | None = None
     described: Mapping[str, bytes] = field(default_factory=dict)  # files saved beside the weights (rank 0's): see `hf.described`
     wake: Callable[[], object] = lambda: None  # brings the tensors onto the device, which may evict those of other models

@@ -48,7 +48,7 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(models: dict[str, Path], tmp_pat
     quantized(models["deepseek_v3"], source := tmp_path / "kimi")
     rewrite(source / "config.json", model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, seq_aux=True)
     (source / "configuration_deepseek.py").write_text("raise SystemExit")
-    assert check_checkpoint(source)["model_type"] == "kimi_k2"
+    assert check_checkpoint(source).config["model_type"] == "kimi_k2"
     convert("hf-to-megatron", source, tmp_path / "steps")
     convert("megatron-to-hf", tmp_path / "steps", tmp_path / "back")
     config = json.loads((tmp_path / "back" / "config.json").read_text())

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from megarl.convert import plan
 from megarl.models.families import family_of
-from tests.distributed.test_real_shapes import MODELS, config_of
+from tests.published_models import MODELS, config_of
 from tests.rows import rows
 from tests.unit.convert.converting import WEIGHTS, convert
 

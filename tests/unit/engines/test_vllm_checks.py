@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.engine import Setup
 from megarl.engines.vllm.checks import HEAD_SIZES, check, native_architectures
 from megarl.engines.vllm.launch import engine_arguments
+from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES
 from megarl.models.hf import read_config
-from megarl.models.registry import completed
-from tests.published_models import MODELS, config_of
+from tests.published_models import MODELS, config_of, description_of
 
 
 def test_the_head_sizes_are_those_of_vllm() -> None:
@@ -34,9 +34,9 @@ def test_the_head_sizes_are_those_of_vllm() -> None:
 
 
 def test_a_head_that_no_cpu_engine_takes_is_refused(tiny_model: Path) -> None:
-    hf, settings = read_config(tiny_model), RolloutSettings(kv_cache_mb=64)
-    check(hf, "float32", settings, gpu=False)
-    narrow = {**hf, "head_dim": 16}
+    model, settings = ModelDescription.read(tiny_model), RolloutSettings(kv_cache_mb=64)
+    check(model, "float32", settings, gpu=False)
+    narrow = ModelDescription.of({**model.config, "head_dim": 16})
     with pytest.raises(ConfigError, match=r"^model\.path: config\.json's head_dim=16: vLLM's CPU engines take 32, 64, "):
         check(narrow, "float32", settings, gpu=False)
     check(narrow, "float32", RolloutSettings(), gpu=True)
@@ -46,19 +46,20 @@ def test_a_gpu_engine_refuses_the_size_of_a_cache_that_it_would_not_use(tiny_mod
     with pytest.raises(
         ConfigError, match=r"^rollout\.kv_cache_mb=64: .* rollout\.gpu_memory_fraction=0\.6 leaves of the GPU's memory; set it to null$"
     ):
-        check(read_config(tiny_model), "bfloat16", RolloutSettings(kv_cache_mb=64), gpu=True)
-    check(read_config(tiny_model), "bfloat16", RolloutSettings(), gpu=True)
+        check(ModelDescription.read(tiny_model), "bfloat16", RolloutSettings(kv_cache_mb=64), gpu=True)
+    check(ModelDescription.read(tiny_model), "bfloat16", RolloutSettings(), gpu=True)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("architecture", ["SmolLM3ForCausalLM", "Olmo2ForCausalLM", "NobodysForCausalLM"])
 def test_an_architecture_that_vllm_has_no_code_of_its_own_for_is_refused(tiny_model: Path, architecture: str, gpu: bool) -> None:
     """The first two it would run through its transformers backend."""
-    hf = {**json.loads((tiny_model / "config.json").read_text()), "architectures": [architecture]}
+    model = ModelDescription.read(tiny_model)
+    other = replace(model, config={**model.config, "architectures": [architecture]})
     with pytest.raises(
         ConfigError, match=rf"^model\.path: vLLM 0\.30\.0 has no native implementation of {architecture}, and [^\n]*backend$"
     ):
-        check(hf, "float32", RolloutSettings(kv_cache_mb=64), gpu=gpu)
+        check(other, "float32", RolloutSettings(kv_cache_mb=64), gpu=gpu)
 
 
 def test_vllm_has_code_of_its_own_for_every_family() -> None:
@@ -91,46 +92,48 @@ def test_the_architectures_are_read_without_importing_vllm() -> None:
 )
 def test_blocks_that_an_fp8_engine_would_have_to_cut_are_refused(tiny_model: Path, changes: dict[str, int], tp: int, message: str) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "moe_intermediate_size": 256}
-    hf = {**read_config(tiny_model), **sizes}
+    config = {**read_config(tiny_model), **sizes}
     settings = RolloutSettings(kv_cache_mb=64, quantization="fp8", tp=tp)
     with pytest.raises(ConfigError, match=rf"^rollout\.quantization=fp8: .*{re.escape(message.removeprefix('with '))}"):
-        check({**hf, **changes}, "float32", settings, gpu=False)
+        check(ModelDescription.of({**config, **changes}), "float32", settings, gpu=False)
     for fitting in (1, 2):
-        check(hf, "float32", settings.model_copy(update={"tp": fitting}), gpu=False)
+        check(ModelDescription.of(config), "float32", settings.model_copy(update={"tp": fitting}), gpu=False)
     spread = settings.model_copy(update={"tp": 2, "expert_parallel": True})
-    check({**hf, "moe_intermediate_size": 128}, "float32", spread, gpu=False)  # a worker holds whole experts
+    check(ModelDescription.of({**config, "moe_intermediate_size": 128}), "float32", spread, gpu=False)  # a worker holds whole experts
 
 
 def test_a_replicated_matrix_may_end_in_a_part_of_a_block() -> None:
     """DeepSeek-V3's down-projection to the latents has 576 rows, its published FP8 weights too; a query's projection is split."""
-    hf = config_of(MODELS["DeepSeek-V3"])
-    check(hf, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=4, expert_parallel=True), gpu=True)
-    check(hf, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=2), gpu=True)
+    model = description_of(MODELS["DeepSeek-V3"])
+    check(model, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=4, expert_parallel=True), gpu=True)
+    check(model, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=2), gpu=True)
     with pytest.raises(
         ConfigError,
         match=r"^rollout\.quantization=fp8: with rollout\.dp=4, rollout\.tp=8, rollout\.expert_parallel=false a worker holds 64 rows",
     ):
-        check(hf, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=4), gpu=True)
+        check(model, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=4), gpu=True)
 
 
 def test_a_key_value_head_of_several_workers_is_whole_in_each(tiny_model: Path) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 512}
-    check({**read_config(tiny_model), **sizes}, "float32", RolloutSettings(kv_cache_mb=64, quantization="fp8", tp=4), gpu=False)
+    model = ModelDescription.of({**read_config(tiny_model), **sizes})
+    check(model, "float32", RolloutSettings(kv_cache_mb=64, quantization="fp8", tp=4), gpu=False)
 
 
 def test_fp8_engines_on_gpus_compute_in_bfloat16(tiny_model: Path) -> None:
-    hf = {**read_config(tiny_model), "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 128}
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 128}
+    model = ModelDescription.of({**read_config(tiny_model), **sizes})
     settings = RolloutSettings(quantization="fp8")
     with pytest.raises(ConfigError, match=r"^rollout\.quantization=fp8: on GPUs it computes in bfloat16, and rollout\.dtype is float32$"):
-        check(hf, "float32", settings, gpu=True)
-    check(hf, "bfloat16", settings, gpu=True)
+        check(model, "float32", settings, gpu=True)
+    check(model, "bfloat16", settings, gpu=True)
 
 
 def test_a_check_is_quick_enough_for_a_plan_of_thousands_of_layouts() -> None:
     settings = {"quantization": "fp8", "tp": 8, "dp": 4, "expert_parallel": True, "engine": {"args": {"max_num_batched_tokens": 4096}}}
-    hf, rollout, start = config_of(MODELS["DeepSeek-V3"]), RolloutSettings.model_validate(settings), time.process_time()
+    model, rollout, start = description_of(MODELS["DeepSeek-V3"]), RolloutSettings.model_validate(settings), time.process_time()
     for _ in range(100):
-        check(hf, "bfloat16", rollout, gpu=True)
+        check(model, "bfloat16", rollout, gpu=True)
     assert time.process_time() - start < 3, "once for each of 45,000 experts' matrices it was 10 s and more"
 
 
@@ -141,31 +144,31 @@ def test_a_plan_is_made_where_vllm_is_not_installed() -> None:
         "util.find_spec = lambda name, *more: None if name == 'vllm' else find(name, *more);"
         "from megarl.config import RolloutSettings; from megarl.engines.vllm.checks import check; from tests.published_models import *;"
         "settings = RolloutSettings.model_validate({'dp': 4, 'tp': 4, 'engine': {'args': {'max_num_batched_tokens': 4096}}});"
-        "check(config_of(MODELS['Qwen3-235B-A22B']), 'bfloat16', settings, gpu=True)"
+        "check(description_of(MODELS['Qwen3-235B-A22B']), 'bfloat16', settings, gpu=True)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_vllm_is_told_the_format_of_fp8_weights_and_which_modules_have_none(tiny_model: Path, gpu: bool) -> None:
-    hf, given = read_config(tiny_model), RolloutSettings(quantization="fp8", fp32_head=True)
-    arguments = engine_arguments(Setup(tiny_model, "bfloat16", given, 1, gpu=gpu), hf)
+    model, given = ModelDescription.read(tiny_model), RolloutSettings(quantization="fp8", fp32_head=True)
+    arguments = engine_arguments(Setup(tiny_model, "bfloat16", given, 1, gpu=gpu), model)
     told = arguments["hf_overrides"]["quantization_config"]
     assert told["quant_method"] == "fp8" and told["weight_block_size"] == [128, 128] and told["activation_scheme"] == "dynamic"
-    assert told["modules_to_not_convert"] == [f"model.layers.{layer}.mlp.gate" for layer in range(hf["num_hidden_layers"])]
+    assert told["modules_to_not_convert"] == [f"model.layers.{layer}.mlp.gate" for layer in range(model.sizes.layers)]
     assert arguments["hf_overrides"]["head_dtype"] == "float32"
     assert arguments.get("moe_backend") == ("triton" if gpu else None)
-    plain = engine_arguments(Setup(tiny_model, "bfloat16", RolloutSettings(), 1, gpu=gpu), hf)
+    plain = engine_arguments(Setup(tiny_model, "bfloat16", RolloutSettings(), 1, gpu=gpu), model)
     assert plain["hf_overrides"] == {} and "moe_backend" not in plain
 
 
 def test_an_engine_reads_a_directory_as_the_trainer_does(tiny_model: Path) -> None:
     """vLLM would take the published fp8 for the engine's own, and a DeepSeek-V3 that does not say so for one with a softmax router."""
-    hf = config_of(MODELS["DeepSeek-V3"])
-    assert hf["quantization_config"]["quant_method"] == "fp8"
-    sparse = completed({key: value for key, value in hf.items() if key not in ("scoring_func", "topk_method")})
-    for given in (hf, sparse):
-        arguments = engine_arguments(Setup(tiny_model, "bfloat16", RolloutSettings(), 1, gpu=True), given)
+    config = config_of(MODELS["DeepSeek-V3"])
+    assert config["quantization_config"]["quant_method"] == "fp8"
+    sparse = {key: value for key, value in config.items() if key not in ("scoring_func", "topk_method")}
+    for given in (config, sparse):
+        arguments = engine_arguments(Setup(tiny_model, "bfloat16", RolloutSettings(), 1, gpu=True), ModelDescription.of(given))
         assert arguments["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "quantization_config": None}
         assert arguments["load_format"] == "dummy" and "moe_backend" not in arguments
 
@@ -173,7 +176,8 @@ def test_an_engine_reads_a_directory_as_the_trainer_does(tiny_model: Path) -> No
 def test_an_engine_of_several_data_parallel_ranks_takes_fewer_prompt_tokens_in_each(tiny_model: Path) -> None:
     def tokens(**given: Any) -> int | None:
         settings = RolloutSettings.model_validate(given)
-        told: int | None = engine_arguments(Setup(tiny_model, "bfloat16", settings, 1, gpu=True), {}).get("max_num_batched_tokens")
+        arguments = engine_arguments(Setup(tiny_model, "bfloat16", settings, 1, gpu=True), ModelDescription.read(tiny_model))
+        told: int | None = arguments.get("max_num_batched_tokens")
         return told
 
     assert tokens(dp=1) is None and tokens(dp=4) == 4_096

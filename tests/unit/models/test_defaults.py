@@ -13,7 +13,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megarl.config import ConfigError
 from megarl.models.arithmetic import arithmetic, differences
-from megarl.models.registry import FAMILIES, MODEL_TYPES, completed, family_of
+from megarl.models.description import ModelDescription
+from megarl.models.registry import FAMILIES, MODEL_TYPES, completed
 from tools.make_tiny_model import FAMILIES as TINY
 from tools.make_tiny_model import configuration
 
@@ -68,26 +69,27 @@ def rotation(config: PreTrainedConfig) -> tuple[torch.Tensor, float]:
 def same(config: dict[str, Any]) -> bool:
     """Whether the family takes it; then transformers must mean the same by it."""
     try:
-        hf = completed(config)
-        ours = arithmetic(hf)
-        family_of(hf).fields(hf)
+        model = ModelDescription.of(config)
+        ours = arithmetic(model)
+        assert model.fields
     except ConfigError as error:
         assert str(error).startswith("model.path: ") and "\n" not in str(error)
         return False
     other = theirs(config)
-    latent = "qk_rope_head_dim" in hf
+    latent = "qk_rope_head_dim" in model.config
     derived = {
         "num_key_value_heads": other.num_key_value_heads,
         "head_dim": getattr(other, "head_dim", None) or other.hidden_size // other.num_attention_heads,
     }
-    for key in family_of(hf).defaults.keys() - FIXED - {"partial_rotary_factor", "rope_theta", "layer_types", "mlp_only_layers"}:
-        assert ours.get(key, hf[key]) == (derived[key] if key in derived else getattr(other, key)), key
+    for key in model.family.defaults.keys() - FIXED - {"partial_rotary_factor", "rope_theta", "layer_types", "mlp_only_layers"}:
+        assert ours.get(key, model.config[key]) == (derived[key] if key in derived else getattr(other, key)), key
     assert not set(getattr(other, "layer_types", None) or []) - {"full_attention"} and getattr(other, "sliding_window", None) is None
     assert not getattr(other, "mlp_only_layers", None)
     frequencies, factor = rotation(other)
-    rope = family_of(hf).rope(hf)
-    torch.testing.assert_close(rope.frequencies(hf["qk_rope_head_dim"] if latent else ours["head_dim"]), frequencies, rtol=1e-6, atol=0)
-    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    torch.testing.assert_close(
+        model.rope.frequencies(model.config["qk_rope_head_dim"] if latent else ours["head_dim"]), frequencies, rtol=1e-6, atol=0
+    )
+    assert model.rope.attention_factor == pytest.approx(factor, rel=1e-12)
     return True
 
 
@@ -184,18 +186,18 @@ def test_both_spellings_of_rope_are_the_one_that_transformers_uses_or_are_refuse
     config, yarn = tiny("Qwen2ForCausalLM"), {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": yarn}
     with pytest.raises(ConfigError, match=r"rope_scaling and rope_parameters, which differ: rope_type is 'yarn' and 'default'"):
-        arithmetic(completed(config))
+        arithmetic(ModelDescription.of(config))
     config["rope_parameters"] = {**yarn, "rope_type": "yarn", "rope_theta": 1e4}
-    assert same(config) and arithmetic(completed(config))["rope_type"] == "yarn"
+    assert same(config) and arithmetic(ModelDescription.of(config))["rope_type"] == "yarn"
 
 
 def test_another_spelling_is_no_other_arithmetic_and_another_number_is() -> None:
-    config = tiny("LlamaForCausalLM")
+    config, of = tiny("LlamaForCausalLM"), ModelDescription.of
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
     scaled = dict(config["rope_parameters"])
     old |= {"rope_theta": scaled.pop("rope_theta"), "rope_scaling": scaled, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
-    assert differences(completed(config), completed(old)) == {}
+    assert differences(of(config), of(old)) == {}
     for key, value in {"rms_norm_eps": 1e-5, "rope_theta": 1e4}.items():
-        assert differences(completed(old), completed({**old, key: value})) == {key: (old[key], value)}
+        assert differences(of(old), of({**old, key: value})) == {key: (old[key], value)}
     moe = tiny("Qwen3MoeForCausalLM")
-    assert differences(completed(moe), completed({**moe, "num_experts_per_tok": 3})) == {"num_experts_per_tok": (2, 3)}
+    assert differences(of(moe), of({**moe, "num_experts_per_tok": 3})) == {"num_experts_per_tok": (2, 3)}

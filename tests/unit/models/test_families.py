@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.config import ConfigError, Layout
+from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES, check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
 from megarl.models.megatron_fields import check_fields, fixed_fields, megatron_fields
-from megarl.models.registry import completed
 from megarl.models.te_names import from_te, to_te
 from megarl.parallel.weights import canonical
 from tools.make_tiny_model import FAMILIES as TINY
@@ -110,8 +110,7 @@ def copied(path: Path, target: Path, tensors: dict[str, Tensor | None] | None = 
 @pytest.mark.parametrize("family", TINY)
 def test_missing_misshaped_and_unknown_tensors_are_named(tiny: dict[str, Path], tmp_path: Path, family: str) -> None:
     path = tiny[family]
-    hf = check_checkpoint(path)
-    names = [name for name in family_of(hf).expected(hf) if ".layers.1." in name]
+    names = [name for name in check_checkpoint(path).expected() if ".layers.1." in name]
     tensors = load_file(path / "model.safetensors")
     for place in (0, len(names) // 2, len(names) - 1):
         name = names[place]
@@ -130,7 +129,7 @@ def test_multi_token_prediction_is_refused_by_name_or_left_out_by_choice(tiny: d
     expected = r"holds model\.layers\.2\.eh_proj\.weight and 1 more multi-token prediction tensors, which megarl does not train"
     with pytest.raises(ConfigError, match=expected):
         check_checkpoint(path)
-    assert check_checkpoint(path, drop_mtp=True)["num_nextn_predict_layers"] == 1
+    assert check_checkpoint(path, drop_mtp=True).config["num_nextn_predict_layers"] == 1
     later = copied(tiny[family], tmp_path / "later", {"model.layers.3.eh_proj.weight": torch.zeros(2)}, num_nextn_predict_layers=1)
     with pytest.raises(ConfigError, match=r"holds the tensor model\.layers\.3\.eh_proj\.weight"):
         check_checkpoint(later, drop_mtp=True)
@@ -173,7 +172,7 @@ def test_older_spelling_means_the_same(tiny: dict[str, Path], tmp_path: Path, fa
     new = check_checkpoint(tiny[family])
     old = check_checkpoint(copied(tiny[family], tmp_path / "old", rope_parameters=None, **OLD[family]))
     assert fixed_fields(old, "float32", Layout()) == fixed_fields(new, "float32", Layout())
-    one, two = (family_of(hf).rope(hf) for hf in (old, new))
+    one, two = old.rope, new.rope
     assert torch.equal(one.frequencies(32), two.frequencies(32)) and one.fraction == two.fraction
 
 
@@ -263,33 +262,32 @@ UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_sta
 )
 def test_stages_of_different_size_are_checked(layout: Layout, megatron: dict[str, int], message: str) -> None:
     if not message:
-        check_layout(DEEPSEEK_V3, layout, megatron)
+        check_layout(ModelDescription.of(DEEPSEEK_V3), layout, megatron)
         return
     with pytest.raises(ConfigError) as refused:
-        check_layout(DEEPSEEK_V3, layout, megatron)
+        check_layout(ModelDescription.of(DEEPSEEK_V3), layout, megatron)
     assert message in str(refused.value)
 
 
 def test_kimi_k2_is_a_deepseek_v3_of_a_trillion_parameters() -> None:
-    hf = completed(KIMI_K2)
-    family = family_of(hf)
-    assert family is family_of(DEEPSEEK_V3) and not family.predictors(hf)
-    assert 1.02e12 < sum(math.prod(shape) for shape in family.expected(hf).values()) < 1.03e12
-    fields = fixed_fields(hf, "bfloat16", Layout())
+    model = ModelDescription.of(KIMI_K2)
+    assert model.family is family_of(DEEPSEEK_V3) and not model.family.predictors(model.config)
+    assert 1.02e12 < sum(math.prod(shape) for shape in model.expected().values()) < 1.03e12
+    fields = fixed_fields(model, "bfloat16", Layout())
     assert (fields["moe_router_topk_scaling_factor"], fields["rotary_base"], fields["beta_fast"]) == (2.827, 50000.0, 1.0)
     assert fields["moe_router_num_groups"] is None and fields["moe_layer_freq"] == [0] + [1] * 60
-    check_layout(hf, Layout(ranks=16, pp=16), LAST)
+    check_layout(model, Layout(ranks=16, pp=16), LAST)
 
 
 def test_shared_experts_must_divide() -> None:
-    hf = {**DEEPSEEK_V3, "num_attention_heads": 96, "num_key_value_heads": 96}
+    model = ModelDescription.of({**DEEPSEEK_V3, "num_attention_heads": 96, "num_key_value_heads": 96, "first_k_dense_replace": 0})
     with pytest.raises(ConfigError, match="layout.tp=3: model has 2048 units in its shared experts, not divisible by 3"):
-        check_layout({**hf, "first_k_dense_replace": 0}, Layout(ranks=3, tp=3))
+        check_layout(model, Layout(ranks=3, tp=3))
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_fixed_fields_are_megatron_s_and_refused_before_a_process_starts(tiny: dict[str, Path], family: str) -> None:
-    fixed = fixed_fields(read_config(tiny[family]), "bfloat16", Layout(ranks=2, tp=2))
+    fixed = fixed_fields(ModelDescription.read(tiny[family]), "bfloat16", Layout(ranks=2, tp=2))
     latent = {
         "q_lora_rank",
         "kv_lora_rank",

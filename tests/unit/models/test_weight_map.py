@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.config import ConfigError, Layout
+from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
 from megarl.models.weight_map import QKV, Fused, GateUp, Op, Plain
@@ -111,14 +112,14 @@ def rewrite(path: Path, **changes: Any) -> None:
 
 
 def test_checkpoint_that_fits_is_accepted(path: Path) -> None:
-    assert check_checkpoint(path)["num_experts"] == 8
+    assert check_checkpoint(path).config["num_experts"] == 8
 
 
 def test_num_local_experts_of_transformers_5_is_understood(path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     config["num_local_experts"] = config.pop("num_experts")
     (path / "config.json").write_text(json.dumps(config))
-    assert check_checkpoint(path)["num_experts"] == read_config(path)["num_experts"] == 8
+    assert check_checkpoint(path).config["num_experts"] == read_config(path)["num_experts"] == 8
 
 
 def test_missing_directory_is_refused(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_config_outside_of_the_family_is_refused(path: Path, change: dict[str, A
 )
 def test_layout_that_does_not_divide_the_model_is_refused(layout: Layout, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_layout(TINY, layout)
+        check_layout(ModelDescription.of(TINY), layout)
     assert str(refused.value) == message
 
 
@@ -248,4 +249,4 @@ def test_layout_that_does_not_divide_the_model_is_refused(layout: Layout, messag
     "layout", [Layout(ranks=8, tp=2, pp=2, ep=4), Layout(ranks=8, ep=8), Layout(ranks=2, pp=2, vpp=2), Layout(ranks=2, cp=2)]
 )
 def test_layout_that_divides_the_model_is_accepted(layout: Layout) -> None:
-    check_layout(TINY, layout)
+    check_layout(ModelDescription.of(TINY), layout)

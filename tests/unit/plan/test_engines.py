@@ -11,7 +11,8 @@ import pytest
 
 from megarl.config import ConfigError, RolloutSettings, SyncSettings, TrainConfig, load
 from megarl.engines.registry import check_engine
-from megarl.models.families import FAMILIES, family_of
+from megarl.models.description import ModelDescription
+from megarl.models.families import FAMILIES
 from megarl.models.weight_map import FP8
 from megarl.plan import times
 from megarl.plan.devices import DEVICES, GB
@@ -20,15 +21,16 @@ from megarl.plan.facts import facts
 from megarl.plan.search import nearest, search
 from megarl.plan.sync import QUANTIZED, receiver_bytes, sender_bytes, sent_bytes
 from megarl.plan.whole import Plan, build, models_of
-from tests.published_models import MODELS, config_of
+from tests.published_models import MODELS, config_of, description_of
 from tests.unit.examples.test_configurations import EXAMPLES
 
 H200 = DEVICES["H200"]
-SMALL = {
+SMALL_CONFIG = {
     **config_of(MODELS["Qwen3-30B-A3B"]),
     **{"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
     **{"vocab_size": 1024, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 }
+SMALL = ModelDescription.of(SMALL_CONFIG)
 # Elements on a rank of SMALL with tp 2: two query heads and a pair of key-value heads, the output projection; norms, router; tables.
 MATRICES = (2 + 2) * 64 * 256 + 256 * 2 * 64
 REST, TABLES = 2 * 256 + 2 * 64 + 6 * 256, 256 + 2 * 1024 // 2 * 256
@@ -55,12 +57,12 @@ def test_a_rank_holds_what_is_counted_by_hand(dp: int, apart: bool, experts: int
 
 
 def test_shared_experts_are_whole_where_ranks_split_the_tokens_and_latents_stay_unquantised() -> None:
-    deepseek, glm = (config_of(MODELS[name]) for name in ("DeepSeek-V3", "GLM-4.5-Air"))
-    for hf, whole in ((deepseek, True), (glm, False)):
-        n = facts(hf).n
-        sliced, apart = (weight_parts(hf, 4, "bfloat16", 2, expert_parallel=apart)[0] for apart in (False, True))
+    deepseek, glm = (description_of(MODELS[name]) for name in ("DeepSeek-V3", "GLM-4.5-Air"))
+    for model, whole in ((deepseek, True), (glm, False)):
+        n = facts(model).n
+        sliced, apart = (weight_parts(model, 4, "bfloat16", 2, expert_parallel=apart)[0] for apart in (False, True))
         assert apart - sliced == whole * 2 * (n.layers - n.dense) * 3 * n.hidden * n.shared_ffn * 3 // 4
-        assert weight_parts(hf, 4, "bfloat16", 1, expert_parallel=True)[0] == sliced, "of one data-parallel rank they never are"
+        assert weight_parts(model, 4, "bfloat16", 1, expert_parallel=True)[0] == sliced, "of one data-parallel rank they never are"
     its = facts(deepseek)
     assert its.latents is not None
     twice = its.n.layers * its.n.heads // 8 * (its.latents.plain + its.latents.value) * its.latents.key_value * 2
@@ -96,27 +98,27 @@ def test_a_weight_update_is_sent_by_the_first_rank_of_every_stage(published: Pat
 
     alone = seconds("model.megatron={}", "layout={ranks: 64, tp: 4, pp: 1, ep: 8, etp: 1}")
     assert seconds() == pytest.approx(alone / 8) and alone == pytest.approx(16, rel=0.05)
-    hf, sync = config_of(MODELS["Qwen3-235B-A22B"]), SyncSettings()
-    one, two, eight = (receiver_bytes(hf, sync, "bfloat16", RolloutSettings(), senders) for senders in (1, 2, 8))
+    model, sync = description_of(MODELS["Qwen3-235B-A22B"]), SyncSettings()
+    one, two, eight = (receiver_bytes(model, sync, "bfloat16", RolloutSettings(), senders) for senders in (1, 2, 8))
     table = 151936 * 4096 * 2  # bytes of the embedding, and of the output layer, for each of which a bucket grows
     assert two - one == table and eight - two == 6 * (256 << 20)
 
 
 def test_a_weight_update_takes_what_an_engine_unpacks_and_half_the_bytes_in_float8() -> None:
-    hf = config_of(MODELS["Qwen3-30B-A3B"])
-    n, sync = family_of(hf).sizes(hf), SyncSettings()
+    model = description_of(MODELS["Qwen3-30B-A3B"])
+    n, sync = model.sizes, SyncSettings()
 
     def unpacked(**changes: Any) -> int:
         settings = RolloutSettings(**changes)
-        return receiver_bytes(hf, sync, "bfloat16", settings) - receiver_bytes(hf, sync, "bfloat16", RolloutSettings(tp=1 << 40))
+        return receiver_bytes(model, sync, "bfloat16", settings) - receiver_bytes(model, sync, "bfloat16", RolloutSettings(tp=1 << 40))
 
     expert = 3 * n.hidden * n.expert_ffn
     assert unpacked(tp=4) == unpacked(tp=2, dp=2) == unpacked(tp=2, dp=2, expert_parallel=True) == 2 * n.experts * expert // 4
     assert unpacked(tp=3, dp=1, expert_parallel=True) == 2 * 43 * expert
     assert unpacked(tp=4, quantization="fp8") == pytest.approx(n.experts * expert / 4, rel=0.001)
-    sent, half = (sent_bytes(hf, RolloutSettings(quantization=kind), "bfloat16") for kind in (None, "fp8"))
+    sent, half = (sent_bytes(model, RolloutSettings(quantization=kind), "bfloat16") for kind in (None, "fp8"))
     assert half == pytest.approx(sent / 2 + n.vocab * n.hidden * 2, rel=0.01), "the two tables stay in bfloat16"
-    more = sender_bytes(hf, sync, "bfloat16", fp8=True) - sender_bytes(hf, sync, "bfloat16")
+    more = sender_bytes(model, sync, "bfloat16", fp8=True) - sender_bytes(model, sync, "bfloat16")
     assert more == pytest.approx(QUANTIZED + (128 << 20), rel=1e-3), "256 MiB of gathered experts are 128 in float8"
 
 
@@ -229,12 +231,12 @@ def test_float8_is_named_where_it_alone_fits_and_never_chosen(published: Path) -
     ],
 )
 def test_what_the_gpus_of_an_engine_cannot_share_is_refused(name: str, changes: dict[str, Any], message: str | None) -> None:
-    hf, settings = config_of(MODELS[name]), RolloutSettings(**changes)
+    model, settings = description_of(MODELS[name]), RolloutSettings(**changes)
     if message is None:
-        check_engine(hf, "bfloat16", settings, gpu=True)
+        check_engine(model, "bfloat16", settings, gpu=True)
         return
     with pytest.raises(ConfigError, match=f"^{message}$"):
-        check_engine(hf, "bfloat16", settings, gpu=True)
+        check_engine(model, "bfloat16", settings, gpu=True)
 
 
 def test_the_models_that_split_tokens_are_those_of_vllm() -> None:
@@ -248,10 +250,10 @@ def test_the_models_that_split_tokens_are_those_of_vllm() -> None:
         source = (models / f"{module}.py").read_text()
         if re.search(r"FusedMoE\w*\(", source):
             found[architecture] = "parallel_config.use_sequence_parallel_moe" in source and "is_sequence_parallel=" in source
-    ours = {name: splits_tokens({"architectures": [name]}, 2, 2, expert_parallel=True) for name in found}
+    ours = {name: splits_tokens(ModelDescription.of({"architectures": [name]}), 2, 2, expert_parallel=True) for name in found}
     assert found == ours and set(found.values()) == {True, False}
     assert not any(
-        splits_tokens({"architectures": ["Qwen3MoeForCausalLM"]}, *sizes, expert_parallel=apart)
+        splits_tokens(ModelDescription.of({"architectures": ["Qwen3MoeForCausalLM"]}), *sizes, expert_parallel=apart)
         for *sizes, apart in ((1, 2, True), (2, 1, True), (2, 2, False))
     )
 
@@ -259,17 +261,17 @@ def test_the_models_that_split_tokens_are_those_of_vllm() -> None:
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_what_is_sent_is_what_an_update_is_made_of(quantization: Any) -> None:
     """DeepSeek-V3's engines hold the up-projection of the latents twice, but receive it once."""
-    hf = {**config_of(MODELS["DeepSeek-V3"]), "n_routed_experts": 16, "n_group": 4}
+    model = ModelDescription.of({**config_of(MODELS["DeepSeek-V3"]), "n_routed_experts": 16, "n_group": 4})
     item = {FP8: 1, "bfloat16": 2, "float32": 4}
     exactly = 0
-    for shape, dtype in family_of(hf).update(hf, "bfloat16", quantization).values():
+    for shape, dtype in model.update("bfloat16", quantization).values():
         size = item[dtype]
         for length in shape:
             size *= length
         exactly += size
     rollout = RolloutSettings(quantization=quantization)
-    assert sent_bytes(hf, rollout, "bfloat16") == pytest.approx(exactly, rel=1e-6)
-    assert facts(hf).latents is not None
+    assert sent_bytes(model, rollout, "bfloat16") == pytest.approx(exactly, rel=1e-6)
+    assert facts(model).latents is not None
 
 
 def test_engines_of_a_model_without_experts_are_told_of_float8_alone(published: Path) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from megarl.checks.memory import check_fits, warnings
 from megarl.cli import main
 from megarl.config import ConfigError, Layout, ModelSettings, TrainConfig, load, optimizers
-from megarl.models.families import family_of
+from megarl.models.description import ModelDescription
 from megarl.plan.devices import DEVICES, GB, device_of
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
@@ -31,7 +31,7 @@ from megarl.plan.states import states
 from megarl.plan.times import StepTimes
 from megarl.plan.whole import Plan, build, models_of
 from tests.e2e.test_environments import REWRITES
-from tests.published_models import MODELS, config_of
+from tests.published_models import MODELS, config_of, description_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSPO = EXAMPLES / "qwen3_30b_a3b" / "gspo.yaml"
@@ -76,9 +76,9 @@ def test_the_large_examples_fit(published: Path, example: str) -> None:
 )
 def test_a_rank_on_a_gpu_peaks_where_an_h200_did(layers: int, whole: bool, fused: bool, recompute: str, measured: int) -> None:
     """Layers of Qwen3-30B-A3B, 16,384 tokens, on 2026-11-26; CUDA's libraries had 0.3 GB of their own."""
-    hf = config_of(MODELS["Qwen3-30B-A3B"]) | {"num_hidden_layers": layers}
-    hf |= {} if whole else {"num_experts": 16, "vocab_size": 75_968}
-    role = PlannedModel("policy", hf, trained=True, value=False, micro_batch_tokens=16_384)
+    config = config_of(MODELS["Qwen3-30B-A3B"]) | {"num_hidden_layers": layers}
+    config |= {} if whole else {"num_experts": 16, "vocab_size": 75_968}
+    role = PlannedModel("policy", ModelDescription.of(config), trained=True, value=False, micro_batch_tokens=16_384)
     settings = ModelSettings(path=Path("model"), dtype="bfloat16", recompute=recompute)  # type: ignore[arg-type]
     [stage] = plan_group([role], Layout(), settings, Work(16_384, 1, 0, fused=fused)).stages
     peak = stage.total - stage.parts["context"]
@@ -88,14 +88,16 @@ def test_a_rank_on_a_gpu_peaks_where_an_h200_did(layers: int, whole: bool, fused
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_of_a_large_layout_hold_the_model_once_for_each_replica(name: str) -> None:
     """Weights in bfloat16, gradients and Adam: 2 + 4 + 12 / replicas bytes a parameter, but for padding."""
-    model, hf = MODELS[name], config_of(MODELS[name])
-    layout, fields = model.layout, {} if model.first is None else {"num_layers_in_first_pipeline_stage": model.first}
-    stages = shards(hf, "lm", layout, fields)
+    published, model = MODELS[name], description_of(MODELS[name])
+    layout, fields = published.layout, {} if published.first is None else {"num_layers_in_first_pipeline_stage": published.first}
+    stages = shards(model, "lm", layout, fields)
     experts = sum(count(chunk.experts) for stage in stages for chunk in stage) * layout.ep * layout.etp
-    tensors = family_of(hf).expected(hf)
+    tensors = model.expected()
     routed = {key: prod(shape) for key, shape in tensors.items() if ".experts." in key}
     assert experts == sum(routed.values())
-    assert model_elements(hf) == model.parameters - sum(prod(s) for key, s in tensors.items() if key.endswith("e_score_correction_bias"))
+    assert model_elements(model) == published.parameters - sum(
+        prod(s) for key, s in tensors.items() if key.endswith("e_score_correction_bias")
+    )
     for stage in stages:
         dense = sum(count(chunk.dense) for chunk in stage)
         inside = sum(count(chunk.experts) for chunk in stage)
@@ -146,11 +148,11 @@ def test_each_sender_keeps_the_buckets_of_the_weights_between_updates(published:
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3-70B", "GLM-4.5-Air"])
 def test_the_gpus_of_an_engine_hold_the_model_once(name: str) -> None:
     """What is copied to each (norms, routers; keys and values where there are fewer heads than GPUs) is small."""
-    hf = config_of(MODELS[name])
-    whole = 2 * sum(prod(shape) for shape in family_of(hf).expected(hf).values())
-    assert engine_weights(hf, 1, "bfloat16") == pytest.approx(whole, rel=1e-4)
-    assert whole < 8 * engine_weights(hf, 8, "bfloat16") < 1.02 * whole
-    its = facts(hf)
+    model = description_of(MODELS[name])
+    whole = 2 * sum(prod(shape) for shape in model.expected().values())
+    assert engine_weights(model, 1, "bfloat16") == pytest.approx(whole, rel=1e-4)
+    assert whole < 8 * engine_weights(model, 8, "bfloat16") < 1.02 * whole
+    its = facts(model)
     assert cache_bytes(its, 1, "bfloat16") == 4 * its.n.layers * its.n.groups * its.n.head_dim
     assert 8 * cache_bytes(its, 8, "bfloat16") == max(8 / its.n.groups, 1) * cache_bytes(its, 1, "bfloat16")
 

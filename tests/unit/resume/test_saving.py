@@ -76,14 +76,14 @@ def test_a_template_that_was_edited_is_refused_by_its_file(config: TrainConfig) 
 
 
 def test_weights_of_another_arithmetic_are_refused_by_name(config: TrainConfig) -> None:
-    from megarl.models.hf import read_config
+    from megarl.models.description import ModelDescription
 
     settings = config.model.model_copy(update={"weights": config.directory / "checkpoints" / "step_000000"})
-    check_weights(settings, read_config(config.model.path), "lm")
+    check_weights(settings, ModelDescription.read(config.model.path), "lm")
     for changes, message in (
         ({"num_experts_per_tok": 3}, "num_experts_per_tok is 2, and model.path's is 3"),
         ({"num_experts_per_tok": 2, "norm_topk_prob": False}, "norm_topk_prob is True, and model.path's is False"),
     ):
         edit(config, **changes)
         with pytest.raises(ConfigError, match=message):
-            check_weights(settings, read_config(config.model.path), "lm")
+            check_weights(settings, ModelDescription.read(config.model.path), "lm")

@@ -46,7 +46,7 @@ def test_same_seed_gives_same_bytes_and_another_seed_other_weights(tiny: Path) -
 
 
 def test_directory_is_the_qwen3_moe_that_the_issue_asks_for(tiny: Path) -> None:
-    config = check_checkpoint(tiny)
+    config = check_checkpoint(tiny).config
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
     assert (config["num_hidden_layers"], config["num_local_experts"], config["num_experts_per_tok"]) == (4, 8, 2)
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["norm_topk_prob"]) == (4, 2, True)

@@ -1,0 +1,111 @@
+"""What config.json says of a model, read once and handed on to whatever plans, builds, loads or runs the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megarl.models.config_json import ConfigJson
+from megarl.models.hf import read_config
+from megarl.models.registry import completed, family_of
+from megarl.models.rope import Rope
+from megarl.models.weight_map import Family, HeadKind, Shape, Sizes, Weight, WeightMapping
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model of a known family. What is derived from config.json raises ConfigError if the family does not support it."""
+
+    config: ConfigJson
+    family: Family
+    path: Path | None = None  # the directory that it was read from; None: made in memory
+
+    @classmethod
+    def read(cls, path: Path) -> ModelDescription:
+        """Read a directory's config.json. Raises ConfigError if it is missing or broken, or of an architecture that is not supported."""
+        config = read_config(path)
+        return cls(config, family_of(config), path)
+
+    @classmethod
+    def of(cls, config: ConfigJson, path: Path | None = None) -> ModelDescription:
+        """Describe the model of a config.json, which may leave out what has a default. Raises ConfigError as `read` does."""
+        whole = completed(config)
+        return cls(whole, family_of(whole), path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send only config.json to other processes: a family consists of functions, and they have it."""
+        return ModelDescription.of, (self.config, self.path)
+
+    @property
+    def directory(self) -> Path:
+        """The directory that it was read from."""
+        assert self.path is not None, "a model that was made in memory has no directory"
+        return self.path
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a step directory says of it, by config.json's keys; all else shows in the shapes of its tensors."""
+        return {key: self.config.get(key) for key in ("model_type", "vocab_size")}
+
+    @property
+    def architecture(self) -> str:
+        """The name of its class in transformers."""
+        return str(self.config["architectures"][0])
+
+    @property
+    def head(self) -> HeadKind:
+        """The head that config.json names."""
+        return self.family.head_of(self.config)
+
+    @property
+    def vocab(self) -> int:
+        """The number of its tokens."""
+        return int(self.config["vocab_size"])
+
+    @property
+    def room(self) -> int:
+        """The number of tokens of the longest sequence that it supports."""
+        return int(self.config["max_position_embeddings"])
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return bool(self.config.get("tie_word_embeddings"))
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Its sizes."""
+        return self.family.sizes(self.config)
+
+    @cached_property
+    def rope(self) -> Rope:
+        """Its rotary embedding."""
+        return self.family.rope(self.config)
+
+    @cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """Its fields of Megatron's TransformerConfig."""
+        return self.family.fields(self.config)
+
+    def mappings(self, head: HeadKind) -> list[WeightMapping]:
+        """Return the mappings of the backbone and of `head`, whichever head config.json names."""
+        return self.family.mappings(self.config, head)
+
+    def weights(self, head: HeadKind) -> list[Weight]:
+        """Return every Megatron parameter of the backbone with `head`; see `Family.weights`."""
+        return self.family.weights(self.config, head)
+
+    def labels(self, head: HeadKind) -> dict[str, Any]:
+        """Return the entries of config.json for `head` on the backbone; see `Family.labels`."""
+        return self.family.labels(self.config, head)
+
+    def expected(self) -> dict[str, Shape]:
+        """Return the name and shape of every tensor that a checkpoint must hold, with the head that config.json names."""
+        return self.family.expected(self.config)
+
+    def update(self, dtype: str, quantization: str | None = None) -> dict[str, tuple[list[int], str]]:
+        """Return the shape and dtype of every tensor in a weight update of an engine; see `Family.update`."""
+        return self.family.update(self.config, dtype, quantization)
