@@ -43,7 +43,7 @@ STEPS, STILL_S, LIMIT_S = 40, 3, 900.0  # the last is the time after which a run
 LAYOUTS = {"one rank": (), "tp 2": ("layout={ranks: 2, tp: 2, ep: 2}",)}
 AHEAD = ("algorithm={type: ppo, kl_coef: 0.05, kl_target: 0.1, correction: {type: tis}}", "rollout.mode=ahead")
 MODES = {"sync": (), "ahead": AHEAD}
-COMMON = (*EVERYTHING, "sync.transport=gloo", f"train.steps={STEPS - 1}", f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=1000")
+COMMON = (*EVERYTHING, "sync.transport=gloo", f"train.steps={STEPS - 1}", f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=1000")
 PER_RUN = 12  # most faults of a run
 PAUSE_S = 3 * STILL_S  # how long the driver is stopped, and the disk hangs
 PAGE = ROOT / "megarl" / "cluster" / "figures.md"
@@ -52,7 +52,7 @@ BEGUN, MENDED = re.compile(r"restart \d+ of at most \d+ per day"), re.compile(r"
 STEP = re.compile(r"step (\d+)/")
 SEED = re.compile(r"\| \d+ \| \d+ \| \d+ \| ")  # a row of the table of seeds
 LAST = (
-    f"The last of these seeds (`cluster.still_timeout_s={STILL_S}`, `save.every=1`, a slow disk takes {SPEED / 1e6:g} MB/s, a hanging one "
+    f"The last of these seeds (`cluster.stall_timeout_s={STILL_S}`, `save.every=1`, a slow disk takes {SPEED / 1e6:g} MB/s, a hanging one "
     f"hangs for {PAUSE_S} s); medians, the largest in brackets:"
 )
 

@@ -117,8 +117,8 @@ def completed(saved: Mapping[str, Any], kind: type[BaseModel]) -> Mapping[str, A
         The whole configuration, likewise; `saved` itself if it is no longer valid.
     """
     try:
-        # What was logged may differ, and so may the names of its keys in earlier versions.
-        return kind.model_validate_json(json.dumps({**saved, "log": {}}), strict=True).model_dump(mode="json")
+        # These sections may differ, and so may the names of their keys in earlier versions.
+        return kind.model_validate_json(json.dumps({**saved, "log": {}, "cluster": {}}), strict=True).model_dump(mode="json")
     except ValidationError:
         return saved
 

@@ -51,8 +51,8 @@ from megarl.resume.saving import check_resume
 from megarl.rewards.scale import read_range
 from megarl.rewards.sources import check as check_reward
 
-SHARED_MEMORY, LEAST_SHARED_MB = "/dev/shm", 32
-LEAST_FILES = 1024  # the default of every Linux, unless someone lowered it
+SHARED_MEMORY, MIN_SHARED_MB = "/dev/shm", 32
+MIN_FILES = 1024  # the default of every Linux, unless someone lowered it
 NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # by transport
 
 
@@ -134,10 +134,10 @@ def check_cluster(settings: ClusterSettings, kinds: Sequence[ProcessKind]) -> No
         check_allocation(settings.allocation, settings, kinds)
         return
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files < LEAST_FILES:
-        raise ConfigError(f"cluster: the open-file limit is {files} (ulimit -n); Ray and the engines need at least {LEAST_FILES}")
-    if os.path.isdir(SHARED_MEMORY) and (room := shutil.disk_usage(SHARED_MEMORY).free >> 20) < LEAST_SHARED_MB:
-        raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need at least {LEAST_SHARED_MB}")
+    if files < MIN_FILES:
+        raise ConfigError(f"cluster: the open-file limit is {files} (ulimit -n); Ray and the engines need at least {MIN_FILES}")
+    if os.path.isdir(SHARED_MEMORY) and (room := shutil.disk_usage(SHARED_MEMORY).free >> 20) < MIN_SHARED_MB:
+        raise ConfigError(f"cluster: {SHARED_MEMORY} has {room} MB free; Ray and the engines need at least {MIN_SHARED_MB}")
     if settings.address is not None:
         return
     if settings.allocation is not None:

@@ -20,7 +20,7 @@ from megarl.verbs import TOOLS, VERBS, Verb
 
 FAULT, FAILURE, INTERRUPTED = 2, 1, 130
 LOOKED_AT = 2000  # items that --check draws from a generated source
-MOST_SHOWN = 1500  # longest error line in characters: it may quote user input
+MAX_SHOWN = 1500  # longest error line in characters: it may quote user input
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,7 +147,7 @@ def _leave_lost_session(status: int) -> None:
 def _refused(faults: str) -> int:
     """Print a line per fault and return the exit status. Lines are escaped, since they may quote files that others made."""
     for line in faults.splitlines():
-        print(f"megarl: error: {escaped(line):.{MOST_SHOWN}}", file=sys.stderr)
+        print(f"megarl: error: {escaped(line):.{MAX_SHOWN}}", file=sys.stderr)
     return FAULT
 
 

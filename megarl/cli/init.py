@@ -40,7 +40,7 @@ from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint
 from megarl.models.hf import has_weights
 from megarl.plan.devices import GB, NODE, device_of
-from megarl.plan.main import MOST
+from megarl.plan.main import MAX_NUMBER
 from megarl.plan.parameters import model_elements
 from megarl.plan.search import nearest, search
 from megarl.plan.whole import models_of
@@ -101,8 +101,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"init: --out {given.out}: its directory does not exist")
     if not given.cpu and not 0 < given.gpus <= 1024:
         raise ConfigError(f"init: --gpus {given.gpus} is not between 1 and 1024")
-    if not 0 < given.gpu_gb <= MOST:
-        raise ConfigError(f"init: --gpu-gb {given.gpu_gb}: must be above 0, and {MOST:,} at most")
+    if not 0 < given.gpu_gb <= MAX_NUMBER:
+        raise ConfigError(f"init: --gpu-gb {given.gpu_gb}: must be above 0, and {MAX_NUMBER:,} at most")
     for name, path in (("MODEL", given.model), ("DATA", given.data), ("--out", given.out)):
         if not str(path).isprintable():
             raise ConfigError(f"init: {name} {str(path)!r:.300} is not printable text on one line")

@@ -79,7 +79,7 @@ class ActorGroup:
         Raises:
             WorkerDied: an actor's process is gone. Any other exception is what the first failing actor raised.
             WorkerLate: an actor did not answer in time. Every error names the actor.
-            StandsStill: the session's watch has seen a stopped process, or a machine that does not answer.
+            ProcessStalled: the session's watch has seen a stopped process, or a machine that does not answer.
         """
         names = {reference: f"{self.kind} {index % len(self.actors)}" for index, reference in enumerate(references)}
         pending, deadline = list(references), time.monotonic() + timeout_s
@@ -109,8 +109,8 @@ class ActorGroup:
             calls: the reference of each actor's call, by the actor's number.
             doing: names the work in an error.
             timeout_s: for all of them together.
-            failed: called at once with the number of an actor that has failed, and the error: WorkerDied, WorkerLate, StandsStill, or what
-                the actor raised. If `failed` itself raises, the wait ends and the remaining calls are cancelled.
+            failed: called at once with the number of an actor that has failed, and the error: WorkerDied, WorkerLate, ProcessStalled, or
+                what the actor raised. If `failed` itself raises, the wait ends and the remaining calls are cancelled.
 
         Returns:
             The answers of the actors that did not fail, by number.
@@ -222,6 +222,6 @@ def cancel(references: Iterable[Any]) -> None:
 
 
 def end(actors: Iterable[Any]) -> None:
-    """Kill the processes of actors, and those that these have started. Raises StandsStill where Ray's server does not answer."""
+    """Kill the processes of actors, and those that these have started. Raises ProcessStalled where Ray's server does not answer."""
     for actor in actors:
         ask("ending processes", partial(ray.kill, actor))

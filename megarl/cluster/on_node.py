@@ -11,7 +11,7 @@ from megarl.cluster.server import ask
 
 
 def live_nodes() -> dict[str, dict[str, Any]]:
-    """The live nodes of the session, by id. Raises StandsStill where Ray's server does not answer."""
+    """The live nodes of the session, by id. Raises ProcessStalled where Ray's server does not answer."""
     return {node["NodeID"]: node for node in ask("looking for nodes", ray.nodes) if node["Alive"]}
 
 

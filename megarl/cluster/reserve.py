@@ -67,7 +67,7 @@ def nodes_of(places: Sequence[PlacementGroupSchedulingStrategy]) -> set[str]:
     return {node for table in tables for node in table["bundles_to_node_id"].values()}
 
 
-def give_back(places: Sequence[PlacementGroupSchedulingStrategy]) -> None:
+def release(places: Sequence[PlacementGroupSchedulingStrategy]) -> None:
     """Free reserved places, and end every actor in them."""
     for group in _groups(places):
         ask(DOING, partial(remove_placement_group, group))

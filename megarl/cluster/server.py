@@ -19,7 +19,7 @@ T = TypeVar("T")
 ANSWER_S, POLL_S = 60.0, 0.2
 
 
-class StandsStill(Stopped):
+class ProcessStalled(Stopped):
     """A process of the run is stopped, or a machine does not answer.
 
     Args:
@@ -44,7 +44,7 @@ def lose(why: str | None) -> None:
 
 def is_loss(error: BaseException) -> bool:
     """Return whether an error says that the session is lost. What it came up in says nothing then about ranks or nodes."""
-    return isinstance(error, StandsStill) and error.session
+    return isinstance(error, ProcessStalled) and error.session
 
 
 def loss() -> str | None:
@@ -61,11 +61,11 @@ def ask(doing: str, call: Callable[[], T], timeout_s: float = ANSWER_S) -> T:
         timeout_s: how long to wait for an answer.
 
     Raises:
-        StandsStill: the session is lost, or there is no answer in time.
+        ProcessStalled: the session is lost, or there is no answer in time.
         Terminated: a signal asks the run to end, and it may end here.
     """
     if _loss is not None:
-        raise StandsStill(f"{doing}: {_loss}", session=True)
+        raise ProcessStalled(f"{doing}: {_loss}", session=True)
     answer, over = list[tuple[T | None, BaseException | None]](), threading.Event()
 
     def make() -> None:
@@ -79,10 +79,10 @@ def ask(doing: str, call: Callable[[], T], timeout_s: float = ANSWER_S) -> T:
     deadline = time.monotonic() + timeout_s
     while not over.wait(POLL_S):
         if _loss is not None:
-            raise StandsStill(f"{doing}: {_loss}", session=True)
+            raise ProcessStalled(f"{doing}: {_loss}", session=True)
         termination.poll()
         if time.monotonic() > deadline:
-            raise StandsStill(f"{doing}: Ray's server has not answered within {timeout_s:g} s", session=True, seconds=timeout_s)
+            raise ProcessStalled(f"{doing}: Ray's server has not answered within {timeout_s:g} s", session=True, seconds=timeout_s)
     result, error = answer[0]
     if error is not None:
         raise error

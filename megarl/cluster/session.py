@@ -105,7 +105,7 @@ def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path]
         with ray_settings(private=False):
             _join(settings.address)
             try:
-                with watched(settings.still_timeout_s, own=False):
+                with watched(settings.stall_timeout_s, own=False):
                     yield
             finally:
                 _shut_down()
@@ -113,7 +113,7 @@ def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path]
         with (
             hosting(settings.start_timeout_s, settings.interface, secrets.token_hex(32)) as scratch,
             _private(settings, actors + 1, None if settings.gpus else 0, scratch),
-            watched(settings.still_timeout_s, own=True, on_loss=partial(_lost, scratch, None)),
+            watched(settings.stall_timeout_s, own=True, on_loss=partial(_lost, scratch, None)),
         ):
             yield
 
@@ -343,7 +343,7 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
         allocation.stopped_from_outside(),
         hosting(settings.start_timeout_s, settings.interface, token, allocation) as scratch,
         _private(settings, cpus, gpus, scratch, name),
-        watched(settings.still_timeout_s, own=True, on_loss=partial(_lost, scratch, allocation)),
+        watched(settings.stall_timeout_s, own=True, on_loss=partial(_lost, scratch, allocation)),
     ):
         before = {name}
         try:

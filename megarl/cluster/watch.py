@@ -25,7 +25,7 @@ from ray._private import worker as ray_worker
 from megarl.cluster import server
 from megarl.cluster.roster import POLLS, Roster
 from megarl.cluster.scan import Scan, StoppedProcess, is_stopped
-from megarl.cluster.server import StandsStill
+from megarl.cluster.server import ProcessStalled
 from megarl.host import termination
 
 OWN = ("gcs_server", "raylet")
@@ -81,7 +81,7 @@ class Watch:
         self._spared = actors
 
     def check(self, doing: str, groups: Mapping[str, Sequence[Any]]) -> None:
-        """Raise StandsStill if anything in the session is stopped, naming the actor if it is one, or WatchFailed if the watch itself is.
+        """Raise ProcessStalled if anything in the session is stopped, naming the actor if it is one, or WatchFailed if the watch itself is.
 
         It asks nobody, and so returns at once.
 
@@ -96,19 +96,19 @@ class Watch:
         if (late := time.monotonic() - self._seen) > 2 * self._limit_s + SLACK_S:
             raise WatchFailed(f"{doing}: the watch over the run's processes has not looked for {late:.0f} s")
         if (why := self.loss()) is not None:
-            raise StandsStill(f"{doing}: {why}", session=True)
+            raise ProcessStalled(f"{doing}: {why}", session=True)
         named = ((f"{kind} {index}: ", actor) for kind, actors in groups.items() for index, actor in enumerate(actors))
         names = {pid: name for name, actor in named for pid in self._roster.pids_of(actor)}
         spared = {pid for actor in self._spared for pid in self._roster.pids_of(actor)} - names.keys()
         for pids, why in self._roster.silent:
             if pids & names.keys() or (not names and pids - spared):
-                raise StandsStill(f"{doing}: {why}", seconds=self._limit_s)
+                raise ProcessStalled(f"{doing}: {why}", seconds=self._limit_s)
         stopped = [one for one in self._all_stopped if spared.isdisjoint(one.pids)]
         if stopped:
             lines = [f"{next((names[pid] for pid in one.pids if pid in names), '')}{one}" for one in stopped]
-            raise StandsStill(f"{doing}: {'; '.join(lines)}", seconds=max(one.seconds for one in stopped))
+            raise ProcessStalled(f"{doing}: {'; '.join(lines)}", seconds=max(one.seconds for one in stopped))
 
-    def still(self, doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
+    def still(self, doing: str, kind: str, actors: Sequence[Any]) -> dict[int, ProcessStalled]:
         """Find which of these actors are stopped, have a descendant process that is, or are on a machine that does not answer.
 
         Args:
@@ -119,15 +119,15 @@ class Watch:
         Returns:
             An error for each of them, by the actor's number.
         """
-        errors = dict[int, StandsStill]()
+        errors = dict[int, ProcessStalled]()
         for index, actor in enumerate(actors):
             pids = self._roster.pids_of(actor)
             for one in self._all_stopped:
                 if not pids.isdisjoint(one.pids):
-                    errors[index] = StandsStill(f"{doing}: {kind} {index}: {one}", seconds=one.seconds)
+                    errors[index] = ProcessStalled(f"{doing}: {kind} {index}: {one}", seconds=one.seconds)
             for silent_pids, why in self._roster.silent:
                 if pids & silent_pids:
-                    errors[index] = StandsStill(f"{doing}: {kind} {index}: {why}", seconds=self._limit_s)
+                    errors[index] = ProcessStalled(f"{doing}: {kind} {index}: {why}", seconds=self._limit_s)
         return errors
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class Watch:
     def _end(self, why: str) -> None:
         """Let the run end; then end this process. Its other processes end with it (`reaper`)."""
         if not self._ended.wait(CLOSE_S):
-            print(f"megarl: failed: {StandsStill.__name__}: {self._doing}: {why}", file=sys.stderr, flush=True)
+            print(f"megarl: failed: {ProcessStalled.__name__}: {self._doing}: {why}", file=sys.stderr, flush=True)
             self._on_loss(why)
             os._exit(FAILURE)
 
@@ -237,7 +237,7 @@ def loss() -> str | None:
     return None if _current is None else _current.loss()
 
 
-def still(doing: str, kind: str, actors: Sequence[Any]) -> dict[int, StandsStill]:
+def still(doing: str, kind: str, actors: Sequence[Any]) -> dict[int, ProcessStalled]:
     """Call `Watch.still` of the open session."""
     return {} if _current is None else _current.still(doing, kind, actors)
 

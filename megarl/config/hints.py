@@ -158,6 +158,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "partial_rollout": ("rollout.mode: budget or free",),
     "colocate": ("placement.engines",),
     "use_rollout_routing_replay": ("routing.replay",),
+    "still_timeout_s": ("cluster.stall_timeout_s",),
 }
 # Keys of other systems that have no counterpart here, and why.
 NO_KEY = {
@@ -165,7 +166,7 @@ NO_KEY = {
     "trust_remote_code": "code in a model directory is never run",
     **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_dropout", "use_peft", "peft_config"), "not here: all weights are trained"),
 }
-MOST_LEAVES = 1000  # keys of an unknown section that are looked up
+MAX_LEAVES = 1000  # keys of an unknown section that are looked up
 
 
 def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[str], value: Any = None) -> str:
@@ -182,7 +183,7 @@ def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[st
         return f" ({NO_KEY[_plain(name)]})"
     if there := _meant(key, everywhere):
         return f" (here it is {there[0]}{there[1]})"
-    known = [said for path in islice(_leaves(value), MOST_LEAVES) if (said := _inside(path, everywhere))][:2]
+    known = [said for path in islice(_leaves(value), MAX_LEAVES) if (said := _inside(path, everywhere))][:2]
     if known:
         return f" ({', '.join(known)})"
     near = difflib.get_close_matches(name, sorted(section), n=1)

@@ -18,9 +18,9 @@ from megarl.config.run import RunSettings
 from megarl.errors import ConfigError
 
 Root = TypeVar("Root", bound=RunSettings)
-MOST_BASES, MOST_FAULTS, MOST_SHOWN = 16, 20, 200  # files in a chain of `base`; errors reported; characters shown of a given value
-MOST_TYPES = 4  # named of the types that have a key
-MOST_FLOAT = 3.4028235e38  # the largest float32
+MAX_BASES, MAX_FAULTS, MAX_SHOWN = 16, 20, 200  # files in a chain of `base`; errors reported; characters shown of a given value
+MAX_TYPES = 4  # named of the types that have a key
+MAX_FLOAT = 3.4028235e38  # the largest float32
 
 
 def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
@@ -43,10 +43,10 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
         # As JSON: pydantic's strict mode then refuses a number for a boolean and a string for a number, but accepts a string for a path.
         config = root.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
-        lines = [line for fault in error.errors()[:MOST_FAULTS] for line in _line(fault, root).splitlines()]
+        lines = [line for fault in error.errors()[:MAX_FAULTS] for line in _line(fault, root).splitlines()]
         lines += _between(tree, error, root)
-        if error.error_count() > MOST_FAULTS:
-            lines.append(f"config: {error.error_count() - MOST_FAULTS:,} further errors")
+        if error.error_count() > MAX_FAULTS:
+            lines.append(f"config: {error.error_count() - MAX_FAULTS:,} further errors")
         raise ConfigError("\n".join(lines)) from None
     _check_numbers(tree, "")
     return absolute(config)
@@ -83,15 +83,15 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the tree of a file merged over that of its `base`. `above`: the files whose chain of `base` led here."""
     kind, named = ("base", f" (named in {above[-1]})") if above else ("config", "")
     key = f"{kind}: {path}{named}"
-    if len(above) > MOST_BASES:
-        raise ConfigError(f"base: {above[0]} extends more than {MOST_BASES} files")
+    if len(above) > MAX_BASES:
+        raise ConfigError(f"base: {above[0]} extends more than {MAX_BASES} files")
     try:
         if not path.is_file():
             raise ConfigError(f"{kind}: no such file: {path}{named}")
         if path.resolve() in [file.resolve() for file in above]:
             raise ConfigError(f"base: {path} leads back to itself")
-        if (size := path.stat().st_size) > yaml_text.MOST_BYTES:
-            raise ConfigError(f"{key} has {size:,} bytes, more than {yaml_text.MOST_BYTES:,}")
+        if (size := path.stat().st_size) > yaml_text.MAX_BYTES:
+            raise ConfigError(f"{key} has {size:,} bytes, more than {yaml_text.MAX_BYTES:,}")
         text = path.read_text(encoding="utf-8")
     except OSError as error:  # for example, a name of 300 characters
         raise ConfigError(f"{key}: {error.strerror}") from None
@@ -105,7 +105,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{key} must hold a mapping, not {type(tree).__name__}")
     base = tree.pop("base", None)
     if not isinstance(base, str | None):
-        raise ConfigError(f"{key}: base must be a file name, not {base!r:.{MOST_SHOWN}}")
+        raise ConfigError(f"{key}: base must be a file name, not {base!r:.{MAX_SHOWN}}")
     return tree if base is None else _laid_over(_read(path.parent / base, (*above, path)), tree)
 
 
@@ -118,20 +118,20 @@ def _laid_over(base: Any, tree: Any) -> Any:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r:.{MOST_SHOWN}}: expected key.subkey=value")
+        raise ConfigError(f"override {override!r:.{MAX_SHOWN}}: expected key.subkey=value")
     *parents, last = key.split(".")
-    if len(parents) >= yaml_text.MOST_LEVELS:
-        raise ConfigError(f"override {override!r:.{MOST_SHOWN}}: more than {yaml_text.MOST_LEVELS} levels")
+    if len(parents) >= yaml_text.MAX_LEVELS:
+        raise ConfigError(f"override {override!r:.{MAX_SHOWN}}: more than {yaml_text.MAX_LEVELS} levels")
     node = tree
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"{key}: {parent} is a value ({child!r:.{MOST_SHOWN}}), not a section")
+            raise ConfigError(f"{key}: {parent} is a value ({child!r:.{MAX_SHOWN}}), not a section")
         node = child
     try:
         node[last] = yaml_text.read(text)
     except ConfigError as error:
-        raise ConfigError(f"{key}: {text!r:.{MOST_SHOWN}} is not accepted as a YAML value: {error}") from None
+        raise ConfigError(f"{key}: {text!r:.{MAX_SHOWN}} is not accepted as a YAML value: {error}") from None
 
 
 def _check_numbers(value: Any, key: str) -> None:
@@ -139,7 +139,7 @@ def _check_numbers(value: Any, key: str) -> None:
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             _check_numbers(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, float) and not abs(value) <= MOST_FLOAT:
+    elif isinstance(value, float) and not abs(value) <= MAX_FLOAT:
         raise ConfigError(f"{key}: {value:g} is not finite in float32")
     elif isinstance(value, int) and abs(value) >= 1 << 63:
         raise ConfigError(f"{key}: an integer of {value.bit_length()} bits, more than 63")
@@ -163,7 +163,7 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return message if message.startswith(f"{key}.") or not key else f"{key}: {message}"  # a section's own check names its keys
-    return f"{key}: {message} (got {fault['input']!r:.{MOST_SHOWN}})"
+    return f"{key}: {message} (got {fault['input']!r:.{MAX_SHOWN}})"
 
 
 def _between(tree: dict[str, Any], error: ValidationError, root: type[BaseModel]) -> list[str]:
@@ -220,8 +220,8 @@ def _other_types(above: list[str], name: str, root: type[BaseModel]) -> str:
     if not above or keys != _place(above, root)[0]:
         return ""
     types = [tag for kind in kinds if name in kind.model_fields for tag in _tags(kind)]
-    more = f" and {len(types) - MOST_TYPES} more" if len(types) > MOST_TYPES else ""
-    return f"type{'s' if len(types) > 1 else ''} {', '.join(types[:MOST_TYPES])}{more}" if types else ""
+    more = f" and {len(types) - MAX_TYPES} more" if len(types) > MAX_TYPES else ""
+    return f"type{'s' if len(types) > 1 else ''} {', '.join(types[:MAX_TYPES])}{more}" if types else ""
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:

@@ -105,7 +105,7 @@ class TrainRolloutSettings(RolloutSettings):
     """free: maximum number of updates by which a token may lag behind the weights that train on it."""
 
     @property
-    def most_lag(self) -> int:
+    def largest_lag(self) -> int:
         """The maximum number of updates by which a token can be older than the weights that train on it, in the chosen mode."""
         if self.mode == "budget":
             assert self.budget_tokens is not None

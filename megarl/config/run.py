@@ -75,7 +75,7 @@ class ClusterSettings(Section):
     """Time limit for Ray, ranks and engines to start; on GPUs, an engine compiles for minutes at its first start."""
     phase_timeout_s: Seconds = 3600.0
     """Time limit of any one phase."""
-    still_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
+    stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
     """How long a process of the run may be stopped (SIGSTOP, a debugger), or a machine may not answer, before it counts as lost."""
     restarts: NonNegativeInt = 3
     """How many times a day engines or ranks that died, hang or lost their node are restarted inside the run; after that, or with 0, the

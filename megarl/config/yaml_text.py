@@ -15,7 +15,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 from megarl.errors import ConfigError
 from megarl.text.display import one_line
 
-MOST_BYTES, MOST_VALUES, MOST_LEVELS = 1 << 20, 10_000, 32  # limits of a file or an override; an alias counts as what it refers to
+MAX_BYTES, MAX_VALUES, MAX_LEVELS = 1 << 20, 10_000, 32  # limits of a file or an override; an alias counts as what it refers to
 _CORE = {
     "null": (r"~|null|Null|NULL|", "~nN"),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -41,8 +41,8 @@ class _Reader(yaml.SafeLoader):
         """Count levels and values while the text is parsed, before any object is constructed."""
         before, event, alias = self._values, self.peek_event(), self.check_event(yaml.AliasEvent)
         self._level += 1
-        if self._level > MOST_LEVELS:
-            raise _fault(f"more than {MOST_LEVELS} levels", event.start_mark)
+        if self._level > MAX_LEVELS:
+            raise _fault(f"more than {MAX_LEVELS} levels", event.start_mark)
         if getattr(event, "tag", None) is not None:
             raise _fault(f"the tag {event.tag!r}, and tags are not supported", event.start_mark)
         node = super().compose_node(parent, index)
@@ -50,8 +50,8 @@ class _Reader(yaml.SafeLoader):
         if alias and id(node) not in self._sizes:
             raise _fault("an alias inside its own anchor", event.start_mark)
         self._values += self._sizes[id(node)] if alias else 1
-        if self._values > MOST_VALUES:
-            raise _fault(f"more than {MOST_VALUES:,} values", event.start_mark)
+        if self._values > MAX_VALUES:
+            raise _fault(f"more than {MAX_VALUES:,} values", event.start_mark)
         if not alias:
             self._sizes[id(node)] = self._values - before
         return node
@@ -90,8 +90,8 @@ for _name, (_pattern, _first) in _CORE.items():
 
 def read(text: str) -> Any:
     """Return the value of a YAML text. Raise ConfigError with one line that says what is wrong and where, without a key."""
-    if len(text) > MOST_BYTES:
-        raise ConfigError(f"{len(text):,} characters, more than {MOST_BYTES:,}")
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{len(text):,} characters, more than {MAX_BYTES:,}")
     try:
         return _Reader(text).get_single_data()
     except yaml.MarkedYAMLError as error:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from megarl.convert.plan import PlannedParameter
 
 GB = 1_000_000_000
-MOST_SHARD = 1 << 50  # bytes
-MOST_PARTS = 4096  # maximum of --tp, --etp and --workers
+MAX_SHARD = 1 << 50  # bytes
+MAX_PARTS = 4096  # maximum of --tp, --etp and --workers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     for name in ("tp", "etp", "workers"):
         if getattr(given, name, 1) < 1:
             raise ConfigError(f"convert: --{name} {getattr(given, name)} is below 1")
-        if getattr(given, name, 1) > MOST_PARTS:
-            raise ConfigError(f"convert: --{name} {getattr(given, name)} is more than {MOST_PARTS}")
+        if getattr(given, name, 1) > MAX_PARTS:
+            raise ConfigError(f"convert: --{name} {getattr(given, name)} is more than {MAX_PARTS}")
     for path in (given.source, given.out, getattr(given, "like", None)):
         try:
             nameable(path or Path())
@@ -112,7 +112,7 @@ def _to_hf(given: argparse.Namespace) -> int:
     from megarl.convert import to_hf
 
     step = to_hf.find_step(given.source)
-    if not 1 <= given.shard_gb * GB <= MOST_SHARD:
+    if not 1 <= given.shard_gb * GB <= MAX_SHARD:
         raise ConfigError(f"convert: --shard-gb {given.shard_gb:g} is not a valid file size")
     conversion = to_hf.ToHF(step, given.out, model=given.model, like=given.like, dtype=given.dtype, shard_bytes=int(given.shard_gb * GB))
     if given.plan:

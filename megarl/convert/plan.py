@@ -21,7 +21,7 @@ from megarl.parallel.checkpoint.index import Shard, check_cover
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name -> torch's dtype
 STORED = {**DTYPES, FLOAT8: torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}  # with those of quantised weights and their scales
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name -> safetensors' name
-_UNITS, _LEAST, _MOST = 64, 64 << 20, 2 << 30  # approximate number of units, and the bounds on a unit's size limit in bytes
+_UNITS, _MIN, _MAX = 64, 64 << 20, 2 << 30  # approximate number of units, and the bounds on a unit's size limit in bytes
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def cut_units(items: Sequence[PlannedParameter], shards: Sequence[int] = ()) -> 
     A unit has at most 1/64 of all bytes, but this limit is at least 64 MiB and at most 2 GiB; a single larger item makes a larger unit.
     `shards`: the indices of the items with which a file begins.
     """
-    limit = min(max(sum(item.size for item in items) // _UNITS, _LEAST), _MOST)
+    limit = min(max(sum(item.size for item in items) // _UNITS, _MIN), _MAX)
     units: list[Unit] = []
     held, size = list[PlannedParameter](), 0
     borders = set(shards)

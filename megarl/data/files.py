@@ -23,14 +23,14 @@ from megarl.data.columns import at, chosen_rows
 from megarl.data.exact import exact_row, exact_rows
 from megarl.data.tokenizer import first_line
 from megarl.errors import Absent
-from megarl.text.strict_json import MOST_LINE, lines_of, parse_json, read_json
+from megarl.text.strict_json import MAX_LINE, lines_of, parse_json, read_json
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
 
 BATCH = 4096  # Parquet rows in memory at a time
-MOST_ROWS = 1_000_000  # maximum number of Parquet rows if they take less than a byte each
+MAX_ROWS = 1_000_000  # maximum number of Parquet rows if they take less than a byte each
 ROOM_MB, SWELLING = 384, 32  # memory for a batch of Parquet or Arrow: a fixed part, plus this many times the file's size
 
 
@@ -199,7 +199,7 @@ def arrow_files(path: Path, key: str) -> list[Path]:
         splits = ", ".join(sorted(split.name for split in path.iterdir() if (split / "state.json").is_file()))
         raise ConfigError(f"{key}: {path} holds several splits ({splits}): name one, such as {path}/train")
     try:
-        state = read_json(path / "state.json", MOST_LINE)
+        state = read_json(path / "state.json", MAX_LINE)
         names = [str(file["filename"]) for file in state["_data_files"]]
         if state.get("_indices_data_files"):
             raise ConfigError(f"{key}: {path} was saved with an index mapping; call flatten_indices() before save_to_disk")
@@ -231,7 +231,7 @@ def open_parquet(path: Path, key: str, read: Callable[[], int]) -> Iterator[Parq
     size = path.stat().st_size
     trouble = readable(lambda: f"{key}: {path} is not readable as Parquet after row {read()}")
     with trouble, parquet.ParquetFile(path, pre_buffer=False) as file:
-        if (rows := file.metadata.num_rows) > max(MOST_ROWS, size):
+        if (rows := file.metadata.num_rows) > max(MAX_ROWS, size):
             raise ConfigError(f"{key}: {path} says that it has {rows:,} rows in {size:,} bytes")
         yield file
 

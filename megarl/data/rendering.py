@@ -25,7 +25,7 @@ from megarl.errors import ConfigError
 THINK, THOUGHT = "<think>", "</think>"  # around reasoning that is part of a text
 PROMPT_END = 64  # characters at the end of what is read that may belong to a turn, such as an opened <think>
 TAIL = 128  # characters at the end of a rendering that hold every token after the assistant's message
-MOST_TEXT = 1 << 24  # characters that are rendered together
+MAX_TEXT = 1 << 24  # characters that are rendered together
 
 Item = TypeVar("Item")
 
@@ -80,13 +80,13 @@ def batches(items: Iterable[Item], most: int, size: Callable[[Item], int]) -> It
     Args:
         items: the items.
         most: the maximum number of items in a group.
-        size: the number of characters that an item takes, of which a group has about `MOST_TEXT` at most.
+        size: the number of characters that an item takes, of which a group has about `MAX_TEXT` at most.
     """
     group, total = list[Item](), 0
     for item in items:
         group.append(item)
         total += size(item)
-        if len(group) == most or total > MOST_TEXT:
+        if len(group) == most or total > MAX_TEXT:
             yield group
             group, total = [], 0
     if group:

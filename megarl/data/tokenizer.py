@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-MOST_CONFIG = 64 << 20  # bytes
+MAX_CONFIG = 64 << 20  # bytes
 RARE = "".join(map(chr, range(0x12000, 0x12040)))  # cuneiform, which only a tokenizer that falls back to bytes has
 
 
@@ -47,7 +47,7 @@ def _load(path: Path) -> PreTrainedTokenizerBase:
 
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
             # transformers/tokenization_utils_base.py:1780 ignores the key beside a tokenizer.json, and DeepSeek's begins no text by itself.
-            begun = (path / CONFIG).is_file() and read_json(path / CONFIG, MOST_CONFIG).get("add_bos_token") is True
+            begun = (path / CONFIG).is_file() and read_json(path / CONFIG, MAX_CONFIG).get("add_bos_token") is True
             if begun and tokenizer.bos_token_id not in (None, *tokenizer("a")["input_ids"]):
                 tokenizer.add_bos_token = True
             return tokenizer

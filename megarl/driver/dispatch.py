@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from megarl.cluster import watch
 from megarl.cluster.actor_group import LOOK_S, ActorGroup, WorkerDied, WorkerLate, cancel, cause_of
-from megarl.cluster.server import StandsStill
+from megarl.cluster.server import ProcessStalled
 from megarl.config import RolloutSettings
 from megarl.engines.engine import EngineDead, RolloutTimeout
 from megarl.engines.episodes import Start
@@ -21,7 +21,7 @@ from megarl.engines.generate import Sampling
 from megarl.engines.worker import ExpertsWanted, Playing, answered, ask, ask_more
 from megarl.response import Response
 
-ENGINE_FAULTS = (WorkerDied, WorkerLate, StandsStill, EngineDead, RolloutTimeout)  # faults of one engine that another would not have
+ENGINE_FAULTS = (WorkerDied, WorkerLate, ProcessStalled, EngineDead, RolloutTimeout)  # faults of one engine that another would not have
 AHEAD = 2  # an engine is given this many times the responses that it can work on at once, so that it never runs out of work
 DOING = "generate"
 POLL_S = 0.05

@@ -13,7 +13,7 @@ from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import demand
-from megarl.cluster.reserve import give_back
+from megarl.cluster.reserve import release
 from megarl.config import CheckpointSettings, RunSettings, TrainingSettings
 from megarl.driver.rank_group import must_move, reserve_workers, start_ranks
 from megarl.observe.metrics import Metric, merge
@@ -46,7 +46,7 @@ class Learners:
         end(self.group.actors)
         moved = must_move(self.config, self.places)
         if moved:
-            give_back(self.places)
+            release(self.places)
             [self.places] = reserve_workers(self.config, demand(self.config))
         self.group = start_ranks(Learner, self.config, self.config.layout, self.places, self.spec, blank=not beginning)
         return moved

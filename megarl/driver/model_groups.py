@@ -19,7 +19,7 @@ from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
-from megarl.cluster.reserve import give_back
+from megarl.cluster.reserve import release
 from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of, total_steps
 from megarl.driver.device_turns import Turns
 from megarl.driver.engines import Engines, EngineStarter
@@ -199,7 +199,7 @@ class ModelGroups:
         engine_places, places = engines.places, [*chain(*self.places), *engines.places]
         moved = must_move(self.config, places)
         if moved:
-            give_back(places)
+            release(places)
             self.places, engine_places = places_of(self.config)
         created = create_groups(self.config, self.places)
         try:

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 # The prefix of vLLM's lines: "(EngineCore pid=12) ERROR 11-22 20:39:50 [core.py:1100] ".
 _PREFIX = re.compile(r"^(?:\([\w ]+pid=\d+\) ?)?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -28,7 +28,7 @@ def overheard() -> Iterator[Callable[[], str | None]]:
         for number, size in begun.items():
             with open(f"/proc/self/fd/{number}", "rb") as file:
                 file.seek(size)
-                found = first_fault(file.read(MOST_BYTES).decode(errors="replace"))
+                found = first_fault(file.read(MAX_BYTES).decode(errors="replace"))
             if found is not None:
                 return found
         return None

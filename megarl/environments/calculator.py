@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-LONGEST, LARGEST = 256, 1e100
+MAX_CHARS, LARGEST = 256, 1e100
 
 _TWO: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -23,8 +23,8 @@ _ONE: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: oper
 
 def calculate(expression: str) -> str:
     """Return the value of an expression of numbers, `+ - * / // % **` and brackets. Raises ValueError, with a message for the model."""
-    if len(expression) > LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters, more than {LONGEST}")
+    if len(expression) > MAX_CHARS:
+        raise ValueError(f"the expression has {len(expression)} characters, more than {MAX_CHARS}")
     try:
         value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError, SystemError):  # SystemError: Python 3.11's parser, used by several threads at once

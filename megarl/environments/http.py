@@ -26,7 +26,7 @@ from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn,
 from megarl.host.http_client import connected, target, token_of
 from megarl.text.display import printable
 
-MOST_BYTES = 1 << 20  # maximum size of an answer
+MAX_BYTES = 1 << 20  # maximum size of an answer
 CLOSE_S = 5.0  # for a /close to be answered; nothing depends on it
 SHOWN = 200  # bytes of the body that are quoted with an error status
 TOKEN_KEY = "environment.source.token_env"
@@ -72,15 +72,15 @@ class HttpHost:
             with connected(place, within_s) as connection:
                 connection.request("POST", target(place), body, self._headers)
                 answer = connection.getresponse()
-                read = answer.read(MOST_BYTES + 1)
+                read = answer.read(MAX_BYTES + 1)
         except TimeoutError:
             raise EnvironmentFailed("timeout") from None
         except (OSError, http.client.HTTPException) as error:
             raise EnvironmentFailed(printable(f"no answer: {type(error).__name__}: {error}")) from None
         if not 200 <= answer.status < 300:
             raise EnvironmentFailed(printable(f"status {answer.status}: {read[:SHOWN].decode(errors='replace')}"))
-        if len(read) > MOST_BYTES:
-            raise EnvironmentFailed(f"bad return: /{what} answered more than {MOST_BYTES} bytes")
+        if len(read) > MAX_BYTES:
+            raise EnvironmentFailed(f"bad return: /{what} answered more than {MAX_BYTES} bytes")
         try:
             found = json.loads(read)
         except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 Message = dict[str, str]  # a chat message: role and content
-MOST_INFO, LONGEST_NAME, LARGEST = 64, 100, 1e9
+MAX_INFO, MAX_NAME, LARGEST = 64, 100, 1e9
 FINITE = sys.float_info.max
 
 
@@ -126,9 +126,9 @@ def read_numbers(reward: Any, info: Any) -> tuple[float, dict[str, float]]:
         raise ProtocolFault(f"step returned reward={reward!r:.80} ({type(reward).__name__}), not a finite number")
     if not isinstance(info, Mapping):
         raise ProtocolFault(f"step returned info={info!r:.80} ({type(info).__name__}), not a dictionary")
-    numbers = {str(name)[:LONGEST_NAME]: float(value) for name, value in info.items() if _is_number(value, FINITE)}
-    if len(numbers) > MOST_INFO:
-        raise ProtocolFault(f"step returned info of {len(numbers)} numbers, more than {MOST_INFO}")
+    numbers = {str(name)[:MAX_NAME]: float(value) for name, value in info.items() if _is_number(value, FINITE)}
+    if len(numbers) > MAX_INFO:
+        raise ProtocolFault(f"step returned info of {len(numbers)} numbers, more than {MAX_INFO}")
     return float(reward), numbers
 
 

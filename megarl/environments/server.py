@@ -24,7 +24,7 @@ from typing import Any
 from megarl.environments.protocol import begin, end, read_step, waited
 from megarl.imports import find
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 BUSY_S = 60.0  # how long a request waits for the one before it
 IDLE_S = 3600.0  # twice the default time limit of an engine for a turn (rollout.timeout_s)
 
@@ -117,8 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer one request."""
         try:
             length = int(self.headers.get("Content-Length", "0"))
-            if not 0 <= length <= MOST_BYTES:
-                raise ValueError(f"a body of {length} bytes, and {MOST_BYTES} are the most")
+            if not 0 <= length <= MAX_BYTES:
+                raise ValueError(f"a body of {length} bytes, and {MAX_BYTES} are the most")
             status, answer = 200, self.server.answer(self.path.strip("/"), json.loads(self.rfile.read(length)))
         except Exception as error:
             status, answer = 500, {"error": f"{type(error).__name__}: {error}"}

@@ -17,7 +17,7 @@ import numpy  # imported here, so that _call can seed it even if only the tools 
 from megarl.environments.adapters import named
 from megarl.environments.protocol import waited
 from megarl.environments.signatures import schema_of
-from megarl.sandbox.bounded import LONGEST_TEXT, Answer, Late, imported, in_time, serve
+from megarl.sandbox.bounded import MAX_TEXT, Answer, Late, imported, in_time, serve
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 
 ROOM = ANSWER_BYTES - 64  # maximum size of an answer's text in JSON, in bytes
@@ -62,7 +62,7 @@ def _call(function: Callable[..., Any], name: str, given: str, seconds: float) -
         arguments = json.loads(given)
         inspect.signature(function).bind(**arguments)
     except (TypeError, RecursionError) as error:
-        return f"error: {name}: {error}"[:LONGEST_TEXT], False
+        return f"error: {name}: {error}"[:MAX_TEXT], False
     try:
         with in_time(seconds):
             returned = waited(function(**arguments))
@@ -70,7 +70,7 @@ def _call(function: Callable[..., Any], name: str, given: str, seconds: float) -
     except Late:
         return f"error: not done after {seconds:g} s", False
     except BaseException as error:  # including SystemExit: one call must not end the process
-        return f"error: {type(error).__name__}: {error}"[:LONGEST_TEXT], False
+        return f"error: {type(error).__name__}: {error}"[:MAX_TEXT], False
     return said, True
 
 

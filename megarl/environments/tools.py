@@ -27,7 +27,7 @@ from megarl.sandbox.process import SandboxedProcess
 from megarl.text.display import printable
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-MOST_CALLS = 8  # in one turn
+MAX_CALLS = 8  # in one turn
 START_S, GRACE_S = 60.0, 1.0  # time limit for the process to start; additional time for its answer to arrive
 
 
@@ -91,9 +91,9 @@ class ToolsEpisode:
         """Answer all calls of a turn. A turn without any ends the episode."""
         calls = CALL.findall(text) if finished else []
         answers: list[Message] = []
-        for number, call in enumerate(calls[: MOST_CALLS + 1]):
-            if number == MOST_CALLS:
-                said, worked = f"error: {len(calls)} calls in one turn, more than {MOST_CALLS}", False
+        for number, call in enumerate(calls[: MAX_CALLS + 1]):
+            if number == MAX_CALLS:
+                said, worked = f"error: {len(calls)} calls in one turn, more than {MAX_CALLS}", False
             else:
                 said, worked = await self._host.call(call)
             self._calls, self._errors = self._calls + 1, self._errors + (not worked)

@@ -18,7 +18,7 @@ import numpy  # imported here, so that _Draws can seed it even if only the envir
 
 from megarl.environments.adapters import load
 from megarl.environments.protocol import ProtocolFault, Turn, begin, end, read_step, waited
-from megarl.sandbox.bounded import LONGEST_TEXT, Answer, Late, imported, in_time, serve
+from megarl.sandbox.bounded import MAX_TEXT, Answer, Late, imported, in_time, serve
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 
 
@@ -38,9 +38,9 @@ def work(channel: Channel, answer: Answer) -> None:
         except Late:
             answer("failed", "timeout")
         except ProtocolFault as fault:
-            answer("failed", f"bad return: {fault}"[:LONGEST_TEXT])
+            answer("failed", f"bad return: {fault}"[:MAX_TEXT])
         except BaseException as error:  # including SystemExit: one episode must not end the process
-            answer("failed", f"{type(error).__name__}: {error}"[:LONGEST_TEXT])
+            answer("failed", f"{type(error).__name__}: {error}"[:MAX_TEXT])
         else:
             said = ["turn", turn.messages, turn.reward, turn.done, dict(turn.info)]
             size = len(json.dumps(said))

@@ -137,7 +137,7 @@ def train_step(ctx: RunContext, state: TrainState, source: RolloutSource) -> dic
     groups = step_groups.groups
     run.keep(state.step + 1, step_groups.samples(config.log.samples))
     metrics = step_groups.metrics | rollout_metrics(groups)
-    metrics |= lag_metrics(step_groups.responses, state.learned, frozen=state.step - state.learned, most=config.rollout.most_lag)
+    metrics |= lag_metrics(step_groups.responses, state.learned, frozen=state.step - state.learned, most=config.rollout.largest_lag)
 
     # The first step compares the engines' log-probs with the trainer's: before the update, unless that computes the trainer's itself.
     first = state.step == 0

@@ -17,7 +17,7 @@ LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's 
 _EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
 # Other spellings of keys by `sigmoid_sizes` and `predictors`, which transformers accepts.
 SIGMOID_SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-_MOST = (1 << 31) - 1  # maximum of any number: Megatron and CUDA count with 32 bits
+_MAX = (1 << 31) - 1  # maximum of any number: Megatron and CUDA count with 32 bits
 
 
 # --- config.json ---
@@ -29,8 +29,8 @@ def number(config: ConfigJson, key: str) -> int:
         raise ConfigError(f"model.path: config.json lacks {key}")
     if type(config[key]) is not int or config[key] < 1:
         raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is not a positive integer")
-    if config[key] > _MOST:
-        raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is more than {_MOST}")
+    if config[key] > _MAX:
+        raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is more than {_MAX}")
     return config[key]
 
 

@@ -25,7 +25,7 @@ HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number p
 OUTPUT = "output_layer.weight"  # Megatron's name of the single parameter of any head
 FP8_BLOCK = 128  # rows and columns of the blocks in which fp8 engines quantise matrices (sync/quantize.py)
 FP8, SCALES = "float8_e4m3fn", "_scale_inv"  # their dtype, and what the name of a matrix's scales adds to its own
-_MOST_PARTS = 1 << 18  # layers x experts; ten times what the largest models have
+_MAX_PARTS = 1 << 18  # layers x experts; ten times what the largest models have
 ReadSlice = Callable[[int, int | None, int, int], Tensor]  # (index of the Hugging Face tensor, dimension or None for all, start, stop)
 
 
@@ -288,9 +288,9 @@ class Sizes:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if there are too many layers and experts to list."""
-        if self.layers * max(1, self.experts) > _MOST_PARTS:
+        if self.layers * max(1, self.experts) > _MAX_PARTS:
             raise ConfigError(
-                f"model.path: config.json has {self.layers} layers of {self.experts} experts, more than {_MOST_PARTS} together"
+                f"model.path: config.json has {self.layers} layers of {self.experts} experts, more than {_MAX_PARTS} together"
             )
 
 

@@ -30,8 +30,8 @@ SHOWN = (
     *("critic/explained_variance", "training/logprob_gap_mean", *LAG_SHARES, "perf/tokens_per_second", "perf/time_per_step"),
 )
 MIDDLE = ("perf/",)  # prefixes of metrics whose median says more than the last value
-MOST_BYTES = 64 << 20  # largest summary.json that is read
-MOST_RUNS, MOST_PANELS, LONGEST = 16, 60, 60  # LONGEST: characters shown of a configuration value or a run's path
+MAX_BYTES = 64 << 20  # largest summary.json that is read
+MAX_RUNS, MAX_PANELS, MAX_CHARS = 16, 60, 60  # MAX_CHARS: characters shown of a configuration value or a run's path
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     given = top.parse_args(list(arguments))
     if not given.picture.suffix:
         raise ConfigError(f"compare: --picture {given.picture}: unknown picture format; end the name in one such as .png")
-    if len(given.runs) > MOST_RUNS:
-        raise ConfigError(f"compare: {len(given.runs)} runs, more than {MOST_RUNS}")
+    if len(given.runs) > MAX_RUNS:
+        raise ConfigError(f"compare: {len(given.runs)} runs, more than {MAX_RUNS}")
     runs = [read(path) for path in given.runs]
     say(*table(runs))
     try:
@@ -94,14 +94,14 @@ def read(path: Path) -> Told:
         if not (path / name).is_file():
             raise ConfigError(f"compare: {path} is not a run: it has no {name}")
     try:
-        config = dict(_flat(yaml_text.read(read_plain(path / "config.yaml", yaml_text.MOST_BYTES).decode()), ""))
+        config = dict(_flat(yaml_text.read(read_plain(path / "config.yaml", yaml_text.MAX_BYTES).decode()), ""))
         rows = read_json_lines(path / "metrics.jsonl")
         ended = (path / "summary.json").exists()
-        end = _KINDS.validate_json(json.dumps(read_json(path / "summary.json", MOST_BYTES)), strict=True) if ended else None
-        return Told(one_line(str(path), LONGEST), rows, config, end, run_record.read(path))
+        end = _KINDS.validate_json(json.dumps(read_json(path / "summary.json", MAX_BYTES)), strict=True) if ended else None
+        return Told(one_line(str(path), MAX_CHARS), rows, config, end, run_record.read(path))
     except ValidationError as error:
         fault = error.errors()[0]
-        place = one_line(".".join(map(str, fault["loc"])), LONGEST)
+        place = one_line(".".join(map(str, fault["loc"])), MAX_CHARS)
         raise ConfigError(f"compare: {path}: summary.json: {place}: {fault['msg']}") from None
     except ValueError as error:
         raise ConfigError(f"compare: {path}: {error}") from None
@@ -136,7 +136,9 @@ def table(runs: Sequence[Told]) -> list[str]:
     keys = [key for key in keys if key not in foreign]
     differing = [key for key in keys if len({json.dumps(run.config.get(key), sort_keys=True) for run in runs}) > 1]
     rows += [
-        [key, *(one_line(json.dumps(run.config.get(key)), LONGEST) for run in runs)] for key in differing if key not in ("name", "run_dir")
+        [key, *(one_line(json.dumps(run.config.get(key)), MAX_CHARS) for run in runs)]
+        for key in differing
+        if key not in ("name", "run_dir")
     ]
     if foreign:
         rows.append([f"({len(foreign)} keys that only some have)", *("" for _ in runs)])
@@ -159,11 +161,11 @@ def _cell(values: Sequence[float], how: str) -> str:
 
 
 def draw(runs: Sequence[Told], picture: Path) -> None:
-    """Draw a panel for each of the first MOST_PANELS metrics, with a line for each run."""
+    """Draw a panel for each of the first MAX_PANELS metrics, with a line for each run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names, columns = metrics(runs)[:MOST_PANELS], 3
+    names, columns = metrics(runs)[:MAX_PANELS], 3
     lines = max(1, math.ceil(len(names) / columns))
     figure = Figure(figsize=(5 * columns, 3 * lines + 0.5 * len(runs)))
     FigureCanvasAgg(figure)

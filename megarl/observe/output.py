@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 LOGS = "logs"
-MOST_BYTES = 16 << 20  # approximate size of a file, beyond which its content replaces that of `<name>.old`
+MAX_BYTES = 16 << 20  # approximate size of a file, beyond which its content replaces that of `<name>.old`
 LOOK_S = 5.0
 
 
@@ -85,7 +85,7 @@ def _bound(path: Path) -> None:
     with suppress(OSError):  # the disk is gone
         file = os.fstat(2).st_ino
         while (now := os.fstat(2)).st_ino == file:
-            if now.st_size > MOST_BYTES:
+            if now.st_size > MAX_BYTES:
                 with suppress(OSError):  # a full disk
                     shutil.copyfile(path, path.with_suffix(".old"))
                 os.ftruncate(2, 0)

@@ -15,7 +15,7 @@ from megarl.observe import samples
 from megarl.observe.summary import weights
 from megarl.text.display import escaped
 
-MOST_FILES, MOST_SAMPLES, LONGEST = 40, 16, 4000  # steps and evaluations; samples of each; characters of a text
+MAX_FILES, MAX_SAMPLES, MAX_CHARS = 40, 16, 4000  # steps and evaluations; samples of each; characters of a text
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #1c1c1c; background: #fff }
@@ -103,7 +103,7 @@ def _interval(estimate: Mapping[str, float]) -> str:
 def _samples(files: Sequence[samples.File]) -> Iterator[str]:
     if not files:
         return
-    shown = [files[index] for index in samples.spread(len(files), MOST_FILES)]
+    shown = [files[index] for index in samples.spread(len(files), MAX_FILES)]
     left_out = f", {len(files) - len(shown)} files omitted (megarl samples shows them)" if len(shown) < len(files) else ""
     yield f'<h2>Samples</h2>\n<p class="note">newest first{left_out}</p>'
     for file in shown:
@@ -112,7 +112,7 @@ def _samples(files: Sequence[samples.File]) -> Iterator[str]:
         mean = f"mean reward {fmean(rewards):.3f}" if rewards else "no reward"
         kind = f"evaluation of {file.set}" if file.set else "training"
         yield f"<details><summary>step {file.step}, {text(kind)}: {len(records)} responses, {mean}</summary>"
-        for index in samples.spread(len(records), MOST_SAMPLES):  # from the best to the worst
+        for index in samples.spread(len(records), MAX_SAMPLES):  # from the best to the worst
             yield from _sample(records[index])
         yield "</details>"
 
@@ -124,7 +124,7 @@ def _sample(record: samples.SampleRecord) -> Iterator[str]:
     about = text(f"{record.scored_as}{parts}, {record.length} tokens{', greedy' if record.greedy else ''}, ")
     yield f"<details><summary>{about}{ended}</summary>{failed}"
     for name, content in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):
-        cut = content if len(content) <= LONGEST else f"{content[: LONGEST // 2]}\n...\n{content[-LONGEST // 2 :]}"
+        cut = content if len(content) <= MAX_CHARS else f"{content[: MAX_CHARS // 2]}\n...\n{content[-MAX_CHARS // 2 :]}"
         yield f'<span class="note">{name}</span><pre>{text(cut)}</pre>'
     yield "</details>"
 

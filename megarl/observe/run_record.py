@@ -15,7 +15,7 @@ from megarl.checkpoints.resume import held_by
 from megarl.config import RunSettings, TrainingSettings
 
 RECORD = "run.json"
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def read(directory: Path) -> RunRecord | None:
     """Read the record of the run in a directory; None if it has none that can be read."""
     try:
         with (directory / RECORD).open("rb") as file:
-            return _KINDS.validate_json(file.read(MOST_BYTES))
+            return _KINDS.validate_json(file.read(MAX_BYTES))
     except (OSError, ValidationError):
         return None
 

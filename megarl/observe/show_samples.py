@@ -14,7 +14,7 @@ from megarl.observe.samples import File, SampleRecord, files
 from megarl.text.display import escaped, one_line
 from megarl.text.stdout import say
 
-LONGEST = 2000  # characters shown of a text
+MAX_CHARS = 2000  # characters shown of a text
 
 FileSample = tuple[File, SampleRecord]
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     top.add_argument("--truncated", action="store_true", help="only those cut off by the length limit")
     top.add_argument("--search", metavar="TEXT", help="only those with this text in prompt, response or answer, ignoring case")
     top.add_argument("--most", type=int, default=4, metavar="N", help="number of samples to show (default 4)")
-    top.add_argument("--whole", action="store_true", help=f"texts of more than {LONGEST:,} characters too")
+    top.add_argument("--whole", action="store_true", help=f"texts of more than {MAX_CHARS:,} characters too")
     given = top.parse_args(list(arguments))
     if given.most < 1:
         raise ConfigError(f"samples: --most {given.most}: must be 1 or more")
@@ -103,5 +103,5 @@ def shown(file: File, record: SampleRecord, whole: bool) -> Iterator[str]:
 
 def _ends(text: str) -> str:
     """Shorten a long text to its beginning and end."""
-    left_out = len(text) - LONGEST
-    return text if left_out <= 0 else f"{text[: LONGEST // 2]}\n[{left_out:,} characters; --whole shows them]\n{text[-LONGEST // 2 :]}"
+    left_out = len(text) - MAX_CHARS
+    return text if left_out <= 0 else f"{text[: MAX_CHARS // 2]}\n[{left_out:,} characters; --whole shows them]\n{text[-MAX_CHARS // 2 :]}"

@@ -21,7 +21,7 @@ from megarl.plan.whole import Plan, build, models_of
 from megarl.text.stdout import say
 from megarl.verbs import VERBS
 
-MOST = 1_000_000  # upper limit of --gpus and --gpu-gb
+MAX_NUMBER = 1_000_000  # upper limit of --gpus and --gpu-gb
 PLANNED = ("train", "sft", "rm", "dpo")
 
 
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plan. Returns 0, even if something does not fit."""
     given = parser().parse_intermixed_args(arguments)
     for option, value in (("--gpus", given.gpus), ("--gpu-gb", given.gpu_gb)):
-        if value is not None and not 0 < value <= MOST:
-            raise ConfigError(f"plan: {option} {value}: must be above 0, and {MOST:,} at most")
+        if value is not None and not 0 < value <= MAX_NUMBER:
+            raise ConfigError(f"plan: {option} {value}: must be above 0, and {MAX_NUMBER:,} at most")
     root: Any = find(VERBS[given.verb].config)
     config: RunSettings = load(given.config, given.overrides, root)
     memory = given.gpu_gb or (DEVICES[given.device].memory_gb if given.device else config.cluster.gpu_memory_gb or MEMORY_GB)

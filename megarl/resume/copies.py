@@ -20,7 +20,7 @@ from megarl.text.display import one_line
 PIECE = 16 << 20  # bytes sent between machines at a time
 KEPT = 2  # steps kept per rank
 ANSWER_S = 10.0  # longest wait for a machine to list its copies
-LONGEST = 200  # largest number of characters of a failed copy's error
+MAX_CHARS = 200  # largest number of characters of a failed copy's error
 
 Owner = tuple[str, int]
 """A rank: the name of its group, and its number."""
@@ -218,5 +218,5 @@ def _failed(calls: Sequence[Any], timeout_s: float) -> str | None:
         try:
             ray.get(call)
         except RayError as error:
-            return one_line(str(error.cause if isinstance(error, RayTaskError) else error), LONGEST)
+            return one_line(str(error.cause if isinstance(error, RayTaskError) else error), MAX_CHARS)
     return None

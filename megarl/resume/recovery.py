@@ -13,7 +13,7 @@ from megarl.checkpoints.step_writer import mark_damaged
 from megarl.checkpoints.steps import damaged
 from megarl.cluster import watch
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
-from megarl.cluster.server import StandsStill, is_loss
+from megarl.cluster.server import ProcessStalled, is_loss
 from megarl.config import ConfigError, TrainingSettings
 from megarl.errors import ContentLost, DamagedFile, naming_files
 from megarl.host import termination
@@ -27,7 +27,7 @@ def recoverable_errors() -> tuple[type[Exception], ...]:
     """The errors that restarting the ranks may cure. Any other would recur."""
     from megarl.parallel.grid import FAULTS
 
-    return WorkerDied, WorkerLate, StandsStill, ObjectLostError, ContentLost, *FAULTS
+    return WorkerDied, WorkerLate, ProcessStalled, ObjectLostError, ContentLost, *FAULTS
 
 
 class Context(Protocol):
@@ -89,7 +89,7 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
 def _ray_is_gone(fault: Exception) -> bool:
     try:
         watch.check("recovery", {})
-    except StandsStill as error:
+    except ProcessStalled as error:
         fault = error
     return is_loss(fault)
 

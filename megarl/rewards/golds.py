@@ -19,7 +19,7 @@ from typing import Any, Literal
 from megarl.data.answers import Answer, text_of
 
 SHOWN = 80  # characters of an answer in messages
-LONGEST, LARGEST_POWER = 1000, 1000  # characters of a numeral, and its power of ten: both bound what its digits take
+MAX_CHARS, LARGEST_POWER = 1000, 1000  # characters of a numeral, and its power of ten: both bound what its digits take
 DECIMALS, SMALL = 6, Fraction(1, 10**4)  # decimals to which math-verify compares floats; below SMALL, as many significant digits
 
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -142,7 +142,7 @@ def read(text: str) -> Meaning:
     text = _plain(text)
     if (words := _text(text)) is not None:
         return Meaning("text", words, text)
-    plain, unit = _split_unit(text) if len(text) <= LONGEST else (text, None)
+    plain, unit = _split_unit(text) if len(text) <= MAX_CHARS else (text, None)
     left, equals, right = plain.rpartition("=")
     if (digits := _digits(right.strip())) is not None:
         plain = f"{left}{equals} {digits}" if equals else digits
@@ -185,8 +185,8 @@ def texts_of(answer: Answer) -> list[str]:
     for one in answers:
         if isinstance(one, bool | list | dict) or one is None:
             raise bad(one, "is neither a text nor a number, nor a list of them")
-        if isinstance(one, int) and abs(one) >= 10**LONGEST:  # of which Python may refuse to make a text
-            raise BadGold(f"the answer is a number of more than {LONGEST} digits")
+        if isinstance(one, int) and abs(one) >= 10**MAX_CHARS:  # of which Python may refuse to make a text
+            raise BadGold(f"the answer is a number of more than {MAX_CHARS} digits")
     return [text_of(one) for one in answers]
 
 
@@ -225,7 +225,7 @@ def certain(answer: Answer) -> bool:
     Raises BadGold for what has no text.
     """
     texts = [text.rpartition("####")[2] for text in texts_of(answer)]
-    return all(len(text) <= LONGEST and read(bare(text)).kind == "number" for text in texts)
+    return all(len(text) <= MAX_CHARS and read(bare(text)).kind == "number" for text in texts)
 
 
 def _plain(text: str) -> str:
@@ -292,7 +292,7 @@ def _unit(text: str) -> str | None:
 
 def _digits(text: str) -> str | None:
     """Return the digits of a numeral without a unit; None if it is none."""
-    if len(text) > LONGEST:
+    if len(text) > MAX_CHARS:
         return None
     fraction = re.sub(r"(?:^|(?<=[\s+-]))(\d+)/(\d+)$", r"\\frac{\1}{\2}", text)
     if (match := FRACTION.fullmatch(fraction)) is not None and int(match["under"]):

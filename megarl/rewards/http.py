@@ -36,11 +36,11 @@ from megarl.rewards.score import LOOK_S, Look, RewardUnavailable, Score, ScoreRe
 from megarl.rewards.verifiers import Abstained, BadReturn, read_return
 from megarl.text.display import one_line
 
-LONGEST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 LARGEST_SCORE = 1 << 16  # bytes of the answer per sample
-LONGEST_URL = 4096  # characters
+MAX_URL = 4096  # characters
 SHOWN = 200  # bytes shown of an error status' body
-LONGEST_FAULT, LONGEST_PART = 400, 60  # characters of a message, and of the name of a part of a score
+MAX_FAULT, MAX_PART = 400, 60  # characters of a message, and of the name of a part of a score
 PASSING = (408, 429)  # statuses that may be transient, as may all from 500 on
 KINDS = 3  # of faults that an error lists, the latest
 
@@ -49,7 +49,7 @@ class _Fault(Exception):
     """The reason an attempt failed, made safe for a console, since a server may send any text."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(one_line(text, LONGEST_FAULT))
+        super().__init__(one_line(text, MAX_FAULT))
 
 
 class _TransientFault(_Fault):
@@ -110,7 +110,7 @@ def address(source: HttpReward, key: str) -> tuple[str, str]:
     place = f"{key}.url_file: {source.url_file}"
     try:
         with source.url_file.open(encoding="utf-8") as file:
-            url = web_address(file.read(LONGEST_URL).strip())
+            url = web_address(file.read(MAX_URL).strip())
     except OSError as error:
         raise ConfigError(f"{place}: {error.strerror}") from None
     except ValueError as error:
@@ -183,7 +183,7 @@ class HttpScorer:
             except _TransientFault as error:
                 faults.add(error)
                 call.faults.add(error)
-            if faults.total < source.attempts and call.ended.wait(min(pause, LONGEST_PAUSE_S, max(end - time.monotonic(), 0.0))):
+            if faults.total < source.attempts and call.ended.wait(min(pause, MAX_PAUSE_S, max(end - time.monotonic(), 0.0))):
                 break
             pause *= 2
         else:
@@ -288,5 +288,5 @@ def _read(text: bytes, samples: int) -> list[Score]:
             continue
         except BadReturn as error:
             raise _PermanentFault(str(error)) from None
-        found.append(Score(value, {one_line(name, LONGEST_PART): part for name, part in parts.items()}))
+        found.append(Score(value, {one_line(name, MAX_PART): part for name, part in parts.items()}))
     return found

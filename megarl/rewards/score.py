@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 from megarl.data.answers import Answer
 from megarl.errors import Stopped
 
-MOST_KINDS, LONGEST_KIND = 16, 60
+MAX_KINDS, MAX_KIND = 16, 60
 LOOK_S = 1.0
 
 Look = Callable[[], None]
@@ -80,9 +80,9 @@ class Scorer(Protocol):
 def errors_by_kind(scores: Iterable[Score]) -> dict[str, int]:
     """Count the missing scores by their reason: timeout, abstained, worker died, bad return, or the exception's type.
 
-    Kinds beyond the `MOST_KINDS` most frequent count as `other`, since a type's name may come from what a model wrote.
+    Kinds beyond the `MAX_KINDS` most frequent count as `other`, since a type's name may come from what a model wrote.
     """
-    counts = Counter(score.error.partition(":")[0][:LONGEST_KIND] for score in scores if score.error is not None)
-    kinds = dict(counts.most_common(MOST_KINDS))
+    counts = Counter(score.error.partition(":")[0][:MAX_KIND] for score in scores if score.error is not None)
+    kinds = dict(counts.most_common(MAX_KINDS))
     other = counts.total() - sum(kinds.values())
     return kinds | ({"other": other} if other else {})

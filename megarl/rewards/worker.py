@@ -10,11 +10,11 @@ import pickle
 from typing import Any
 
 from megarl.rewards.verifiers import Abstained, BadReturn, Verifier, load, load_gold_check
-from megarl.sandbox.bounded import LONGEST_TEXT, Answer, Late, imported, in_time, serve
+from megarl.sandbox.bounded import MAX_TEXT, Answer, Late, imported, in_time, serve
 from megarl.sandbox.channel import Channel
 from megarl.sandbox.inside import terminations
 
-MOST_PARTS, LONGEST_NAME = 64, 100
+MAX_PARTS, MAX_NAME = 64, 100
 Outcome = tuple[float | None, dict[str, float], str | None]
 
 
@@ -42,12 +42,12 @@ def _score(verifier: Verifier, sample: tuple[str, str, Any, dict[str, Any]], tim
     except Abstained:
         return None, {}, "abstained"
     except BadReturn as error:
-        return None, {}, f"bad return: {error}"[:LONGEST_TEXT]
+        return None, {}, f"bad return: {error}"[:MAX_TEXT]
     except BaseException as error:  # SystemExit and the like too: one sample must not end the process
-        return None, {}, f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
-    if len(parts) > MOST_PARTS:
-        return None, {}, f"bad return: {len(parts)} parts, more than {MOST_PARTS}"
-    parts = {name[:LONGEST_NAME]: part for name, part in parts.items()}
+        return None, {}, f"{type(error).__name__}: {error}"[:MAX_TEXT]
+    if len(parts) > MAX_PARTS:
+        return None, {}, f"bad return: {len(parts)} parts, more than {MAX_PARTS}"
+    parts = {name[:MAX_NAME]: part for name, part in parts.items()}
     return value, parts, None
 
 

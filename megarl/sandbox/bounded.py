@@ -20,7 +20,7 @@ from megarl.sandbox.inside import enter
 
 Answer = Callable[..., None]
 Loaded = TypeVar("Loaded")
-LONGEST_TEXT = 500  # maximum length of an error message
+MAX_TEXT = 500  # maximum length of an error message
 
 
 class Late(BaseException):
@@ -53,7 +53,7 @@ def imported(load: Callable[[], Loaded], answer: Answer) -> Loaded | None:
         loaded = load()
     except Exception as error:  # an import may raise anything
         text = str(error) if isinstance(error, ValueError) else f"type: {type(error).__name__}: {error}"
-        answer("refused", text[:LONGEST_TEXT])
+        answer("refused", text[:MAX_TEXT])
         return None
     answer("ready")
     return loaded

@@ -27,7 +27,7 @@ from megarl.slurm.options import TIME_MIN, given, options
 from megarl.slurm.partition import check_grace, check_limits, check_partition, partition_of
 from megarl.verbs import VERBS
 
-MOST = 100_000  # upper limit of any number
+MAX_NUMBER = 100_000  # upper limit of any number
 REGISTRY = re.compile(r"[a-z]+://|[^/]+[/#:]")
 
 
@@ -102,8 +102,8 @@ def check_numbers(job: Job) -> None:
     lowest = {"nodes": 1, "gpus_per_node": 0, "spare": 0, "grace": 10, "max_restarts": 0, "chain": 1}
     for name, least in lowest.items():
         value = getattr(job, name)
-        if not least <= value <= MOST:
-            raise ConfigError(f"slurm: --{name.replace('_', '-')} {value} is not between {least} and {MOST:,}")
+        if not least <= value <= MAX_NUMBER:
+            raise ConfigError(f"slurm: --{name.replace('_', '-')} {value} is not between {least} and {MAX_NUMBER:,}")
     if job.seconds is not None:
         check_grace(f"--time {job.time} is {job.seconds} s", job.seconds, job.grace)
 

@@ -18,7 +18,7 @@ from megarl.text.strict_json import read_plain
 from megarl.verbs import VERBS
 
 START, LOG, SUBMITTED = re.compile(r"(\d+)-(\d+)"), re.compile(r"(\d+)\.out"), re.compile(r"submitted-(\d+)")
-MOST_BYTES = 1 << 20  # of a script
+MAX_BYTES = 1 << 20  # of a script
 
 
 def show(run: Path) -> list[str]:
@@ -83,7 +83,7 @@ def queued(run: Path, *options: str) -> list[list[str]]:
 def _submitted(run: Path, pattern: str) -> str | None:
     """Search the script of the last submission, and return the pattern's group; None if it is not found."""
     found = [(int(match[1]), path) for path in (run / "slurm").glob("*/job.sbatch") if (match := SUBMITTED.fullmatch(path.parent.name))]
-    script = read_plain(max(found)[1], MOST_BYTES).decode() if found else ""
+    script = read_plain(max(found)[1], MAX_BYTES).decode() if found else ""
     match = re.search(pattern, script, re.MULTILINE)
     return match[1] if match else None
 
@@ -95,7 +95,7 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        found = yaml_text.read(read_plain(run / "config.yaml", yaml_text.MOST_BYTES).decode())
+        found = yaml_text.read(read_plain(run / "config.yaml", yaml_text.MAX_BYTES).decode())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LONGEST = 1500  # characters of a line, unless the caller wants fewer
+MAX_CHARS = 1500  # characters of a line, unless the caller wants fewer
 
 
 def printable(text: str) -> str:
@@ -10,7 +10,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def one_line(text: str, most: int = LONGEST) -> str:
+def one_line(text: str, most: int = MAX_CHARS) -> str:
     """Make text printable on one line, cut to `most` characters with an ellipsis."""
     line = printable(" ".join(text[: 4 * most].split()))  # what is far beyond the cut is not looked at
     return line if len(line) <= most and len(text) <= 4 * most else f"{line[: most - 1]}\N{HORIZONTAL ELLIPSIS}"

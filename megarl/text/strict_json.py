@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 
-MOST_LINE = 64 << 20  # bytes
+MAX_LINE = 64 << 20  # bytes
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -55,14 +55,14 @@ def lines_of(path: Path, place: str, start: int = 0) -> Iterator[tuple[str, byte
         ("place:1", the first line with its line ending), and so on.
 
     Raises:
-        ConfigError: a line of more than MOST_LINE bytes.
+        ConfigError: a line of more than MAX_LINE bytes.
         OSError: the file cannot be read.
     """
     with _plain(path).open("rb") as file:
         file.seek(start)
-        for number, line in enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), 1):
-            if len(line) > MOST_LINE:
-                raise ConfigError(f"{place}:{number}: a line of more than {MOST_LINE:,} bytes")
+        for number, line in enumerate(iter(partial(file.readline, MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
+                raise ConfigError(f"{place}:{number}: a line of more than {MAX_LINE:,} bytes")
             yield f"{place}:{number}", line
 
 

@@ -22,7 +22,7 @@ from megarl.cli import command as cli
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
 from megarl.cluster.demand import assign_roles, engine_kind
 from megarl.cluster.placement import ProcessKind
-from megarl.cluster.server import StandsStill
+from megarl.cluster.server import ProcessStalled
 from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, ValueConfig, load
 from megarl.driver import learners
@@ -188,7 +188,7 @@ class Lab:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, (WorkerDied, StandsStill)) or not _ended(ranks):
+            if isinstance(error, (WorkerDied, ProcessStalled)) or not _ended(ranks):
                 _kill(ranks)
             else:
                 self._ranks += ranks

@@ -27,7 +27,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, tiny_model: Path) ->
     source, library, offset = Path(__file__).with_name("jumping_clock.c"), tmp_path / "jumping_clock.so", tmp_path / "offset"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     offset.write_bytes(struct.pack("q", 0))
-    settings = (*EVERYTHING, "cluster.still_timeout_s=60", "cluster.restarts=0")
+    settings = (*EVERYTHING, "cluster.stall_timeout_s=60", "cluster.restarts=0")
     job = Job(tmp_path / "jumping", tiny_model, settings, environment={"LD_PRELOAD": str(library), "JUMP_FILE": str(offset)}).start()
     try:
         for step, hours in HOURS.items():

@@ -66,7 +66,7 @@ class Fault:
         return f"{self.victim}-{self.number.name}"
 
 
-STILL = r"(StandsStill|WorkerDied): [\w ]+: {}.*has been stopped by a signal for \d+ s"
+STILL = r"(ProcessStalled|WorkerDied): [\w ]+: {}.*has been stopped by a signal for \d+ s"
 RAY_ENDS = f"|failed: {SILENT}"  # where the driver calls it before the watch has looked
 FAULTS = (
     Fault("driver", signal.SIGKILL, -9, f"failed: {SILENT}"),
@@ -79,9 +79,9 @@ FAULTS = (
     Fault("actor", signal.SIGSTOP, 1, STILL.format(r"(engine 0: )?ray::RolloutWorker")),
     Fault("core", signal.SIGKILL, 1, r"(WorkerDied|EngineDead): .*engine 0"),
     Fault("core", signal.SIGSTOP, 1, STILL.format(r"(engine 0: )?ray::RolloutWorker")),
-    Fault("gcs_server", signal.SIGKILL, 1, r"StandsStill: [\w ]+: Ray's gcs_server has ended" + RAY_ENDS),
+    Fault("gcs_server", signal.SIGKILL, 1, r"ProcessStalled: [\w ]+: Ray's gcs_server has ended" + RAY_ENDS),
     Fault("gcs_server", signal.SIGSTOP, 1, STILL.format(r".*gcs_server")),
-    Fault("raylet", signal.SIGKILL, 1, r"StandsStill: [\w ]+: Ray's raylet has ended|WorkerDied: " + RAY_ENDS),
+    Fault("raylet", signal.SIGKILL, 1, r"ProcessStalled: [\w ]+: Ray's raylet has ended|WorkerDied: " + RAY_ENDS),
     Fault("raylet", signal.SIGSTOP, 1, STILL.format(r".*raylet")),
 )
 
@@ -184,7 +184,7 @@ def test_a_signal_to_any_process(
 ) -> None:
     random = np.random.default_rng([SEED, chosen().index((layout, fault, phase))])
     more = (LONG,) if fault.number == signal.SIGSTOP and fault.victim in OWN else ()
-    settings = (*EVERYTHING, *LAYOUTS[layout], *more, f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=0")
+    settings = (*EVERYTHING, *LAYOUTS[layout], *more, f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
     job = Job(tmp_path, tiny_model, settings).start()
     try:
         job.wait_for("the engine", lambda: "sync ..." in job.text())
@@ -200,8 +200,8 @@ def test_a_signal_to_any_process(
     assert_whole(job, layout, straight, *more)
 
 
-SILENT = r"StandsStill: [\w ]+: Ray's server has not answered for \d+ s"
-RAYLET = r"StandsStill: [\w ]+: Ray's raylet on this machine "
+SILENT = r"ProcessStalled: [\w ]+: Ray's server has not answered for \d+ s"
+RAYLET = r"ProcessStalled: [\w ]+: Ray's raylet on this machine "
 # Of a cluster that others have started, a run sees what serves it there.
 JOINED = (
     *(fault for fault in FAULTS if fault.victim in ("rank", "actor", "core")),
@@ -218,7 +218,7 @@ def test_a_signal_to_a_process_of_a_run_on_a_cluster_of_others(
 ) -> None:
     """Which the run has joined: what it loses there is named, and its own processes end."""
     more = (LONG,) if fault.victim in OWN else ()
-    settings = (*EVERYTHING, *more, f"cluster.still_timeout_s={STILL_S}", "cluster.restarts=0")
+    settings = (*EVERYTHING, *more, f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
     with Guest(tmp_path, tiny_model, settings, foreign={}).joined() as guest:
         guest.wait_for("the engine", lambda: "sync ..." in guest.text())
         pid = pid_of(guest, fault.victim, Processes.of(guest))
@@ -251,7 +251,7 @@ def test_ray_is_lost_while_ranks_start_again(
     layout: str, fault: Fault, lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:
     """Whatever the recovery is asking Ray for just then."""
-    settings = (*EVERYTHING, *LAYOUTS[layout], f"cluster.still_timeout_s={STILL_S}")
+    settings = (*EVERYTHING, *LAYOUTS[layout], f"cluster.stall_timeout_s={STILL_S}")
     job = Job(tmp_path, tiny_model, settings).start()
     try:
         job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
@@ -273,7 +273,7 @@ def test_an_engine_is_lost_while_ranks_start_again(
     layout: str, number: signal.Signals, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:
     """Both are replaced."""
-    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS[layout], f"cluster.still_timeout_s={STILL_S}")).start()
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, *LAYOUTS[layout], f"cluster.stall_timeout_s={STILL_S}")).start()
     try:
         job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
         processes = Processes.of(job)
@@ -289,7 +289,7 @@ def test_an_engine_is_lost_while_ranks_start_again(
 @pytest.mark.long
 def test_a_stopped_helper_of_an_engine_costs_the_engine_alone(tmp_path: Path, tiny_model: Path) -> None:
     """Whatever an engine has started is a part of it, though it may answer without that."""
-    job = Job(tmp_path, tiny_model, (*EVERYTHING, LONG, "rollout.tp=2", f"cluster.still_timeout_s={STILL_S}")).start()
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, LONG, "rollout.tp=2", f"cluster.stall_timeout_s={STILL_S}")).start()
     try:
         job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
         processes = Processes.of(job)

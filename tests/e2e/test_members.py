@@ -39,7 +39,7 @@ LOST = [("member", signal.SIGKILL), ("core", signal.SIGKILL), ("coordinator", si
 def test_an_engine_that_loses_a_process_is_replaced_and_the_run_goes_on(
     victim: str, number: signal.Signals, tmp_path: Path, tiny_model: Path
 ) -> None:
-    settings = ("train.steps=8", "rollout.max_response_tokens=64", "train.eval_every=0", "cluster.still_timeout_s=6")
+    settings = ("train.steps=8", "rollout.max_response_tokens=64", "train.eval_every=0", "cluster.stall_timeout_s=6")
     job = Job(tmp_path, tiny_model, (*MEMBERS, *settings)).start()
     try:
         job.wait_for("step 2", lambda: len(job.steps()) >= 2, pause_s=0.02)

@@ -93,12 +93,12 @@ def test_a_served_reward_model_scores_as_transformers_does(url: str, reward_mode
 @pytest.mark.parametrize(
     ("number", "fault"),
     [
-        (signal.SIGSTOP, r"StandsStill: serve: rank 0: .*has been stopped by a signal for \d+ s"),
+        (signal.SIGSTOP, r"ProcessStalled: serve: rank 0: .*has been stopped by a signal for \d+ s"),
         (signal.SIGKILL, r"WorkerDied: serve: rank 0 died"),
     ],
 )
 def test_a_service_that_nobody_asks_ends_when_its_rank_does(tmp_path: Path, reward_model: Path, number: signal.Signals, fault: str) -> None:
-    job = Job(tmp_path, reward_model, ("cluster.still_timeout_s=3",), verb="serve", template=SERVE).start()
+    job = Job(tmp_path, reward_model, ("cluster.stall_timeout_s=3",), verb="serve", template=SERVE).start()
     try:
         job.wait_for("service", lambda: " at http://" in job.text())
         [rank] = [pid for pid in job.pids() if read(f"/proc/{pid}/cmdline").startswith(b"ray::RewardWorker")]

@@ -29,8 +29,8 @@ STEPS = 8
 # A process for each of the four CPUs of two nodes: ranks on both, the engine on the second.
 OVERRIDES = (f"train.steps={STEPS}", "layout.ranks=3", "sync.transport=gloo", "train.eval_at_start=false", "rollout.max_response_tokens=24")
 SLOW = "reward.source.path=tests.slurm.slow:share_of_letters"  # a step lasts some seconds
-QUICK = "cluster.still_timeout_s=3"
-PATIENT = "cluster.still_timeout_s=3600"  # where a rank is held
+QUICK = "cluster.stall_timeout_s=3"
+PATIENT = "cluster.stall_timeout_s=3600"  # where a rank is held
 ASK_S = 1.0  # between two questions to Slurm
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SIGUSR1, SIGTERM = KINDS = ("SIGUSR1", "SIGTERM")  # of clusters

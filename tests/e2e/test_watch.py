@@ -21,7 +21,7 @@ import pytest
 
 from megarl.cluster.actor_group import ActorGroup
 from megarl.cluster.scan import Scan
-from megarl.cluster.server import StandsStill
+from megarl.cluster.server import ProcessStalled
 from megarl.cluster.watch import watched
 from tests.e2e.job import Job
 from tests.e2e.kill_at import titled
@@ -69,7 +69,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named(lab: Lab, tmp_path: Path, tiny
     with watched(2.0, own=True), monkeypatch.context() as patch:
         patch.setattr(ActorGroup, "wait", stopping)
         begun = time.monotonic()
-        with pytest.raises(StandsStill, match=r"^update: rank 1: ray::Player[.\w]* \(pid \d+\) has been stopped by a signal for \d s$"):
+        with pytest.raises(ProcessStalled, match=r"^update: rank 1: ray::Player[.\w]* \(pid \d+\) has been stopped by a signal for \d s$"):
             lab.run(job)
         assert stopped and time.monotonic() - begun < 120
     with suppress(ProcessLookupError):  # in a session that goes on, as the lab's does; a run ends all of its processes
@@ -100,13 +100,13 @@ def test_a_stopped_rank_is_seen_while_a_judge_is_silent(tmp_path: Path, tiny_mod
     with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         source = f"{{type: http, url: 'http://127.0.0.1:{server.server_port}/score', timeout_s: 300}}"
-        job = Job(tmp_path, tiny_model, (f"reward.source={source}", "cluster.still_timeout_s=2", "cluster.restarts=0")).start()
+        job = Job(tmp_path, tiny_model, (f"reward.source={source}", "cluster.stall_timeout_s=2", "cluster.restarts=0")).start()
         try:
             job.wait_for("the question", Judge.asked.is_set)
             [rank] = titled(job, "ray::ModelWorker")
             os.kill(rank, signal.SIGSTOP)
             assert job.finish(60) == 1, job.text()[-3000:]
-            line = rf"^megarl: failed: StandsStill: score: ray::ModelWorker.* \(pid {rank}\) has been stopped by a signal for \d s$"
+            line = rf"^megarl: failed: ProcessStalled: score: ray::ModelWorker.* \(pid {rank}\) has been stopped by a signal for \d s$"
             assert re.search(line, job.text(), re.MULTILINE) and job.gone(), job.text()[-3000:]
         finally:
             job.kill()
@@ -118,7 +118,7 @@ def test_a_stopped_rank_is_seen_while_a_judge_is_silent(tmp_path: Path, tiny_mod
 def test_what_stops_itself_in_an_environment_costs_the_run_nothing(tmp_path: Path, tiny_model: Path) -> None:
     """In its sandbox, for longer than anything of the run may be stopped."""
     game = [part.replace("games:Letters", "games:Stoppers") for part in GAME]
-    settings = (*game, "train.steps=6", "cluster.still_timeout_s=1", "cluster.restarts=0")
+    settings = (*game, "train.steps=6", "cluster.stall_timeout_s=1", "cluster.restarts=0")
     job = Job(tmp_path, tiny_model, settings).start()
     begun, last = dict[int, float](), dict[int, float]()
     try:

@@ -14,7 +14,7 @@ from megarl.observe.trackers.base import TrackedRun
 
 ID = "megarl.run_id"  # the tag by which another start finds its run, since MLflow chooses its own ids
 NOTES = "mlflow.note.content"  # the tag that MLflow shows as the description
-MOST_PARAMS, LONGEST = 100, 6000  # MLflow's limits: parameters of one call, characters of a value
+MAX_PARAMS, MAX_CHARS = 100, 6000  # MLflow's limits: parameters of one call, characters of a value
 CLOSE_S = 60.0  # longest wait at the end for numbers that are still being reported
 
 
@@ -46,9 +46,9 @@ class Mlflow:
             )
             self._id = created.info.run_id
             # Parameters can be set only once: what a resumed run changes is in its config.yaml.
-            params = [Param(key, json.dumps(value)[:LONGEST]) for key, value in _flat(run.config)]
-            for first in range(0, len(params), MOST_PARAMS):
-                self._client.log_batch(self._id, params=params[first : first + MOST_PARAMS])
+            params = [Param(key, json.dumps(value)[:MAX_CHARS]) for key, value in _flat(run.config)]
+            for first in range(0, len(params), MAX_PARAMS):
+                self._client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
         self._error: Exception | None = None
         self._reports: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._report, name="mlflow", daemon=True)

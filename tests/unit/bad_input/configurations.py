@@ -205,7 +205,7 @@ TABLE = [
             "rollout.timeout_s",
             "sync.timeout_s",
             "cluster.start_timeout_s",
-            "cluster.still_timeout_s",
+            "cluster.stall_timeout_s",
             "reward.sandbox.memory_gb",
         )
     ),

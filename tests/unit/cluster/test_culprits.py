@@ -47,7 +47,7 @@ JOB = """
         stop()
 
     def work():
-        settings = ClusterSettings(gpus=False, allocation=directory, interface="lo", start_timeout_s=300, still_timeout_s=2)
+        settings = ClusterSettings(gpus=False, allocation=directory, interface="lo", start_timeout_s=300, stall_timeout_s=2)
         if when == "waiting for nodes":
             threading.Thread(target=stop_soon, daemon=True).start()
         with ray_session(settings, actors=1):
@@ -137,7 +137,7 @@ HELPER = """
         def copy(self, copy_store, group, step, last):
             ray.get(copy_store.forget.remote((group, 0), last))
 
-    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300, still_timeout_s=1), actors=3):
+    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300, stall_timeout_s=1), actors=3):
         group, copies = ActorGroup("rank", [ray.remote(Rank).remote() for _ in range(2)]), Copies(peers=True)
         copies.save(1, {"a": group}, 60, "one")
         [store] = copies._stores.values()
@@ -167,4 +167,4 @@ def test_a_copy_store_that_dies_or_is_stopped_is_no_rank_that_does(number: str) 
     if number == "SIGKILL":
         assert re.match(r"WorkerDied: copy: the CopyStore that rank \d has called died \(", line), line
     else:
-        assert line.startswith("StandsStill: copy: ray::CopyStore") and "has been stopped by a signal for" in line
+        assert line.startswith("ProcessStalled: copy: ray::CopyStore") and "has been stopped by a signal for" in line

@@ -15,7 +15,7 @@ PROGRAM = """
     import psutil, ray
     from megarl.cluster.actor_group import ActorGroup
     from megarl.cluster.placement import ProcessKind
-    from megarl.cluster.reserve import NoNodes, free_nodes, give_back, lost_nodes, reserve
+    from megarl.cluster.reserve import NoNodes, free_nodes, release, lost_nodes, reserve
     from megarl.cluster.session import ray_session
     from megarl.config import ClusterSettings
     from megarl.host.shared_memory import SharedMemory
@@ -65,7 +65,7 @@ PROGRAM = """
         os.kill(raylet, signal.SIGKILL)
         while not lost_nodes(places) and time.monotonic() < limit:
             time.sleep(0.1)
-        give_back(places)
+        release(places)
         begun = time.monotonic()
         try:
             reserve([ProcessKind("ranks", 3, 1)], 60.0, grows=False)

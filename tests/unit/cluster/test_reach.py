@@ -12,7 +12,7 @@ import pytest
 from megarl.cluster import reach
 from megarl.cluster.actor_group import WorkerLate
 from megarl.cluster.membership import TooFewNodes
-from megarl.cluster.server import StandsStill
+from megarl.cluster.server import ProcessStalled
 from megarl.parallel.links import LinkTimes, edges
 
 HANGS = "measure: no answer within 120 s from pre-flight 0, pre-flight 1"
@@ -117,11 +117,11 @@ def test_a_lost_session_is_told_as_it_is_and_no_node_is_blamed(monkeypatch: pyte
     def measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> Any:
         tests.append("".join(nodes))
         if len(tests) > answered:
-            raise StandsStill("ending processes: Ray's server has not answered for 13 s", session=True)
+            raise ProcessStalled("ending processes: Ray's server has not answered for 13 s", session=True)
         raise WorkerLate(HANGS)
 
     monkeypatch.setattr(reach, "_measured", measured)
-    with pytest.raises(StandsStill, match="has not answered for 13 s"):
+    with pytest.raises(ProcessStalled, match="has not answered for 13 s"):
         reach.reach(list("ab"), {name: name for name in "ab"}, 2, 1, False, 300.0)
 
 

@@ -97,7 +97,7 @@ UNINVITED = """
             except grpc.RpcError as error:
                 return error.code().name
 
-    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300, still_timeout_s=1), actors=1):
+    with ray_session(ClusterSettings(gpus=False, start_timeout_s=300, stall_timeout_s=1), actors=1):
         actor = ray.remote(type("Worker", (), {"here": lambda self: True})).remote()
         ray.get(actor.here.remote())
         ports = listening()
@@ -147,7 +147,7 @@ def test_nobody_without_its_token_controls_a_session_and_who_ends_it_is_seen(pla
     assert mode == "0o700", "where the Unix sockets are"
     assert int(ports) == len(answers) >= 5 and set(answers) == {"UNAUTHENTICATED UNIMPLEMENTED"}, done.stdout
     assert still == "True" and done.returncode == 1
-    assert "StandsStill: sync: Ray's gcs_server has ended (exit code " in done.stderr
+    assert "ProcessStalled: sync: Ray's gcs_server has ended (exit code " in done.stderr
     assert members(str(place)) == [] and list(place.iterdir()) == []
 
 

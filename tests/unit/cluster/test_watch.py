@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError
 from megarl.cluster import roster, server, watch
 from megarl.cluster.roster import Actors, Roster
 from megarl.cluster.scan import Scan, StoppedProcess
-from megarl.cluster.server import StandsStill, ask
+from megarl.cluster.server import ProcessStalled, ask
 from megarl.cluster.watch import Watch, WatchFailed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -103,7 +103,7 @@ def raised(watched: Watch, groups: Any) -> str:
     while time.monotonic() < deadline:
         try:
             watched.check("update", groups)
-        except StandsStill as error:
+        except ProcessStalled as error:
             return str(error)
         time.sleep(0.005)
     return "nothing"
@@ -239,7 +239,7 @@ def test_a_server_that_does_not_answer_the_watch_loses_the_session(
         assert raised(watched, {}) == "update: Ray's server has not answered for 0 s"
         assert server.loss() is not None
         begun = time.monotonic()
-        with pytest.raises(StandsStill, match="^recovery: Ray's server has not answered for 0 s$"):
+        with pytest.raises(ProcessStalled, match="^recovery: Ray's server has not answered for 0 s$"):
             ask("recovery", lambda: blocked.wait(60))
         assert time.monotonic() - begun < 1
     finally:
@@ -250,7 +250,7 @@ def test_a_server_that_does_not_answer_the_watch_loses_the_session(
 def test_a_call_into_the_server_ends_when_its_time_is_over() -> None:
     blocked = threading.Event()
     try:
-        with pytest.raises(StandsStill, match=r"^ending processes: Ray's server has not answered within 0\.3 s$") as raised:
+        with pytest.raises(ProcessStalled, match=r"^ending processes: Ray's server has not answered within 0\.3 s$") as raised:
             ask("ending processes", lambda: blocked.wait(60), timeout_s=0.3)
         assert raised.value.session
     finally:
@@ -312,7 +312,7 @@ LOST = """
     watch.CLOSE_S = 2.0
 
     def work():
-        with ray_session(ClusterSettings(gpus=False, start_timeout_s=300, still_timeout_s=2), actors=1):
+        with ray_session(ClusterSettings(gpus=False, start_timeout_s=300, stall_timeout_s=2), actors=1):
             actor = ray.remote(type("Worker", (), {"here": lambda self: True})).remote()
             ray.get(actor.here.remote())
             os.kill(watch._current._own[victim].pid, number)
@@ -347,4 +347,4 @@ def test_a_lost_session_ends_its_run_with_a_line_whatever_the_run_is_doing(tmp_p
     assert time.monotonic() - begun < 60
     what = "has ended" if number == "SIGKILL" else r"\(pid \d+\) has been stopped by a signal for \d s"
     [line] = [line for line in done.stderr.splitlines() if line.startswith("megarl: failed: ")]
-    assert re.match(rf"megarl: failed: StandsStill: (update|the session): Ray's {victim} {what}", line), done.stderr
+    assert re.match(rf"megarl: failed: ProcessStalled: (update|the session): Ray's {victim} {what}", line), done.stderr

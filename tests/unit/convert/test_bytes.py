@@ -21,7 +21,7 @@ from tools.make_tiny_model import FAMILIES
 def test_there_and_back_is_the_same_directory(
     models: dict[str, Path], family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_LEAST", 1 << 19)
+    monkeypatch.setattr(plan, "_MIN", 1 << 19)
     convert("hf-to-megatron", models[family], tmp_path / "steps", "--tp", 2, "--workers", 2)
     assert main(["verify", str(tmp_path / "steps")]) == 0
     convert("megatron-to-hf", tmp_path / "steps", tmp_path / "back", "--shard-gb", "0.001", "--workers", 2)

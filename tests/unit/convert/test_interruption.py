@@ -31,7 +31,7 @@ def begun(before: Callable[[], None], direction: str, source: Path, out: Path) -
     """A conversion in many small units, in a process of its own; `before` runs there first."""
 
     def work() -> None:
-        plan._LEAST = plan._MOST = 1 << 19
+        plan._MIN = plan._MAX = 1 << 19
         before()
         os._exit(main(["convert", direction, str(source), str(out), "--workers", "1"]))
 
@@ -96,8 +96,8 @@ def test_a_killed_conversion_goes_on_where_it_was(
     journal = next(path for path in [tmp_path / ".out.journal", out / ".step_000000.journal"] if path.exists())
     done = sorted(path.stem for path in journal.glob("0*.json"))
     assert done and not (out / "step_000000").exists()
-    monkeypatch.setattr(plan, "_LEAST", 1 << 19)
-    monkeypatch.setattr(plan, "_MOST", 1 << 19)
+    monkeypatch.setattr(plan, "_MIN", 1 << 19)
+    monkeypatch.setattr(plan, "_MAX", 1 << 19)
     assert 'started with other settings (options.dtype: null then, "bfloat16" now)' in refused(
         capsys, direction, source, out, "--dtype", "bfloat16"
     )
@@ -186,7 +186,7 @@ def test_a_process_that_never_finishes_the_directory_is_not_waited_for_without_e
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
     models: dict[str, Path], direction: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_LEAST", 1 << 19)
+    monkeypatch.setattr(plan, "_MIN", 1 << 19)
     source = models["qwen3_moe"]
     if direction == "megatron-to-hf":
         convert("hf-to-megatron", source, tmp_path / "steps")

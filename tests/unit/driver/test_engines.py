@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from megarl.cluster import actor_group
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
-from megarl.cluster.server import StandsStill
+from megarl.cluster.server import ProcessStalled
 from megarl.config import RolloutSettings, TrainConfig, load
 from megarl.driver.engines import Engines, EngineStarter
 from tests.e2e.job import RL
@@ -68,7 +68,7 @@ def test_an_engine_is_lost_that_answers_while_what_it_has_started_is_stopped(
     calls: Calls, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or else whoever needs that process waits for it, and another would be blamed."""
-    stopped = StandsStill("recovery: engine 0: a helper (pid 7) has been stopped by a signal for 3 s")
+    stopped = ProcessStalled("recovery: engine 0: a helper (pid 7) has been stopped by a signal for 3 s")
     monkeypatch.setattr(actor_group.watch, "still", lambda *_: {0: stopped})
     assert engines.start_lost() == {0: "another 0"}
 

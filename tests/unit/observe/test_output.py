@@ -72,7 +72,7 @@ def test_a_full_disk_loses_what_is_printed_and_nothing_else(tmp_path: Path) -> N
 
 
 LONG = """
-output.MOST_BYTES, output.LOOK_S = 1000, 0.01
+output.MAX_BYTES, output.LOOK_S = 1000, 0.01
 output.keep_output(run, "engine 0")
 with subprocess.Popen([sys.executable, "-uc", "while input(): print('c' * 99)"], stdin=subprocess.PIPE) as child:
     kept, old = run / "logs/engine-0.log", run / "logs/engine-0.old"

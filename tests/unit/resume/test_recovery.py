@@ -18,7 +18,7 @@ from xxhash import xxh3_128_hexdigest
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import DAMAGED, damaged
 from megarl.cluster.actor_group import WorkerDied, WorkerLate
-from megarl.cluster.server import StandsStill
+from megarl.cluster.server import ProcessStalled
 from megarl.config import ConfigError, SftConfig, load
 from megarl.errors import ContentLost, DamagedFile, SaveError
 from megarl.host import termination
@@ -96,7 +96,7 @@ def test_what_fails_is_done_again_from_the_last_save_and_told(tmp_path: Path) ->
     assert not started and summary["restarts"] == [] and len(straight) == 9
     faults: dict[int, BaseException] = {
         2: WorkerDied("update: rank 0 died"),  # nothing is saved yet
-        6: StandsStill("sync: rank 1 has been stopped", seconds=7.5),
+        6: ProcessStalled("sync: rank 1 has been stopped", seconds=7.5),
         9: torch.AcceleratorError("CUDA error: unspecified launch failure"),
         8: WorkerLate("update: no answer within 9 s from rank 1", 9.0),
         7: ContentLost("checkpoint: step 6 was not saved: responses that are under way are lost"),
@@ -140,7 +140,7 @@ def test_more_than_the_restarts_of_a_day_end_the_run(
 
 
 def test_what_no_restart_mends_ends_the_run(tmp_path: Path) -> None:
-    for number, fault in enumerate((FloatingPointError("nan"), StandsStill("update: Ray's gcs_server has ended", session=True))):
+    for number, fault in enumerate((FloatingPointError("nan"), ProcessStalled("update: Ray's gcs_server has ended", session=True))):
         with pytest.raises(type(fault)):
             done(tmp_path / str(number), {5: fault}, 3)
 

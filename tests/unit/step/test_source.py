@@ -173,7 +173,7 @@ class Loop:
                 groups = source.next_groups()
                 assert files_of(self.state) == self.saved[-1][1], "a step that is broken off is done again"
                 self.learned.append(groups)
-                self.lags.append(scalars(lag_metrics(groups.responses, self.state.learned, 0, self.ctx.config.rollout.most_lag)))
+                self.lags.append(scalars(lag_metrics(groups.responses, self.state.learned, 0, self.ctx.config.rollout.largest_lag)))
                 self.state.step += 1
                 source.after_update(sync_follows=sync_follows)
                 self.state.learned += 1
@@ -337,7 +337,7 @@ def test_the_share_of_tokens_of_each_lag_is_told(make: Any) -> None:
     episode = replace(one, length=40, loss_tokens=6, sampled=[2, 4], weight_versions=[VersionSpan(0, 5), VersionSpan(30, 7)])
     told = scalars(lag_metrics([episode], learned=6, frozen=2, most=8))
     assert shares(told) == {1: 4 / 6, 2: 2 / 6, 4: 0.0, 8: 0.0} and told["rollout/lag_mean"] == (2 * 3 + 4 * 1) / 6, "the policy's tokens"
-    largest = make("rollout.mode=free", "rollout.max_lag=1024").ctx.config.rollout.most_lag
+    largest = make("rollout.mode=free", "rollout.max_lag=1024").ctx.config.rollout.largest_lag
     assert [name for name in scalars(lag_metrics([one], 6, 0, largest)) if "_share_" in name] == list(LAG_SHARES), "the report shows all"
 
 

@@ -26,7 +26,7 @@ from megarl.models.weight_map import FP8_BLOCK
 from megarl.sync.quantize import LARGEST, dequantize
 from megarl.upstream.expect import expect
 
-_LEAST = 1e-10  # least largest element of a quantised group (vllm/model_executor/layers/quantization/utils/fp8_utils.py:557)
+_MIN = 1e-10  # least largest element of a quantised group (vllm/model_executor/layers/quantization/utils/fp8_utils.py:557)
 
 
 def install() -> None:
@@ -130,6 +130,6 @@ def dequantized_inputs(input_TC: Tensor) -> Tensor:
     """Quantise each token's inputs to e4m3 in groups of 128 columns, scale = max(max|x|, 1e-10) / 448, and return values * scales."""
     tokens, columns = input_TC.shape
     group_TJC = pad(input_TC.float(), (0, -columns % FP8_BLOCK)).view(tokens, -1, FP8_BLOCK)
-    scale_TJ = group_TJC.abs().amax(-1, keepdim=True).clamp_(min=_LEAST) / LARGEST
+    scale_TJ = group_TJC.abs().amax(-1, keepdim=True).clamp_(min=_MIN) / LARGEST
     value_TJC = (group_TJC / scale_TJ).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return (value_TJC.float() * scale_TJ).view(tokens, -1)[:, :columns]
