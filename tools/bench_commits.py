@@ -23,7 +23,7 @@ from typing import Any
 
 from megarl.observe.writers import read_json_lines
 from tools.bench_convert import make_model
-from tools.bench_step import CONFIG, FILLING, LR, LONGEST, PROMPT, PROMPTS, SAMPLES, cache_mb, letters, words, write_prompts
+from tools.bench_step import CONFIG, FILLING, LONGEST, LR, PROMPT, PROMPTS, SAMPLES, cache_mb, letters, words, write_prompts
 from tools.make_tiny_model import build
 
 ROOT = Path(__file__).parents[1]
