@@ -20,7 +20,7 @@ from megarl.cluster.shared_files import check_shared, nodes_of
 from megarl.config import Layout, RunSettings
 from megarl.engines.worker import ExpertsWanted
 from megarl.observe.metrics import Mean, Metric, Sum, merge
-from megarl.ranks.megatron_worker import MegatronWorker
+from megarl.ranks.megatron_worker import MegatronWorker, RankSettings
 from megarl.ranks.step_plan import ScoringPlan, StepPlan
 
 Running = list[Any]
@@ -88,11 +88,11 @@ def create_ranks(worker: type[MegatronWorker], config: RunSettings, layout: Layo
         config: the run's configuration.
         layout: the group's parallel layout.
         places: a scheduling strategy for each rank, from `reserve_workers`.
-        *arguments: further arguments of the class, after (rank, config, layout).
+        *arguments: further arguments of the class, after (rank, settings).
     """
-    actor, gpus = ray.remote(worker), int(config.cluster.gpus)
+    actor, gpus, settings = ray.remote(worker), int(config.cluster.gpus), RankSettings.of(config, layout)
     actors = [
-        actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, config, layout, *arguments)
+        actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=place).remote(rank, settings, *arguments)
         for rank, place in enumerate(places)
     ]
     return ActorGroup("rank", actors)
@@ -131,7 +131,7 @@ def start_ranks(
         config: the run's configuration.
         layout: the group's parallel layout.
         places: a scheduling strategy for each rank, from `reserve_workers`.
-        *arguments: further arguments of the class, after (rank, config, layout).
+        *arguments: further arguments of the class, after (rank, settings).
         blank: trained models get their weights from a checkpoint, which is loaded next.
     """
     group = create_ranks(worker, config, layout, places, *arguments)

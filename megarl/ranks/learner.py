@@ -15,11 +15,11 @@ import numpy as np
 from megarl.algorithms import Loss
 from megarl.algorithms.objective import Objective
 from megarl.batch import Batch, Sample, pack, pack_scored
-from megarl.config import Layout, OptimizerSettings, RunSettings
+from megarl.config import OptimizerSettings
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, Min, merge
 from megarl.ranks.critic import loss_metrics, values
-from megarl.ranks.megatron_worker import MegatronWorker
+from megarl.ranks.megatron_worker import MegatronWorker, RankSettings
 from megarl.ranks.step_plan import split_step
 
 if TYPE_CHECKING:
@@ -81,19 +81,18 @@ class Learner(MegatronWorker):
 
     Args:
         rank: its rank in the group.
-        config: the run's configuration.
-        layout: the group's parallel layout.
+        settings: the group's settings.
         spec: what to optimise, and how.
     """
 
-    def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: TrainSpec) -> None:
-        super().__init__(rank, config, layout)
+    def __init__(self, rank: int, settings: RankSettings, spec: TrainSpec) -> None:
+        super().__init__(rank, settings)
         self._spec = spec
         self._role = "rm" if spec.objective.head == "value" else "actor"
 
     def build_models(self) -> None:
         """Build the trained model, and the frozen reference if the loss needs one."""
-        path, spec = self._config.model.path, self._spec
+        path, spec = self._settings.model.path, self._spec
         self._trained = self._model(path, spec.objective.head, spec.optimizer if spec.updates else None, spec.updates)
         self._reference = self._model(path) if spec.objective.needs_reference else None
 

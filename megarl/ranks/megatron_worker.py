@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,16 @@ from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import SavedStep
 from megarl.cluster.machine import capability_here
 from megarl.cluster.on_node import live_nodes
-from megarl.config import CheckpointSettings, Layout, OptimizerSettings, RunSettings, TrainConfig, optimizers
+from megarl.config import (
+    CheckpointSettings,
+    ClusterSettings,
+    Layout,
+    ModelSettings,
+    OptimizerSettings,
+    RunSettings,
+    TrainConfig,
+    optimizers,
+)
 from megarl.host.shared_memory import mapped
 from megarl.imports import gc_paused
 from megarl.lazy_torch import Tensor, torch
@@ -30,25 +40,44 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
+@dataclass(frozen=True)
+class RankSettings:
+    """What the ranks of a group need of the run's configuration, whatever they optimise."""
+
+    directory: Path  # the run's
+    seed: int
+    model: ModelSettings
+    cluster: ClusterSettings
+    layout: Layout  # the group's
+    hands_over_memory: bool  # engines open the memory of this process (`cuda_ipc`)
+    offloads: bool  # an optimizer of the run is in host memory
+
+    @classmethod
+    def of(cls, config: RunSettings, layout: Layout) -> RankSettings:
+        """The settings of the ranks of a group with this layout."""
+        hands_over_memory = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
+        offloads = any(settings.offloaded for settings in optimizers(config).values())
+        return cls(config.directory, config.seed, config.model, config.cluster, layout, hands_over_memory, offloads)
+
+
 class MegatronWorker:
     """One process of a group of ranks that together hold models. Each method is called on all ranks of the group at once.
 
     Args:
         rank: its rank in the group.
-        config: the run's configuration.
-        layout: the group's parallel layout.
+        settings: the group's settings.
     """
 
     _saver: Saver | None = None
     _rolling: RollingCopy | None = None
     _blank = False
 
-    def __init__(self, rank: int, config: RunSettings, layout: Layout, group: str = "") -> None:
+    def __init__(self, rank: int, settings: RankSettings, group: str = "") -> None:
         """`group` distinguishes the logs of a group other than the policy's; it is empty for the policy's own."""
-        os.environ.update(rank_environment(config, layout))  # before torch is imported
-        keep_output(config.directory, f"{group} rank {rank}".strip())
-        self._rank, self._config, self._layout = rank, config, layout
-        torch.set_num_threads(threads(config))
+        os.environ.update(rank_environment(settings))  # before torch is imported
+        keep_output(settings.directory, f"{group} rank {rank}".strip())
+        self._rank, self._settings = rank, settings
+        torch.set_num_threads(threads(settings))
 
     def devices(self) -> list[str]:
         """The GPUs that Ray has assigned to this process."""
@@ -58,13 +87,13 @@ class MegatronWorker:
         """Open the rendezvous of the ranks, on rank 0, and return its address."""
         from megarl.sync.store import listen_store
 
-        self._store, port = listen_store(self._host, self._layout.ranks, self._config.cluster.start_timeout_s)
+        self._store, port = listen_store(self._host, self._settings.layout.ranks, self._settings.cluster.start_timeout_s)
         return self._host, port
 
     @property
     def _host(self) -> str:
         """The address at which other processes of the session reach this one."""
-        return "127.0.0.1" if self._config.cluster.interface is None else str(ray.util.get_node_ip_address())
+        return "127.0.0.1" if self._settings.cluster.interface is None else str(ray.util.get_node_ip_address())
 
     def build(self, address: tuple[str, int], blank: bool = False) -> str | None:
         """Join the grid, then build the models of this kind of rank.
@@ -83,15 +112,15 @@ class MegatronWorker:
         with gc_paused():
             from megarl.parallel import backend
 
-            cluster, exact = self._config.cluster, self._config.model.dtype == "float32"
+            cluster, exact = self._settings.cluster, self._settings.model.dtype == "float32"
             self._backend = backend.choose(cluster.gpus, cluster.deterministic, exact)  # before anything imports megatron
             from megarl.parallel import grid
             from megarl.ranks import model  # noqa: F401  # what `_model` will need
             from megarl.sync.store import connect_store
 
-        config = self._config
-        store = self._store if self._rank == 0 else connect_store(*address, self._layout.ranks, config.cluster.start_timeout_s)
-        self._grid = grid.init_grid(self._layout, rank=self._rank, store=store, seed=config.seed, timeout_s=config.cluster.phase_timeout_s)
+        layout, seed = self._settings.layout, self._settings.seed
+        store = self._store if self._rank == 0 else connect_store(*address, layout.ranks, cluster.start_timeout_s)
+        self._grid = grid.init_grid(layout, rank=self._rank, store=store, seed=seed, timeout_s=cluster.phase_timeout_s)
         self.build_models()
         return self._backend.note
 
@@ -179,7 +208,7 @@ class MegatronWorker:
         """Build this rank's part of a model: trained for `updates` steps if there is an `optimizer`, else frozen."""
         from megarl.ranks.model import Model
 
-        place = (self._config.model, self._layout, self._backend, self._grid)
+        place = (self._settings.model, self._settings.layout, self._backend, self._grid)
         return Model(path, *place, head=head, optimizer=optimizer, updates=updates, blank=self._blank and optimizer is not None)
 
     @property
@@ -200,7 +229,7 @@ class MegatronWorker:
         return summed(value, self._grid.groups.dp)
 
 
-def rank_environment(config: RunSettings, layout: Layout) -> dict[str, str]:
+def rank_environment(settings: RankSettings) -> dict[str, str]:
     """The environment variables that a rank's process must set before it imports torch, on GPUs. Variables that the user has set are kept.
 
     torch's allocator uses expandable segments, which fragment less, except with `cuda_ipc`, where another process opens the memory.
@@ -208,31 +237,26 @@ def rank_environment(config: RunSettings, layout: Layout) -> dict[str, str]:
     With tensor or context parallelism, CUDA starts kernels in the order in which they are launched: Megatron launches a collective before
     the product that is to hide it (layers.py:621-653). Its own command line insists on it below compute capability 10, unless expert
     communication is to be overlaps as well, which wants the opposite (megatron-core 0.19.2, training/arguments.py:1413-1439).
-
-    Args:
-        config: the run's configuration.
-        layout: the layout of the rank's group.
     """
-    if not config.cluster.gpus:
+    if not settings.cluster.gpus:
         return {}
-    variables = {}
-    handed_over = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
-    if not handed_over and not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
+    variables, layout = {}, settings.layout
+    if not settings.hands_over_memory and not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", ALLOCATOR)):
         variables[ALLOCATOR] = "expandable_segments:True"
-    overlaps = (layout.tp > 1 or layout.cp > 1) and not config.model.megatron.get("overlap_moe_expert_parallel_comm")
+    overlaps = (layout.tp > 1 or layout.cp > 1) and not settings.model.megatron.get("overlap_moe_expert_parallel_comm")
     if overlaps and CONNECTIONS not in os.environ and (capability_here() or (9, 0)) < (10, 0):
         variables[CONNECTIONS] = "1"
     return variables
 
 
-def threads(config: RunSettings) -> int:
+def threads(settings: RankSettings) -> int:
     """The number of torch's threads in a rank: OMP_NUM_THREADS, at most the number of cores; 1 (as Ray sets it) if it is not a number.
 
     With optimizers in host memory, it is at least the rank's GPU's share of the node's cores.
     """
     text, cores = os.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
     wished = max(1, min(int(text), cores)) if text.isdecimal() and len(text) < 9 else 1
-    if not any(settings.offloaded for settings in optimizers(config).values()):
+    if not settings.offloads:
         return wished
     here = ray.get_runtime_context().get_node_id()
     return max(wished, int(cores // live_nodes()[here]["Resources"]["GPU"]))

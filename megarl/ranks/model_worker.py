@@ -20,7 +20,7 @@ from megarl.algorithms.ops import log_ratio
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
 from megarl.cluster.demand import Role
-from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings, RunSettings, SyncSettings
+from megarl.config import CriticSettings, OptimizerSettings, RoutingSettings, SyncSettings
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
 from megarl.ranks.assemble import (
@@ -36,7 +36,7 @@ from megarl.ranks.assemble import (
     with_columns,
 )
 from megarl.ranks.critic import Critic, critic_metrics, loss_metrics
-from megarl.ranks.megatron_worker import MegatronWorker
+from megarl.ranks.megatron_worker import MegatronWorker, RankSettings
 from megarl.ranks.reward import RewardModel
 from megarl.ranks.step_plan import ScoringPlan, StepPlan
 
@@ -86,19 +86,18 @@ class ModelWorker(MegatronWorker):
 
     Args:
         rank: its rank in the group.
-        config: the run's configuration.
-        layout: the group's parallel layout.
+        settings: the group's settings.
         spec: what to optimise, and how.
         roles: the roles of the group's models.
     """
 
-    def __init__(self, rank: int, config: RunSettings, layout: Layout, spec: RLSpec, roles: Sequence[Role]) -> None:
-        super().__init__(rank, config, layout, "" if "policy" in roles else roles[0])
+    def __init__(self, rank: int, settings: RankSettings, spec: RLSpec, roles: Sequence[Role]) -> None:
+        super().__init__(rank, settings, "" if "policy" in roles else roles[0])
         self._spec, self._roles = spec, tuple(roles)
 
     def build_models(self) -> None:
         """Build the models of this group's roles."""
-        policy, spec = self._config.model.path, self._spec
+        policy, spec = self._settings.model.path, self._spec
         self._models: dict[Role, Model] = {}
         for role in self._roles:
             if role == "policy":

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.batch import pack_scored
-from megarl.config import Layout, RunSettings
 from megarl.ranks.assemble import fetch
 from megarl.ranks.critic import values
-from megarl.ranks.megatron_worker import MegatronWorker
+from megarl.ranks.megatron_worker import MegatronWorker, RankSettings
 from megarl.ranks.step_plan import ScoringPlan
 
 if TYPE_CHECKING:
@@ -47,13 +46,12 @@ class RewardWorker(MegatronWorker):
 
     Args:
         rank: its rank in the group.
-        config: the verb's configuration.
-        layout: the group's parallel layout.
+        settings: the group's settings.
         path: the model's Hugging Face directory.
     """
 
-    def __init__(self, rank: int, config: RunSettings, layout: Layout, path: Path) -> None:
-        super().__init__(rank, config, layout)
+    def __init__(self, rank: int, settings: RankSettings, path: Path) -> None:
+        super().__init__(rank, settings)
         self._path = path
 
     def build_models(self) -> None:

@@ -31,6 +31,7 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import unwrap
 from megarl.ranks import assemble
+from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.model_worker import ModelWorker, MoeShape, RLSpec
 from megarl.ranks.step_plan import StepPlan, loss_weights, members, split_step
 from megarl.response import Response
@@ -213,7 +214,7 @@ def steps(grid: Grid, case: Case) -> Seen:
         routing=case.routing,
         old_logp=case.old_logp,
     )
-    rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic") if critic else ("policy",))
+    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "critic") if critic else ("policy",))
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     stages, store, seen = stages_of(grid.layout), Store(), Seen()

@@ -20,6 +20,7 @@ from megarl.observe.metrics import Metric
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.ranks import assemble
+from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.model_worker import ModelWorker, RLSpec
 from megarl.ranks.step_plan import StepPlan, loss_weights, split_samples
 from megarl.response import Response
@@ -85,7 +86,7 @@ def learn(grid: Grid, case: Case) -> Learned:
     critic = CriticSettings() if algorithm.needs_critic else None
     config = RunSettings(name="x", model=ModelSettings(path=case.path, dtype="float32"), layout=grid.layout)
     spec = RLSpec(algorithm, OptimizerSettings(lr=0.01), updates=100, temperature=1.0, critic=critic, critic_updates=100)
-    rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic") if critic else ("policy",))
+    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "critic") if critic else ("policy",))
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     seen = Learned()

@@ -21,6 +21,7 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import likeliest
 from megarl.ranks.learner import Learner, MiniBatch, TrainSpec, mini_batch
+from megarl.ranks.megatron_worker import RankSettings
 from tests.distributed.tiny_training import TINY, make_checkpoint
 from tests.rank_pool import Pool
 from tests.unit.algorithms.cases import PAIR_LOSSES, PREFERENCES
@@ -65,7 +66,7 @@ def plan(objective: Objective, dp: int, seed: int = 4) -> MiniBatch:
 def learner(grid: Grid, path: Path, objective: Objective) -> Learner:
     """The real actor on a rank of the pool, whose grid is there already."""
     config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
-    rank = Learner(grid.rank, config, grid.layout, TrainSpec(objective, OptimizerSettings(lr=1e-4), updates=3))
+    rank = Learner(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(objective, OptimizerSettings(lr=1e-4), updates=3))
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     return rank

@@ -26,6 +26,7 @@ from megarl.parallel.checkpoint.index import INDEX
 from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.grid import Grid
+from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.model_worker import ModelWorker, RLSpec
 from tests.distributed.checkpoint_work import (
     all_equal,
@@ -97,7 +98,7 @@ def take_turns(grid: Grid, path: Path, root: Path, offload: bool) -> list[set[st
     """Policy and critic on one rank step, are saved and loaded; which of them had memory whenever a tensor of one was read or written."""
     config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
     spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3, offload=offload)
-    rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic"))
+    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "critic"))
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     seen: list[set[str]] = []
@@ -146,7 +147,7 @@ def go_on_blank(grid: Grid, path: Path, root: Path) -> bool:
     spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3)
     none = []
     for number in (1, 2):
-        rank = ModelWorker(grid.rank, config, grid.layout, spec, ("policy", "critic", "reference"))
+        rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "critic", "reference"))
         rank._backend, rank._grid, rank._blank = choose(), grid, number == 2
         rank.build_models()
         none.append(

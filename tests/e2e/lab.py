@@ -40,7 +40,7 @@ from megarl.observe import report
 from megarl.observe.restarts import Restarts
 from megarl.observe.run import Run
 from megarl.ranks.learner import Learner
-from megarl.ranks.megatron_worker import MegatronWorker
+from megarl.ranks.megatron_worker import MegatronWorker, RankSettings
 from megarl.ranks.model_worker import ModelWorker
 from megarl.resume.recovery import newest, recovering
 from megarl.resume.saving import resume_point
@@ -283,7 +283,8 @@ def shape(model: Path) -> dict[str, Any]:
 
 
 def _begin(group: ActorGroup, kind: type[MegatronWorker], config: RunSettings, layout: Layout, *arguments: Any) -> None:
-    ray.get([actor.begin.remote(kind, rank, config, layout, *arguments) for rank, actor in enumerate(group.actors)])
+    settings = RankSettings.of(config, layout)
+    ray.get([actor.begin.remote(kind, rank, settings, *arguments) for rank, actor in enumerate(group.actors)])
 
 
 def _dealt(actors: Sequence[Any], sizes: Sequence[int]) -> list[ActorGroup]:

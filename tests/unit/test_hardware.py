@@ -24,7 +24,7 @@ from megarl.observe.metrics import Mean
 from megarl.parallel import backend
 from megarl.parallel.backend import DETERMINISTIC, attends_packed
 from megarl.ranks import megatron_worker
-from megarl.ranks.megatron_worker import rank_environment, threads
+from megarl.ranks.megatron_worker import RankSettings, rank_environment, threads
 from megarl.step.logprob_gap import check_gap, gap_limit
 from tests.e2e.job import Job
 
@@ -179,7 +179,7 @@ def test_ranks_on_gpus_are_told_how_to_allocate_and_launch_unless_the_user_says_
     def told(*overrides: str, capability: tuple[int, int] | None = (9, 0)) -> dict[str, str]:
         config = load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig)
         monkeypatch.setattr(megatron_worker, "capability_here", lambda: capability)
-        return rank_environment(config, config.layout)
+        return rank_environment(RankSettings.of(config, config.layout))
 
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
@@ -230,7 +230,8 @@ def test_an_optimizer_in_host_memory_has_its_gpu_s_share_of_the_cores(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it
 
     def told(*overrides: str) -> int:
-        return threads(load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig))
+        config = load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig)
+        return threads(RankSettings.of(config, config.layout))
 
     offload = "optimizer.megatron={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.0}"
     assert told() == 1 == told("optimizer.megatron={optimizer_cpu_offload: true}")

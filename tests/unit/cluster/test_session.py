@@ -16,7 +16,7 @@ import pytest
 from megarl.cluster import session
 from megarl.config import TrainConfig, load
 from megarl.host.reaper import members
-from megarl.ranks.megatron_worker import threads
+from megarl.ranks.megatron_worker import RankSettings, threads
 from tests.e2e.job import FOREIGN, Job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -177,4 +177,5 @@ def test_a_rank_has_no_more_threads_than_there_are_cores(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, wish: str, most: int
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", wish)
-    assert threads(load(Job(tmp_path, tiny_model).write(), [], TrainConfig)) == min(most, len(os.sched_getaffinity(0)))
+    config = load(Job(tmp_path, tiny_model).write(), [], TrainConfig)
+    assert threads(RankSettings.of(config, config.layout)) == min(most, len(os.sched_getaffinity(0)))
