@@ -128,15 +128,7 @@ _Part = tuple[Response, Sample]
 
 
 def _response(prompt: int, index: int, sample: Sample, text: str, episode: EpisodeSummary | None = None) -> Response:
-    """Describe a sample.
-
-    Args:
-        prompt: the prompt's number.
-        index: which of the responses to the prompt it is.
-        sample: the response, or the part of it that has been sampled so far.
-        text: its text.
-        episode: the episode, if an environment answered.
-    """
+    """Describe the response number `index` to a prompt, or what has been sampled of it so far; its payload is the sample itself."""
     return Response(
         prompt=prompt,
         text=text,
