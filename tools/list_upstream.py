@@ -46,13 +46,28 @@ def _mends_of(file: str, tree: ast.Module) -> Iterator[Mend]:
     targets: dict[ast.FunctionDef, list[str]] = defaultdict(list)
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
+            named = _locals(function)
             for node in ast.walk(function):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "expect":
-                    targets[function].append(ast.unparse(node.args[0]))
+                    target = ast.unparse(node.args[0])
+                    targets[function].append(named.get(target, target))
     for function, names in targets.items():
         if not any(inner is not function and inner in targets for inner in ast.walk(function)):  # the innermost function is the mend
             summary = " ".join((ast.get_docstring(function) or "").partition("\n\n")[0].split())
             yield Mend(file, function.name, summary.replace("|", "\\|"), tuple(dict.fromkeys(names)))
+
+
+def _locals(function: ast.FunctionDef) -> dict[str, str]:
+    """What the local names of a function stand for."""
+    names = {}
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.For(target=ast.Name(id=name), iter=value):
+                names[name] = ast.unparse(value)
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                pairs = zip(targets, values, strict=True)
+                names |= {target.id: ast.unparse(value) for target, value in pairs if isinstance(target, ast.Name)}
+    return names
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ class Gspo(GroupRelative):
     Written per token: every token of a sequence carries the sequence's loss, and the gradient of the ratio s_i * exp(lp_t - sg(lp_t)),
     whose mean over the tokens is the gradient of s_i. That is the paper's GSPO-token (eq. 14), which also takes an advantage per token;
     with one advantage per sequence the two are equal, so both names lead here. No gradient crosses ranks, and context parallelism may
-    split a sequence. A token's correction weight scales that token's share of value and gradient.
+    split a sequence: `mean_T` comes from `PolicyAlgorithm._sequence_means`, with one sum over the context-parallel ranks. A token's
+    correction weight scales that token's share of value and gradient.
     """
 
     type: Literal["gspo", "gspo_token"] = "gspo"

@@ -37,7 +37,8 @@ class StepSettings(Section):
     micro_batch_tokens: PositiveInt = 16384
     """Maximum number of tokens in one micro-batch on one context-parallel group."""
     dynamic_sampling_rounds: Passes | None = None
-    """Drop groups whose rewards are all equal, and draw prompts at most this many times to fill the step; null: keep all groups."""
+    """Set aside groups whose scores (without reward.overlong) are all equal, and draw prompts at most this many times to fill the step;
+    if too few groups differ, the first of those set aside fill it. null: keep all groups."""
     drop_truncated: bool = False
     """Overlong filter: exclude responses cut off by the length limit from the loss."""
     truncated_in_baseline: bool = True

@@ -55,7 +55,14 @@ def merged(group: RankGroup, running: Running, doing: str, timeout_s: float) -> 
 
 
 def reward_scores(group: RankGroup, plan: ScoringPlan, responses: int, timeout_s: float) -> list[float]:
-    """Return the reward model's score of each of the first `responses` of the plan."""
+    """Return the reward model's score of each response.
+
+    Args:
+        group: the ranks of the reward model.
+        plan: what to score.
+        responses: how many of the plan's responses are wanted, from the first on.
+        timeout_s: time limit.
+    """
     score_N: dict[int, float] = {}
     for part in group.wait(group.start_each("rewards", dealt(plan, group.layout)), "rewards", timeout_s):
         score_N |= part
@@ -63,7 +70,13 @@ def reward_scores(group: RankGroup, plan: ScoringPlan, responses: int, timeout_s
 
 
 def sequence_kl(policy: RankGroup, responses: int, timeout_s: float) -> np.ndarray:
-    """Return each response's KL to the reference in the last plan (`old_kl`), float64 [N]; 0 without a reference."""
+    """Return each response's KL to the reference in the last plan (`old_kl`), float64 [N]; 0 without a reference.
+
+    Args:
+        policy: the policy's ranks.
+        responses: N.
+        timeout_s: time limit.
+    """
     kl_N = np.zeros(responses)
     for part in policy.call("sequence_kl", timeout_s=timeout_s):
         for n, value in part.items():
@@ -72,7 +85,13 @@ def sequence_kl(policy: RankGroup, responses: int, timeout_s: float) -> np.ndarr
 
 
 def experts_wanted(policy: RankGroup, share: float, timeout_s: float) -> ExpertsWanted | None:
-    """Return which routed experts the policy's ranks need, for this share of the responses; None if none, as for a dense model."""
+    """Return which routed experts the policy's ranks need; None if none, as for a dense model.
+
+    Args:
+        policy: the policy's ranks.
+        share: of the responses whose experts are wanted.
+        timeout_s: time limit.
+    """
     shapes = policy.call("moe_shape", timeout_s=timeout_s) if share else []
     stages = {shape.stage: shape.moe_layers for shape in shapes}
     if not any(stages.values()):

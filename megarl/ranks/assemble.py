@@ -1,6 +1,6 @@
 """Assembly of one rank's batches from a step's plan, and metrics that compare the engine's log-probs with the trainer's.
 
-Axes: T predicted tokens, N responses of the step, S samples (see `plan`).
+Axes: T predicted tokens, N responses of the step, S samples (see `step_plan`).
 """
 
 from __future__ import annotations

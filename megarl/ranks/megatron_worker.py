@@ -236,7 +236,7 @@ def rank_environment(settings: RankSettings) -> dict[str, str]:
 
     With tensor or context parallelism, CUDA starts kernels in the order in which they are launched: Megatron launches a collective before
     the product that is to hide it (layers.py:621-653). Its own command line insists on it below compute capability 10, unless expert
-    communication is to be overlaps as well, which wants the opposite (megatron-core 0.19.2, training/arguments.py:1413-1439).
+    communication is to be overlapped as well, which wants the opposite (megatron-core 0.19.2, training/arguments.py:1413-1439).
     """
     if not settings.cluster.gpus:
         return {}

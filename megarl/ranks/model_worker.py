@@ -1,6 +1,6 @@
 """One model rank of the RL loop: holds its shard of some of the run's models, scores responses, learns, sends weights to the engines.
 
-Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N responses of the step, S samples (see `plan`).
+Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N responses of the step, S samples (see `step_plan`).
 """
 
 from __future__ import annotations

@@ -344,6 +344,7 @@ def _fork_cheaply(enabled: bool) -> Iterator[None]:
         return
     from vllm.utils import system_utils
 
+    expect(system_utils._maybe_force_spawn, "if is_in_ray_actor():")
     before = system_utils.is_in_ray_actor
     system_utils.is_in_ray_actor = lambda: False
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

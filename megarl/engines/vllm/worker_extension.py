@@ -54,7 +54,7 @@ class TensorParallelExecutor(MultiprocExecutor):
 
 
 def enter_engine_process() -> None:
-    """Set up an engine's process, before its workers start: install this folder's patches."""
+    """Set up an engine's process, before its workers start: install the patches of `cpu/` but that of fp8 (`launch.py`)."""
     WholeResponses().install()
     if current_platform.is_cpu():
         cpu_sleep.install()
