@@ -4,7 +4,7 @@ From a script or a notebook:
 
     from megarl import load_config, train
     result = train(load_config("examples/recipes/dapo.yaml", "train.steps=5"))
-    result.summary["pass_rate_end"], result.metrics[-1]["reward/mean"]
+    result.summary["pass_rate_end"], result.steps[-1]["reward/mean"]
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.errors import ConfigError
+
 if TYPE_CHECKING:
     from megarl.config import DpoConfig, EvalConfig, PairsConfig, RmConfig, RunSettings, ServeConfig, SftConfig, TrainConfig, ValueConfig
     from megarl.observe.run_result import RunResult
 
 __version__ = "0.1.0"
-__all__ = ["dpo", "evaluate", "load_config", "pairs", "rm", "serve", "sft", "train", "value"]
+__all__ = ["ConfigError", "dpo", "evaluate", "load_config", "pairs", "rm", "serve", "sft", "train", "value"]
 
 
 def load_config(path: str | os.PathLike[str], *overrides: str, verb: str = "train") -> Any:

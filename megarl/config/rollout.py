@@ -80,7 +80,7 @@ class RolloutSettings(Section):
         vLLM takes 16,384 on GPUs of 70 GiB and more (vllm/engine/arg_utils.py:2743, LLM_CLASS). Since those of all ranks meet at the
         experts, in buffers that grow with their sum, each of several ranks takes fewer, but not so few that prompts take many steps.
         """
-        given = self.engine.args.get("max_num_batched_tokens")
+        given = self.engine.args.get("max_num_batched_tokens") if isinstance(self.engine, VllmSettings) else None
         return int(given or max(16_384 // self.dp, 2_048, self.max_num_seqs))
 
     @property

@@ -37,7 +37,7 @@ class Request:
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     min_p: float = 0.0
-    stop_token_ids: Sequence[int] = ()  # tokens that end the response, besides the model's end token
+    stop_token_ids: Sequence[int] = ()  # tokens that end the response, besides the model's end tokens: the tokenizer's, and `hf.end_tokens`
     stop: Sequence[str] = ()  # texts that end the response; it ends with the token that completes one
     by_position: bool = False  # draw each token by the seed and its position, so that a request continued from a prefix draws the same
     experts_from: int = 0  # the prompt token with which `Sample.routed_experts` begins
@@ -222,7 +222,7 @@ class Engine(Protocol):
     async def wake(self, part: Part, timeout_s: float) -> None:
         """Bring a part back onto the device. Weights that were dropped come back with arbitrary values: an update must follow."""
 
-    async def connect(self, meetings: list[dict[str, Any]], first_rank: int) -> None:
+    async def connect(self, rendezvous: list[dict[str, Any]], first_rank: int) -> None:
         """Let each worker join each sender's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.
 
         With gloo it returns when all members of the groups, senders included, have joined; with NCCL they meet in their first broadcast.

@@ -335,8 +335,8 @@ class RolloutWorker:
 
     # The calls of a weight update, which the WeightPublisher makes; see Engine.
 
-    async def connect(self, meetings: list[dict[str, Any]], first_rank: int) -> None:
-        await self._engine.connect(meetings, first_rank)
+    async def connect(self, rendezvous: list[dict[str, Any]], first_rank: int) -> None:
+        await self._engine.connect(rendezvous, first_rank)
 
     async def start_update(self, timeout_s: float) -> None:
         await self._engine.start_update(timeout_s)

@@ -97,7 +97,7 @@ def norms(n: Sizes) -> tuple[WeightMapping, WeightMapping]:
 
 
 def attention(n: Sizes, *, bias: bool = False, norm: bool = False, fused: bool = False) -> list[WeightMapping]:
-    """Return the mappings of grouped-query attention and of the norms before and after it.
+    """Return the mappings of grouped-query attention, of the norm before it and of that before the MLP.
 
     Args:
         n: the model's sizes.

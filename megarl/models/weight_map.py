@@ -341,7 +341,7 @@ class Family:
     nullable: tuple[str, ...] = ()  # keys whose null has a meaning of its own, though it is not their default
     spellings: Mapping[str, str] = field(default_factory=dict)  # other names of these keys -> theirs
     names: tuple[str, ...] = ()  # further values of config.json's model_type
-    layer_spec: Callable[[Any, Any], None] = _as_it_is  # modifies a layer's ModuleSpec, using modules of the `parallel.Backend`
+    layer_spec: Callable[[Any, Any], None] = _as_it_is  # edits a layer's ModuleSpec; see `Backend.replicated_linear`
 
     def head_of(self, config: ConfigJson) -> HeadKind:
         """Return the kind of head that a config.json of this family names."""

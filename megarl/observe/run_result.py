@@ -17,12 +17,17 @@ class RunResult:
     Attributes:
         directory: the run's directory, with the models that it wrote, `model` and `critic`.
         summary: the content of summary.json: evaluations, alarms, seconds by phase, versions.
-        metrics: the rows of metrics.jsonl.
+        metrics: the rows of metrics.jsonl: one for each step, and one for each evaluation.
     """
 
     directory: Path
     summary: dict[str, Any] = field(repr=False)
     metrics: list[dict[str, float]] = field(repr=False)
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """The rows of the steps alone."""
+        return [row for row in self.metrics if "perf/time_per_step" in row]
 
 
 def read(directory: Path) -> RunResult:

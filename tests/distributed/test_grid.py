@@ -8,7 +8,6 @@ from megarl.config import Layout
 from megarl.host.network import own_address
 from tests.distributed.tiny_training import (
     Job,
-    compiler_is_imported,
     disagree,
     dp_rank,
     end_of_the_template,
@@ -57,11 +56,6 @@ def test_engines_meet_the_trainer_on_the_interface_that_it_listens_on(pool: Pool
 
 def test_groups_that_share_a_device_listen_where_the_environment_says(pool: Pool) -> None:
     assert pool.run(share_a_device, Layout(), HOST) == [{LOOPBACK, ADDRESS}]
-
-
-def test_training_on_a_cpu_does_not_import_the_compiler(pool: Pool, job: Job) -> None:
-    """A second of every rank's start."""
-    assert pool.run(compiler_is_imported, Layout(), job) == [False]
 
 
 def test_torch_is_untouched_by_the_hook(pool: Pool) -> None:

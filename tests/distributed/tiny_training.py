@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -321,12 +320,6 @@ def meet_for_weights(grid: Grid, host: str) -> set[str]:
     wire.broadcast(group, torch.zeros(8, dtype=torch.uint8)).wait()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     return found if grid.rank else set()  # the other has the store
-
-
-def compiler_is_imported(grid: Grid, job: Job) -> bool:
-    """Whether a step of training has imported torch's compiler."""
-    train(grid, job)
-    return "torch._dynamo" in sys.modules
 
 
 def torch_is_untouched(grid: Grid) -> bool:

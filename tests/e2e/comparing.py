@@ -19,11 +19,14 @@ def weights(job: Job, *models: str) -> dict[str, bytes]:
     return {f"{folder.name}/{file.name}": file.read_bytes() for folder in folders for file in sorted(folder.glob("*.safetensors"))}
 
 
+MEASURED = ("model", "commit", "starts", "wall_s", "gpu_s", "peak_rss_mb", "restarts")
+
+
 def outcome(job: Job) -> dict[str, Any]:
-    """What the summary says of the run as a whole, the clock, the memory and what was replaced aside."""
+    """What the summary says of the run as a whole, the place, the clock, the memory and what was replaced aside."""
     summary = json.loads((job.runs / "job" / "summary.json").read_text())
     summary["alarms"] = {name: text for name, text in summary.get("alarms", {}).items() if name not in STARVED}
-    return {name: value for name, value in summary.items() if name not in ("starts", "wall_s", "gpu_s", "peak_rss_mb", "restarts")}
+    return {name: value for name, value in summary.items() if name not in MEASURED}
 
 
 def assert_same(job: Job, straight: Job, *models: str) -> None:

@@ -42,7 +42,10 @@ def test_a_verb_is_a_function_that_returns_its_result(verb: str, tmp_path: Path,
         seen.append(config)
         config.directory.mkdir(parents=True)
         (config.directory / "summary.json").write_text('{"rl_steps": 2}')
-        (config.directory / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+        rows = (
+            '{"step": 1, "reward/mean": 0.5, "perf/time_per_step": 2.0}\n{"step": 1, "eval/heldout/avg@1": 0.25}\n'  # as `Run` writes them
+        )
+        (config.directory / "metrics.jsonl").write_text(rows)
 
     module, _, name = VERBS[verb].run.partition(":")
     find(VERBS[verb].run)
@@ -52,7 +55,8 @@ def test_a_verb_is_a_function_that_returns_its_result(verb: str, tmp_path: Path,
     assert seen == [config]
     if verb != "serve":
         assert result.directory == config.directory and result.summary == {"rl_steps": 2}
-        assert result.metrics == [{"step": 1, "reward/mean": 0.5}]
+        assert [row["step"] for row in result.metrics] == [1, 1] and result.metrics[0]["reward/mean"] == 0.5
+        assert result.steps == result.metrics[:1]
 
 
 def test_a_configuration_of_another_verb_is_refused() -> None:

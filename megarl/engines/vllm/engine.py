@@ -304,8 +304,8 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- weights
 
-    async def connect(self, meetings: list[dict[str, Any]], first_rank: int) -> None:
-        await self._weights("megarl_connect", meetings, first_rank, timeout_s=meetings[0]["timeout_s"])
+    async def connect(self, rendezvous: list[dict[str, Any]], first_rank: int) -> None:
+        await self._weights("megarl_connect", rendezvous, first_rank, timeout_s=rendezvous[0]["timeout_s"])
 
     async def start_update(self, timeout_s: float) -> None:
         async with self._lock:

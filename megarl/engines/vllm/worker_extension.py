@@ -120,9 +120,9 @@ class WorkerExtension:
     model_runner: Any
     use_v2_model_runner: bool
 
-    def megarl_connect(self, meetings: list[dict[str, Any]], first_rank: int) -> str | None:
+    def megarl_connect(self, rendezvous: list[dict[str, Any]], first_rank: int) -> str | None:
         rank = self.vllm_config.parallel_config.data_parallel_rank * self.vllm_config.parallel_config.world_size + self.rank
-        return _refusal(lambda: self._megarl_loader().connect([Rendezvous(**one) for one in meetings], first_rank + rank))
+        return _refusal(lambda: self._megarl_loader().connect([Rendezvous(**one) for one in rendezvous], first_rank + rank))
 
     def megarl_read(self, directory: str, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().read(Path(directory), expected))
