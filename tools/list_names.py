@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config.hints import ALIASES, NO_KEY
+from tools.list_upstream import show_or_write
 
 PAGE = Path(__file__).parents[1] / "megarl" / "config" / "README.md"
 START = "<!-- python -m tools.list_names --write -->\n"
@@ -29,15 +29,5 @@ def _cell(aliases: Sequence[str]) -> str:
     return ", ".join(f"`{key}`" for key in keys) + "".join(dict.fromkeys(comments))
 
 
-def main() -> None:
-    """Print the table, or write it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="into the page")
-    if parser.parse_args().write:
-        PAGE.write_text(PAGE.read_text().partition(START)[0] + START + table())
-    else:
-        print(table(), end="")
-
-
 if __name__ == "__main__":
-    main()
+    show_or_write(__doc__, PAGE, START, table())

@@ -70,15 +70,22 @@ def _locals(function: ast.FunctionDef) -> dict[str, str]:
     return names
 
 
-def main() -> None:
-    """Print the table, or write it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def show_or_write(description: str | None, page: Path, start: str, text: str) -> None:
+    """Print a generated list, or with `--write` put it into a page.
+
+    Args:
+        description: what `--help` says.
+        page: the page.
+        start: the line after which the list begins, which ends the page.
+        text: the list.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--write", action="store_true", help="into the page")
     if parser.parse_args().write:
-        PAGE.write_text(PAGE.read_text().partition(START)[0] + START + table())
+        page.write_text(page.read_text().partition(start)[0] + start + text)
     else:
-        print(table(), end="")
+        print(text, end="")
 
 
 if __name__ == "__main__":
-    main()
+    show_or_write(__doc__, PAGE, START, table())
