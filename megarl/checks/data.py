@@ -143,11 +143,17 @@ class PromptReader:
                 )
 
 
-def check_data(config: TrainConfig) -> Data:
-    """Read the prompts to train and to evaluate on, after checking the environment."""
-    check_environment(config.environment, config.data, config.reward, config.model.path)
-    reader = PromptReader.of(config)
-    return Data(reader.read(config.data.train, "data.train"), reader.sets(config.data.eval, config.eval))
+def check_data(reader: PromptReader, train: PromptSource, held_out: PromptSource | None, others: Sequence[EvalSet]) -> Data:
+    """Check the environment, then read the prompts to train and to evaluate on.
+
+    Args:
+        reader: reads each source.
+        train: `data.train`.
+        held_out: `data.eval`.
+        others: `eval`.
+    """
+    check_environment(reader.environment, reader.data, reader.reward, reader.model)
+    return Data(reader.read(train, "data.train"), reader.sets(held_out, others))
 
 
 def _scored_by_gym(reward: RewardSettings) -> bool:

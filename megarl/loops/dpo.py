@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.checks.ranks import check_dpo
+from megarl.checks.without_engines import check_dpo
 from megarl.config import DpoConfig
 from megarl.loops.supervised import learn_pairs
 from megarl.resume.finished import has_finished

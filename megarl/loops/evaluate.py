@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.checks.data import HeldOut
-from megarl.checks.engines import check_eval
+from megarl.checks.without_ranks import check_eval
 from megarl.config import EvalConfig
 from megarl.driver.engines import Engines, call_seed, start_engines
 from megarl.engines.generate import Sampling

@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from megarl.checks.engines import check_pairs
+from megarl.checks.without_ranks import check_pairs
 from megarl.config import ConfigError, PairsConfig
 from megarl.data.answers import response_of
 from megarl.data.messages import ARGUMENTS, TOOLS

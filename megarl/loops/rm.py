@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.algorithms.reward_model import BradleyTerry
-from megarl.checks.ranks import check_rm
+from megarl.checks.without_engines import check_rm
 from megarl.config import RmConfig
 from megarl.loops.supervised import learn_pairs
 from megarl.resume.finished import has_finished

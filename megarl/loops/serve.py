@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.batch import Sample
-from megarl.checks.ranks import TOKEN_KEY, check_serve
+from megarl.checks.without_engines import TOKEN_KEY, check_serve
 from megarl.cluster import watch
 from megarl.cluster.actor_group import ActorGroup, WorkerLate, raise_cause
 from megarl.cluster.demand import demand, files, processes

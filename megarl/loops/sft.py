@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.algorithms.sft import Sft
-from megarl.checks.ranks import check_sft
+from megarl.checks.without_engines import check_sft
 from megarl.config import SftConfig
 from megarl.data.conversations import Conversation, sample
 from megarl.loops.supervised import learn

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.algorithms.objective import Objective
 from megarl.checkpoints.files import LargeContent
 from megarl.checkpoints.places import by_content
-from megarl.checks.ranks import Pairs
+from megarl.checks.without_engines import Pairs
 from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.conversations import Conversation, sample
 from megarl.data.preferences import Preference

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.checks.ranks import check_dpo, check_rm
+from megarl.checks.without_engines import check_dpo, check_rm
 from megarl.config import DpoConfig, RmConfig, load
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checks.engines import check_pairs
+from megarl.checks.without_ranks import check_pairs
 from megarl.config import ConfigError, PairsConfig, PreferenceData, PreferenceSource, load
 from megarl.data.preferences import load_preferences
 from megarl.data.template import render_chats

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.checks.train import check_reported_experts
+from megarl.checks.routing import check_reported_experts
 from megarl.config import ConfigError, RolloutSettings, RoutingSettings
 from megarl.engines import registry
 from megarl.engines.engine import EngineDead, Finished, Request, RolloutTimeout

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from megarl.checks.train import check_gpus, check_train
+from megarl.checks.machine import check_gpus
+from megarl.checks.train import check_train
 from megarl.cluster.demand import demand
 from megarl.cluster.machine import capability_here, gpus_here
 from megarl.config import ConfigError, TrainConfig, load

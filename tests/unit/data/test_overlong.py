@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerBase
 
-from megarl.checks.ranks import check_sft
+from megarl.checks.without_engines import check_sft
 from megarl.config import (
     ConfigError,
     ConversationSource,

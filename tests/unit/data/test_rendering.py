@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megarl.checks.ranks import check_sft
+from megarl.checks.without_engines import check_sft
 from megarl.config import (
     ConfigError,
     ConversationSource,

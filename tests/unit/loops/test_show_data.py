@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.checks.ranks import check_sft
+from megarl.checks.without_engines import check_sft
 from megarl.cli import command as cli
 from megarl.config import SftConfig, load
 from megarl.data.supervised import load_demonstrations

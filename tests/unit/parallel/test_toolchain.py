@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.checks import train as checks
+from megarl.checks import machine
 from megarl.cluster import fitness
 from megarl.config import ClusterSettings, ConfigError
 from megarl.parallel import toolchain
@@ -108,12 +108,12 @@ def test_the_test_of_a_node_compiles_a_kernel(triton: str, line: str | None, mon
 
 
 def test_a_session_of_its_own_on_gpus_is_refused_without_a_compiler(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "gpus_here", lambda: 8)
-    checks.check_cluster(ClusterSettings(gpus=True), [])
+    monkeypatch.setattr(machine, "gpus_here", lambda: 8)
+    machine.check_cluster(ClusterSettings(gpus=True), [])
     (tools / "gcc").unlink()
-    checks.check_cluster(ClusterSettings(gpus=False), [])
+    machine.check_cluster(ClusterSettings(gpus=False), [])
     with pytest.raises(ConfigError, match=r"^cluster.gpus=true: no C compiler: no gcc or clang in PATH"):
-        checks.check_cluster(ClusterSettings(gpus=True), [])
+        machine.check_cluster(ClusterSettings(gpus=True), [])
 
 
 def test_the_compiler_s_complaint_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

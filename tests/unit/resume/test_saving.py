@@ -12,7 +12,7 @@ import pytest
 from megarl.checkpoints.files import write_file
 from megarl.checkpoints.resume import held_by
 from megarl.checkpoints.steps import MANIFEST, encode, read_manifest
-from megarl.checks.train import check_weights
+from megarl.checks.model import check_weights
 from megarl.cli import main
 from megarl.config import ConfigError, TrainConfig, dump, load
 from megarl.resume.saving import TRAINER, check_resume, resume_point

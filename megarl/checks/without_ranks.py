@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.checks.data import HeldOut, PromptReader
-from megarl.checks.train import check_length, check_model, check_stops
+from megarl.checks.model import check_length, check_model, check_stops
 from megarl.config import ConfigError, EvalConfig, PairsConfig, model_of
 from megarl.data.answers import response_of
 from megarl.data.prompts import Prompt

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.checks.memory import check_fits
-from megarl.checks.train import check_model, check_trained_head
+from megarl.checks.model import check_model
+from megarl.checks.other_models import check_trained_head
 from megarl.config import ConfigError, DpoConfig, LearnConfig, PairSource, RmConfig, ServeConfig, SftConfig
 from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference, load_preferences

@@ -1,0 +1,117 @@
+"""The checks of the model that is trained or plays, in every verb: its directory, its layout, its weights, its lengths."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoints.steps import HF, trusted
+from megarl.checks.machine import check_cluster
+from megarl.cluster.demand import demand
+from megarl.config import ConfigError, ModelSettings, RolloutSettings, RunSettings, optimizers
+from megarl.errors import Absent
+from megarl.host.unchecked import where_present
+from megarl.models.arithmetic import differences
+from megarl.models.description import ModelDescription
+from megarl.models.families import check_checkpoint, check_layout, check_room
+from megarl.models.hf import CONFIG
+from megarl.models.megatron_fields import check_fields, fixed_fields
+from megarl.models.optimizer_fields import check_optimizer
+from megarl.models.weight_map import HeadKind
+from megarl.observe import writers
+
+
+def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
+    """Check the run's directory, the checkpoint and what is set for it, and this machine, in this order; return the model.
+
+    Raises:
+        ConfigError: the first fault.
+    """
+    settings, gpus = config.model, config.cluster.gpus
+    with where_present("the run's directory"):
+        check_directory(config.run_dir, config.directory)
+    model = check_checkpoint(settings.path, head, drop_mtp=settings.drop_mtp)
+    check_layout(model, config.layout, settings.megatron)
+    check_fields(settings.megatron, fixed_fields(model, settings.dtype, config.layout))
+    check_hardware("model.megatron.gradient_accumulation_fusion", settings.megatron, settings.dtype, gpus=gpus)
+    for key, optimizer in optimizers(config).items():
+        check_optimizer(key, optimizer)
+        # hybrid_optimizer.py copies only the float32 main weights of a bfloat16 model, and only if they are on GPUs.
+        check_hardware(f"{key}.megatron.optimizer_cpu_offload", optimizer.megatron, settings.dtype, gpus=gpus)
+    with where_present("the weights"):
+        check_weights(settings, model, head)
+    with where_present("the trackers"):
+        writers.check(config.log)
+    check_cluster(config.cluster, demand(config))
+    return model
+
+
+def check_hardware(key: str, fields: Mapping[str, Any], dtype: str, *, gpus: bool) -> None:
+    """Check a field of Megatron's that only a bfloat16 model on GPUs may switch on.
+
+    Args:
+        key: its dotted key, which ends with its name.
+        fields: the fields that are set.
+        dtype: `model.dtype`.
+        gpus: `cluster.gpus`.
+
+    Raises:
+        ConfigError: it is on without them.
+    """
+    if fields.get(key.rpartition(".")[2]) and (dtype == "float32" or not gpus):
+        raise ConfigError(f"{key}=True: needs cluster.gpus=true and model.dtype=bfloat16")
+
+
+def check_directory(run_dir: Path, directory: Path) -> None:
+    """ConfigError if the run's directory, which is inside `run_dir`, could not be created or written to."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        key = "name" if run_dir.is_dir() else "run_dir"
+        raise (Absent if existing.is_dir() else ConfigError)(f"{key}: {directory}: {existing} is not a writable directory")
+
+
+def check_weights(settings: ModelSettings, model: ModelDescription, head: HeadKind) -> None:
+    """Check `model.weights`, if it is given.
+
+    Args:
+        settings: the section `model`.
+        model: the model of `model.path`.
+        head: the head of the model that is trained.
+
+    Raises:
+        ConfigError: files of the checkpoint are missing or have other sizes, it holds no policy, or its policy does not fit the model that
+            is trained.
+    """
+    if settings.weights is None:
+        return
+    if head != "lm":
+        raise ConfigError(f"model.weights={settings.weights}: weights of a language model, and a model with a scalar head is trained here")
+    if not settings.weights.is_dir():
+        raise Absent(f"model.weights: no such directory: {settings.weights}")
+    try:
+        saved_models = trusted(settings.weights).manifest.models
+    except ConfigError as error:
+        raise ConfigError(f"model.weights: {error}") from None
+    if "policy" not in saved_models:
+        raise ConfigError(f"model.weights: {settings.weights} has no policy (it has {', '.join(sorted(saved_models))})")
+    differing = {key: (saved, given) for key, given in model.identity.items() if (saved := saved_models["policy"][key]) != given}
+    exported = settings.weights / "policy" / HF
+    if not differing and (exported / CONFIG).is_file():
+        differing = differences(ModelDescription.read(exported), model)
+    for key, (saved, given) in differing.items():
+        raise ConfigError(f"model.weights: {settings.weights}: {key} is {saved!r}, and model.path's is {given!r}")
+
+
+def check_length(model: ModelDescription, rollout: RolloutSettings) -> None:
+    """ConfigError if prompt and response together may exceed the model's context length."""
+    prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
+    check_room(model, prompt + response, f"rollout.max_response_tokens={response} with max_prompt_tokens={prompt}")
+
+
+def check_stops(model: ModelDescription, rollout: RolloutSettings) -> None:
+    """ConfigError if a token that should end responses is not in the model's vocabulary."""
+    for token in rollout.stop_token_ids:
+        if token >= model.vocab:
+            raise ConfigError(f"rollout.stop_token_ids: {token} is not one of the model's {model.vocab} tokens")

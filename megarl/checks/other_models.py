@@ -1,0 +1,118 @@
+"""The checks of a run's models other than the policy: `model.base`, critic, reference, reward model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ConfigError, CriticSettings, EnvironmentSettings, Layout, ModelReward, ModelSettings, RolloutSettings
+from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from megarl.host.unchecked import where_present
+from megarl.models.description import ModelDescription
+from megarl.models.families import check_checkpoint, check_layout, check_room
+from megarl.models.hf import end_tokens
+from megarl.rewards.scale import read_range
+
+
+def check_base(settings: ModelSettings, model: ModelDescription, rollout: RolloutSettings, environment: EnvironmentSettings | None) -> None:
+    """Check `model.base`, from which the engines start: a sync replaces its weights, but all else stays with them for the whole run.
+
+    Args:
+        settings: the section `model`.
+        model: the model of `model.path`.
+        rollout: the section `rollout`, which has the lengths.
+        environment: the section `environment`, if there is one.
+
+    Raises:
+        ConfigError: the model is incomplete, its shape is not the policy's, or its responses would end or be tokenised differently.
+    """
+    base, path = settings.base, settings.path
+    if base is None:
+        return
+    base_model = check_checkpoint(base, key="model.base", drop_mtp=settings.drop_mtp)
+    if base_model.config["architectures"] != model.config["architectures"]:
+        raise ConfigError(f"model.base: {base} has a different architecture from model.path={path}")
+    left, right = _engine_inputs(base_model), _engine_inputs(model)
+    for what in [*right, *left]:
+        if left.get(what) != right.get(what):
+            raise ConfigError(f"model.base: {what} is {left.get(what)!r} in {base} and {right.get(what)!r} in model.path={path}")
+    check_room(base_model, rollout.max_prompt_tokens + rollout.max_response_tokens, f"model.base: {base}")
+    with where_present("the tokenizer of model.base"):
+        check_same_tokenizer(base, "model.base", path, "model.path")
+        # The driver renders prompts from model.path; the engine's process renders an environment's messages from model.base.
+        if environment is not None and load_tokenizer(base).chat_template != load_tokenizer(path).chat_template:
+            raise ConfigError(f"model.base: its chat template, which renders what the environment says, is another than that of {path}")
+
+
+def check_critic(
+    settings: ModelSettings, model: ModelDescription, rollout: RolloutSettings, critic: CriticSettings | None, layout: Layout
+) -> None:
+    """Check the critic, if the run has one: the policy's model, or that of `critic.path`.
+
+    Args:
+        settings: the section `model`.
+        model: the policy.
+        rollout: the section `rollout`, which has the lengths.
+        critic: the section `critic`, if there is one.
+        layout: the layout of the ranks that will hold it.
+    """
+    if critic is None:
+        return
+    if critic.path is None:
+        check_layout(model, layout, settings.megatron)
+    else:
+        check_value_model(settings, rollout, critic.path, "critic.path", layout)
+
+
+def check_reward_model(settings: ModelSettings, rollout: RolloutSettings, source: tuple[str, ModelReward] | None, layout: Layout) -> None:
+    """Check the reward model, if the run has one.
+
+    Args:
+        settings: the section `model`.
+        rollout: the section `rollout`, which has the lengths.
+        source: the result of `model_of`.
+        layout: the layout of the ranks that will hold it.
+    """
+    if source is None:
+        return
+    key, path = f"{source[0]}.path", source[1].path
+    check_value_model(settings, rollout, path, key, layout)
+    check_trained_head(path, key)
+    read_range(path, key)
+
+
+def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout) -> None:
+    """Check a critic or reward model against the policy. It may be of another size.
+
+    Args:
+        policy: the section `model`.
+        rollout: the section `rollout`, which has the lengths.
+        path: the model's Hugging Face directory.
+        key: the setting that named it.
+        layout: the layout of the ranks that will hold it.
+
+    Raises:
+        ConfigError: starting with `key`: the model is incomplete, the layout does not divide it, its tokenizer differs from the policy's,
+            or its context is too short.
+    """
+    model = check_checkpoint(path, head="value", key=key, drop_mtp=policy.drop_mtp)
+    try:
+        check_layout(model, layout, policy.megatron)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {path}: {error}") from None
+    with where_present(f"the tokenizer of {key}"):
+        check_same_tokenizer(path, key, policy.path, "model.path")
+    check_room(model, rollout.max_prompt_tokens + rollout.max_response_tokens, f"{key}: {path}")
+
+
+def check_trained_head(path: Path, key: str) -> None:
+    """ConfigError if the directory holds a language model: the scores of a fresh head are meaningless."""
+    model = ModelDescription.read(path)
+    if model.head != "value":
+        raise ConfigError(f"{key}: {path} is a {model.architecture}, but a reward model needs a trained scalar head (`megarl rm`)")
+
+
+def _engine_inputs(model: ModelDescription) -> dict[str, Any]:
+    """What an engine reads from a directory besides weights, by name: tensor shapes, model dimensions, tokens that end a response."""
+    shapes = {f"the shape of {name}": list(shape) for name, shape in model.expected().items()}
+    return {"eos_token_id": sorted(end_tokens(model.directory)), **model.fields, **model.rope.meaning, **shapes}
