@@ -53,7 +53,16 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
 
 
 def check_count(data: Data, key: str, count: int) -> None:
-    """ConfigError if `data.train` has fewer prompts than the `count` that the setting `key` draws at once."""
+    """Check that `data.train` has as many prompts as are drawn at once.
+
+    Args:
+        data: the prompts.
+        key: the setting that draws them.
+        count: how many it draws.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
     if len(data.train) < count and all_drawn():
         raise ConfigError(f"{key}={count}: data.train holds {len(data.train)} prompts")
 

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from megarl.checkpoints.files import Content
-from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
+from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import demand
 from megarl.cluster.reserve import release
-from megarl.config import CheckpointSettings, RunSettings, TrainingSettings
+from megarl.config import RunSettings
 from megarl.driver.rank_group import must_move, reserve_workers, start_ranks
+from megarl.driver.trained_groups import TrainedGroups
 from megarl.observe.metrics import Metric, merge
 from megarl.ranks.learner import MODEL, Learner, MiniBatch, TrainSpec
-from megarl.resume.copies import Copies
 
 
 @dataclass
-class Learners:
+class Learners(TrainedGroups):
     """The driver's handle to the ranks, which together hold one model."""
 
     config: RunSettings
     spec: TrainSpec
     places: Sequence[Any]
     group: ActorGroup
-
-    def __post_init__(self) -> None:
-        self.copies = Copies(isinstance(self.config, TrainingSettings) and self.config.save.rolling == "peer")
-
-    @property
-    def timeout_s(self) -> float:
-        """Time limit of a call."""
-        return self.config.cluster.phase_timeout_s
 
     def restart(self, beginning: bool) -> bool:
         """End all ranks and start them again. Return whether a node was gone, so that they are on others now.
@@ -60,39 +51,12 @@ class Learners:
         return merge(self.group.call("measure", ray.put(plan), timeout_s=self.timeout_s))
 
     @property
+    def trainers(self) -> dict[str, ActorGroup]:
+        return {MODEL: self.group}
+
+    @property
     def folders(self) -> dict[str, str]:
-        """The folder of the model's checkpoints in the run."""
         return {MODEL: CHECKPOINTS}
-
-    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content]) -> None:
-        """Save the model and its optimizer.
-
-        Args:
-            directory: the run's directory.
-            step: the step's number.
-            settings: the section `save`.
-            extra: further files of the step, by name.
-
-        Raises:
-            SaveError: this save or the one before failed.
-        """
-        self.group.call("checkpoint", directory / CHECKPOINTS, step, settings, dict(extra), timeout_s=self.timeout_s)
-
-    def copy(self, step: int, record: object) -> None:
-        """Copy a step of the model and its optimizer into the machines' memory (`save.rolling`). Raise OSError if there is no room."""
-        self.copies.save(step, {MODEL: self.group}, self.timeout_s, record)
-
-    def restore(self, step: int) -> None:
-        """Restore the model and its optimizer from the copies of a step."""
-        self.copies.load(step, {MODEL: self.group}, self.timeout_s)
-
-    def wait_for_save(self) -> None:
-        """Wait until the last checkpoint is written. Raise SaveError if it failed."""
-        self.group.call("wait_for_save", timeout_s=self.timeout_s)
-
-    def load(self, steps: Mapping[str, SavedStep]) -> None:
-        """Load the model and its optimizer from the step directory."""
-        self.group.call("load", steps, timeout_s=self.timeout_s)
 
     def save(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory."""

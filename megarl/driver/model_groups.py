@@ -6,7 +6,7 @@ Axes: N responses of the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -15,17 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from megarl.checkpoints.files import Content
-from megarl.checkpoints.steps import CHECKPOINTS, SavedStep
+from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.demand import Role, assign_roles, demand
 from megarl.cluster.reserve import release
-from megarl.config import CheckpointSettings, ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of, total_steps
+from megarl.config import ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of, total_steps
 from megarl.driver.device_turns import Turns
 from megarl.driver.engines import Engines, EngineStarter
 from megarl.driver.rank_group import (
     RankGroup,
-    Running,
     build_ranks,
     create_ranks,
     dealt,
@@ -36,17 +34,17 @@ from megarl.driver.rank_group import (
     reward_scores,
     sequence_kl,
 )
+from megarl.driver.trained_groups import TrainedGroups
 from megarl.engines.worker import ExpertsWanted
 from megarl.observe.metrics import Last, Metric, merge
 from megarl.observe.restarts import Restarts
 from megarl.ranks.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
 from megarl.ranks.step_plan import Group, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.response import Response
-from megarl.resume.copies import Copies
 
 
 @dataclass
-class ModelGroups:
+class ModelGroups(TrainedGroups):
     """The groups of model ranks. The first holds the policy, and every model that has no ranks of its own (`placement`)."""
 
     config: TrainConfig
@@ -54,9 +52,6 @@ class ModelGroups:
     experts: ExpertsWanted | None  # which of the engine's routed experts the ranks need
     turns: Turns | None = None  # given if the policy's ranks share devices with the engines
     places: Sequence[Sequence[Any]] = ()  # the scheduling strategies of each group's ranks
-
-    def __post_init__(self) -> None:
-        self.copies = Copies(self.config.save.rolling == "peer")
 
     def build(self, created: Sequence[ActorGroup], *, blank: bool) -> None:
         """Build the models on existing processes, one group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
@@ -76,11 +71,6 @@ class ModelGroups:
         return self.groups[0]
 
     @property
-    def timeout_s(self) -> float:
-        """Time limit of a call."""
-        return self.config.cluster.phase_timeout_s
-
-    @property
     def stages(self) -> Sequence[Sequence[int]]:
         """The MoE layers of each pipeline stage whose routed experts the ranks need; empty if they need none."""
         return () if self.experts is None else self.experts.stages
@@ -89,7 +79,7 @@ class ModelGroups:
         """Score the responses with the reward model."""
         group = self.of("reward")
         assert group is not None and len(responses)
-        self._take_devices()
+        self.take_devices()
         plan = plan_scoring(responses, group.layout.dp, self.config.train.micro_batch_tokens)
         return reward_scores(group, plan, len(responses), self.timeout_s)
 
@@ -105,7 +95,7 @@ class ModelGroups:
             The plan, and metrics: of the gap to the engine's log-probs, if the policy has run, and of the memory of the experts that the
             ranks keep.
         """
-        self._take_devices(keep_weights=not sync_follows)
+        self.take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
         plans = [
             plan_step(self.config, groups, group.layout.dp, capacity(self.config.train, self.config.critic, group.roles), self.stages)
@@ -229,70 +219,19 @@ class ModelGroups:
             if role in TRAINED
         }
 
-    def checkpoint(self, directory: Path, step: int, settings: CheckpointSettings, extra: Mapping[str, Content]) -> None:
-        """Save all trained models and their optimizers.
-
-        Args:
-            directory: the run's directory.
-            step: the step's number.
-            settings: the section `save`.
-            extra: further files of the step, by name, which are saved with the policy.
-
-        Raises:
-            SaveError: this save or the one before failed.
-        """
-        self._take_devices()
-        several = len(set(self.folders.values())) > 1
-        # One more, so that all folders still have a step in common if the run is killed between their last writes.
-        keep = settings.model_copy(update={"keep_last": settings.keep_last + 1}) if several else settings
-        running = []
-        for group in self._trainers:
-            folder = directory / self.folders[next(role for role in group.roles if role in TRAINED)]
-            first = group.actors[0] if group is self.policy else None  # only this rank writes `extra`, which holds whole batches
-            running.append([actor.checkpoint.remote(folder, step, keep, dict(extra) if actor is first else {}) for actor in group.actors])
-        self._wait(running, "checkpoint")
-
-    def copy(self, step: int, record: object) -> None:
-        """Copy all trained models and their optimizers into the machines' memory (`save.rolling`). Raise OSError if there is no room."""
-        self._take_devices()
-        self.copies.save(step, self._named, self.timeout_s, record)
-
-    def restore(self, step: int) -> None:
-        """Restore the trained models and their optimizers from the copies of a step."""
-        self._take_devices()
-        self.copies.load(step, self._named, self.timeout_s)
-
-    def wait_for_save(self) -> None:
-        """Wait until the last checkpoint is written. Raise SaveError if it failed."""
-        self._wait([group.start("wait_for_save") for group in self._trainers], "wait_for_save")
-
-    def load(self, steps: Mapping[str, SavedStep]) -> None:
-        """Load the trained models and their optimizers from the step directories."""
-        self._take_devices()
-        self._wait([group.start("load", steps) for group in self._trainers], "load")
-
-    def _take_devices(self, *, keep_weights: bool = True) -> None:
-        """If devices are shared, make the engines leave them."""
+    def take_devices(self, *, keep_weights: bool = True) -> None:
         if self.turns is not None:
             self.turns.to_ranks(keep_weights=keep_weights)
 
     @property
-    def _named(self) -> dict[str, RankGroup]:
-        return {group.roles[0]: group for group in self._trainers}
-
-    @property
-    def _trainers(self) -> list[RankGroup]:
-        return [group for group in self.groups if any(role in TRAINED for role in group.roles)]
-
-    def _wait(self, running: Sequence[Running], doing: str) -> None:
-        for group, calls in zip(self._trainers, running, strict=True):
-            group.wait(calls, doing, self.timeout_s)
+    def trainers(self) -> dict[str, RankGroup]:
+        return {group.roles[0]: group for group in self.groups if any(role in TRAINED for role in group.roles)}
 
     def save(self, role: Role, directory: Path) -> None:
         """Write the model of a role as a Hugging Face directory."""
         group = self.of(role)
         assert group is not None
-        self._take_devices()
+        self.take_devices()
         group.call("save", role, directory, timeout_s=self.timeout_s)
 
 

@@ -8,7 +8,7 @@ from megarl.algorithms.sft import Sft
 from megarl.checks.without_engines import check_sft
 from megarl.config import SftConfig
 from megarl.data.conversations import Conversation, sample
-from megarl.loops.supervised import learn
+from megarl.loops.supervised import Stage, learn
 from megarl.ranks.learner import MiniBatch, mini_batch
 from megarl.resume.finished import has_finished
 
@@ -19,12 +19,12 @@ def sft(config: SftConfig) -> None:
         return
     data, objective, settings = check_sft(config), Sft(config.sft.aggregation), config.sft
 
-    def plan(chosen: Sequence[Conversation]) -> MiniBatch:
-        return mini_batch(objective, [sample(one) for one in chosen], [0.0] * len(chosen), config.layout.dp, settings.micro_batch_tokens)
+    def plan(batch: Sequence[Conversation]) -> MiniBatch:
+        return mini_batch(objective, [sample(one) for one in batch], [0.0] * len(batch), config.layout.dp, settings.micro_batch_tokens)
 
     def draw(indices: list[int]) -> MiniBatch:
         return plan([data.train[index] for index in indices])
 
     held_out = plan(data.held_out) if data.held_out else None
     first = (data.train or data.held_out)[:1]
-    learn(config, objective, len(data.train), draw, held_out, shuffle=config.data.shuffle, first=first)
+    learn(Stage(config, objective, draw, held_out), len(data.train), shuffle=config.data.shuffle, first=first)

@@ -26,8 +26,7 @@ from megarl.observe.run import BEST, Run
 from megarl.plan.search import smallest_engine
 from megarl.ranks.learner import MiniBatch, TrainSpec, mini_batch
 from megarl.resume.best import Best
-from megarl.resume.copies import Copies
-from megarl.resume.recovery import newest, recovering
+from megarl.resume.recovery import Recoverable, newest, recovering
 from megarl.resume.saving import Checkpoints, ResumePoint, every, resume_point
 from megarl.step.context import session
 
@@ -63,88 +62,63 @@ class SupervisedState:
         pass
 
 
-def learn(
-    config: SftConfig | RmConfig | DpoConfig,
-    objective: Objective,
-    items: int,
-    draw: Callable[[list[int]], MiniBatch],
-    held_out: MiniBatch | None,
-    finish: Callable[[Path, Mapping[str, float]], None] | None = None,
-    shuffle: bool = True,
-    first: Sequence[Conversation] | Sequence[Preference] = (),
-) -> None:
+@dataclass(frozen=True)
+class Stage:
+    """What a stage learns, and how."""
+
+    config: SftConfig | RmConfig | DpoConfig
+    objective: Objective
+    draw: Callable[[list[int]], MiniBatch]
+    """Makes a step's mini-batch from indices below the number of training items."""
+    held_out: MiniBatch | None
+    """Measured before the first step, every `eval_every` steps and after the last; None: no measurements."""
+    finish: Callable[[Path, Mapping[str, float]], None] | None = None
+    """Called with the directory of the final model and its held-out numbers."""
+
+
+def learn(stage: Stage, items: int, shuffle: bool = True, first: Sequence[Conversation] | Sequence[Preference] = ()) -> None:
     """Take the stage's steps; the model is written to runs/<name>/model.
 
     This is the last model, or with `patience` the best. Without steps nothing is saved, since the model does not change. An interrupted run
     of this name resumes from its newest checkpoint, bit for bit.
 
     Args:
-        config: the stage's configuration.
-        objective: the stage's loss.
+        stage: what is learned, and how.
         items: number of training items.
-        draw: makes a step's mini-batch from indices below `items`.
-        held_out: measured before the first step, every `eval_every` steps and after the last; None: no measurements.
-        finish: called with the directory of the final model and its held-out numbers.
         shuffle: whether to draw the items of each epoch in random order, rather than in their own order.
         first: an item that is shown at the start.
     """
-    stage = Stage(config, objective, draw, held_out, finish)
+    config = stage.config
     resume = resume_point(config, config.section, items) if config.learn.steps else None
     with Run(config, None if resume is None else resume.run) as run, session(config, run):
         import_meanwhile()
         run.engine_gpus = smallest_engine(config)
         tell_first(run, config, first)
         with run.starting("model ranks"):
-            learners = start_learners(config, TrainSpec(objective, config.optimizer, config.learn.steps), blank=resume is not None)
-        ctx = LearnContext(run, learners, Restarts(config.cluster.restarts, run.restarted, run.note))
+            spec = TrainSpec(stage.objective, config.optimizer, config.learn.steps)
+            learners = start_learners(config, spec, blank=resume is not None)
 
         def work(start: ResumePoint | None) -> None:
             measure = None if config.data.eval is None else by_content(config.data.eval.model_dump())
             state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), Best(run.directory / BEST, measure))
-            take_steps(stage, ctx, state, start)
+            take_steps(stage, run, learners, state, start)
 
-        recovering(work, resume, ctx, newest(config, config.section, items))
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The arguments of `learn`."""
-
-    config: SftConfig | RmConfig | DpoConfig
-    objective: Objective
-    draw: Callable[[list[int]], MiniBatch]
-    held_out: MiniBatch | None
-    finish: Callable[[Path, Mapping[str, float]], None] | None
+        restarts = Restarts(config.cluster.restarts, run.restarted, run.note)
+        parts = Recoverable(run, restarts, learners.copies, learners.restart)
+        recovering(work, resume, parts, newest(config, config.section, items))
 
 
-@dataclass(frozen=True)
-class LearnContext:
-    """The parts of a supervised run that last as long as the run."""
-
-    run: Run
-    learners: Learners
-    restarts: Restarts
-
-    @property
-    def copies(self) -> Copies:
-        """The copies of the last steps in memory."""
-        return self.learners.copies
-
-    def restart(self, beginning: bool) -> bool:
-        """Restart the ranks, with the initial model if `beginning`, else for weights to be loaded next. Returns whether a node was lost."""
-        return self.learners.restart(beginning)
-
-
-def take_steps(stage: Stage, ctx: LearnContext, state: SupervisedState, resume: ResumePoint | None) -> None:
+def take_steps(stage: Stage, run: Run, learners: Learners, state: SupervisedState, resume: ResumePoint | None) -> None:
     """Take all steps of a run, from the beginning or from a checkpoint, and save the final model.
 
     Args:
         stage: what is learned, and how.
-        ctx: the run's context.
+        run: the run, which is open.
+        learners: the ranks.
         state: the state at the beginning of the run.
         resume: the checkpoint to load into `state`; None: start from the beginning.
     """
-    config, settings, held_out, run, learners = stage.config, stage.config.learn, stage.held_out, ctx.run, ctx.learners
+    config, settings, held_out = stage.config, stage.config.learn, stage.held_out
     checkpoints = Checkpoints(config, config.section, run, learners)
     if resume is not None:
         checkpoints.load(resume, state)
@@ -194,15 +168,15 @@ def learn_pairs(
         config: the stage's configuration.
         objective: the stage's loss.
         pairs: training and held-out pairs.
-        finish: see `learn`.
+        finish: see `Stage`.
     """
 
-    def plan(chosen: Sequence[Preference]) -> MiniBatch:
-        samples = [sample(side) for pair in chosen for side in (pair.chosen, pair.rejected)]
-        margins = [pair.margin for pair in chosen for _ in range(2)]
+    def plan(batch: Sequence[Preference]) -> MiniBatch:
+        samples = [sample(side) for pair in batch for side in (pair.chosen, pair.rejected)]
+        margins = [pair.margin for pair in batch for _ in range(2)]
         return mini_batch(objective, samples, margins, config.layout.dp, config.learn.micro_batch_tokens)
 
     def draw(indices: list[int]) -> MiniBatch:
         return plan([pairs.train[index] for index in indices])
 
-    learn(config, objective, len(pairs.train), draw, plan(pairs.held_out), finish, first=(pairs.train or pairs.held_out)[:1])
+    learn(Stage(config, objective, draw, plan(pairs.held_out), finish), len(pairs.train), first=(pairs.train or pairs.held_out)[:1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from megarl.checks.data import Data
 from megarl.checks.train import check_train
@@ -35,12 +35,24 @@ def train(config: TrainConfig) -> None:
         return
     begun = time.monotonic()
     data = check_train(config)
-    resume = resume_point(config, "train", len(data.train))
     checked = f"model, reward and {len(data.train):,} prompts: checked in {time.monotonic() - begun:.1f} s"
     print(f"{config.name}: {checked}", file=sys.stderr, flush=True)
+    run_steps(config, "train", data, learn)
+
+
+def run_steps(config: TrainConfig, verb: str, data: Data, steps: Callable[[RunContext, Data, ResumePoint | None], None]) -> None:
+    """Open the run, and take all its steps, however often its ranks fail, as far as `cluster.restarts` allows.
+
+    Args:
+        config: the run's configuration.
+        verb: the run's verb.
+        data: the checked data.
+        steps: takes the steps, from the beginning or from a checkpoint.
+    """
+    resume = resume_point(config, verb, len(data.train))
     with open_context(config, resume) as ctx:
         tell_first(ctx.run, config, data.train[:1])
-        recovering(lambda start: learn(ctx, data, start), resume, ctx, newest(config, "train", len(data.train)))
+        recovering(lambda start: steps(ctx, data, start), resume, ctx.recoverable, newest(config, verb, len(data.train)))
 
 
 def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:

@@ -9,14 +9,12 @@ from megarl.checks.data import Data
 from megarl.checks.train import check_value
 from megarl.config import ValueConfig
 from megarl.host import termination
-from megarl.loops.show_data import tell_first
-from megarl.loops.train import train_step
+from megarl.loops.train import run_steps, train_step
 from megarl.observe.metrics import Metric
 from megarl.ranks.step_plan import Group
 from megarl.resume.finished import has_finished
-from megarl.resume.recovery import newest, recovering
-from megarl.resume.saving import Checkpoints, ResumePoint, every, resume_point
-from megarl.step.context import RunContext, open_context
+from megarl.resume.saving import Checkpoints, ResumePoint, every
+from megarl.step.context import RunContext
 from megarl.step.groups import RolloutCollector, finish, reference_scale
 from megarl.step.metrics import scale_metrics
 from megarl.step.source import RolloutSource
@@ -33,11 +31,7 @@ def pretrain_value(config: ValueConfig) -> None:
     """
     if has_finished(config):
         return
-    data = check_value(config)
-    resume = resume_point(config, "value", len(data.train))
-    with open_context(config, resume) as ctx:
-        tell_first(ctx.run, config, data.train[:1])
-        recovering(lambda start: learn_values(ctx, data, start), resume, ctx, newest(config, "value", len(data.train)))
+    run_steps(config, "value", check_value(config), learn_values)
 
 
 def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:

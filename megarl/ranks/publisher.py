@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -17,6 +18,16 @@ from megarl.observe.metrics import Last, Metric
 from megarl.sync.fingerprint import Fingerprinter, Print, check
 from megarl.sync.send import Sender
 from megarl.sync.senders import SenderRounds, SenderStopped
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """The last message of a further stage's sender to rank 0: what it has sent. It travels as JSON."""
+
+    tensors: int
+    nbytes: int
+    prints: list[tuple[str, int, int]]  # name, value and number of elements of each fingerprint
+    fault: str | None  # names the tensors that are not finite
 
 
 class Publisher:
@@ -99,15 +110,15 @@ class StagePublisher(Publisher):
 
     def _publish(self, stream: Iterable[tuple[str, Tensor]], version: int, prints: Fingerprinter) -> dict[str, Metric]:
         sent = self._sender.send(stream, self._rounds.offer, prints.add if self._settings.verify else None)
-        broken: FloatingPointError | None = None
-        prints_sent = list[tuple[str, int, int]]()
+        fault: FloatingPointError | None = None
+        expected = list[tuple[str, int, int]]()
         try:
-            prints_sent = [(name, one.value, one.numel) for name, one in prints.digest().items()]
+            expected = [(name, one.value, one.numel) for name, one in prints.digest().items()]
         except FloatingPointError as error:  # raised once the engines have a whole update
-            broken = error
-        self._rounds.leave((sent.tensors, sent.nbytes, prints_sent, broken and str(broken)))
-        if broken is not None:
-            raise broken
+            fault = error
+        self._rounds.leave(vars(StageReport(sent.tensors, sent.nbytes, expected, None if fault is None else str(fault))))
+        if fault is not None:
+            raise fault
         return {}
 
 
@@ -129,18 +140,19 @@ class WeightPublisher(Publisher):
         self._all("finish_update", version, timeout_s)()
         moved = time.perf_counter()
         expected = prints.digest()
-        for _, _, values, broken in self._rounds.last:
-            expected |= {name: Print(value, numel) for name, value, numel in values}
-            if broken is not None:
-                raise FloatingPointError(broken)
+        reports = [StageReport(**message) for message in self._rounds.last]
+        for report in reports:
+            expected |= {name: Print(value, numel) for name, value, numel in report.prints}
+            if report.fault is not None:
+                raise FloatingPointError(report.fault)
         if self._settings.verify:
             for index, engine_prints in enumerate(self._all("fingerprints", timeout_s)()):
                 check(expected, engine_prints, f"engine {index}")
         self._rounds.end()
         return {
             "sync/senders": Last(self._rounds.senders),
-            "sync/tensors": Last(sent.tensors + sum(one[0] for one in self._rounds.last)),
-            "sync/mb": Last((sent.nbytes + sum(one[1] for one in self._rounds.last)) / 2**20),
+            "sync/tensors": Last(sent.tensors + sum(report.tensors for report in reports)),
+            "sync/mb": Last((sent.nbytes + sum(report.nbytes for report in reports)) / 2**20),
             "timing_s/sync_move": Last(moved - begun),
             "timing_s/sync_verify": Last(time.perf_counter() - moved),
         }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ray.exceptions import ObjectLostError
 
@@ -30,29 +31,22 @@ def recoverable_errors() -> tuple[type[Exception], ...]:
     return WorkerDied, WorkerLate, ProcessStalled, ObjectLostError, ContentLost, *FAULTS
 
 
-class Context(Protocol):
+@dataclass(frozen=True)
+class Recoverable:
     """The parts of a run that recovery needs."""
 
-    @property
-    def run(self) -> Run: ...
-
-    @property
-    def restarts(self) -> Restarts: ...
-
-    @property
-    def copies(self) -> Copies: ...
-
-    def restart(self, beginning: bool, /) -> bool:
-        """Restart the ranks, with the initial models if `beginning`, else for weights to be loaded next.
-
-        Returns whether a node was lost.
-        """
+    run: Run
+    restarts: Restarts
+    copies: Copies
+    restart: Callable[[bool], bool]
+    """Restarts the ranks: with the initial models if its argument is true, else for weights to be loaded next. Returns whether a node was
+    lost."""
 
 
 Find = Callable[[], ResumePoint | None]
 
 
-def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, ctx: Context, find: Find) -> None:
+def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint | None, parts: Recoverable, find: Find) -> None:
     """Do the work of a run to the end, however often its ranks fail, as far as `cluster.restarts` allows.
 
     A failure during a restart counts as another one. During a restart, SIGTERM ends the run at the next wait: there is nothing to save.
@@ -61,7 +55,7 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
     Args:
         work: does the work from a checkpoint, or from the beginning, with newly started ranks.
         resume: where to start; None: from the beginning.
-        ctx: the run's context.
+        parts: the parts of the run that recovery needs.
         find: returns the newest checkpoint that is not known to be damaged, if there is one.
     """
     fault: Exception | None = None
@@ -69,11 +63,11 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
         try:
             with termination.polled():
                 if fault is not None:
-                    resume = _recovered(fault, ctx, find)
+                    resume = _recovered(fault, parts, find)
             work(resume)
             return
         except DamagedFile as error:
-            resume, fault = _previous_checkpoint(error, resume, ctx, find), None
+            resume, fault = _previous_checkpoint(error, resume, parts, find), None
         except recoverable_errors() as error:
             if _ray_is_gone(error):
                 raise
@@ -81,7 +75,7 @@ def recovering(work: Callable[[ResumePoint | None], None], resume: ResumePoint |
             if number is not None:
                 saved = "started again, the run resumes from what it has saved"
                 raise termination.Terminated(number, f", after {error}; {saved}") from error
-            if not ctx.restarts.allow(error):
+            if not parts.restarts.allow(error):
                 raise
             fault = error
 
@@ -94,7 +88,7 @@ def _ray_is_gone(fault: Exception) -> bool:
     return is_loss(fault)
 
 
-def _previous_checkpoint(error: DamagedFile, resume: ResumePoint | None, ctx: Context, find: Find) -> ResumePoint:
+def _previous_checkpoint(error: DamagedFile, resume: ResumePoint | None, parts: Recoverable, find: Find) -> ResumePoint:
     """Return the checkpoint before one of which a file is damaged, after rewinding the run to it.
 
     The metrics after it are lost, so the damaged one is marked: another start of the run could not go on from it either.
@@ -102,7 +96,7 @@ def _previous_checkpoint(error: DamagedFile, resume: ResumePoint | None, ctx: Co
     Args:
         error: names the file.
         resume: the checkpoint that was being loaded.
-        ctx: the run's context.
+        parts: the parts of the run that recovery needs.
         find: see `recovering`.
 
     Raises:
@@ -117,20 +111,20 @@ def _previous_checkpoint(error: DamagedFile, resume: ResumePoint | None, ctx: Co
         raise DamagedFile(error.file, f"{error.what}, as another machine reads it; on this machine it is intact")
     with naming_files("checkpoint"):
         mark_damaged(step.path, f"{file.relative_to(step.path)}: {error.what}")
-    previous = newer(ctx.copies.newest(), find)
+    previous = newer(parts.copies.newest(), find)
     assert previous is not None, "where some are damaged and none is intact, it raises"
-    ctx.run.rewind(previous.run)
+    parts.run.rewind(previous.run)
     return previous
 
 
-def _recovered(fault: Exception, ctx: Context, find: Find) -> ResumePoint | None:
-    with ctx.restarts.recovery("rank", fault) as recovery, ctx.run.phase("recovery"):
-        resume = newer(ctx.copies.newest(), find)
-        recovery.lost_steps = ctx.run.rewind(None if resume is None else resume.run)
+def _recovered(fault: Exception, parts: Recoverable, find: Find) -> ResumePoint | None:
+    with parts.restarts.recovery("rank", fault) as recovery, parts.run.phase("recovery"):
+        resume = newer(parts.copies.newest(), find)
+        recovery.lost_steps = parts.run.rewind(None if resume is None else resume.run)
         if resume is None:
-            ctx.run.note("nothing is saved yet: the run starts over")
+            parts.run.note("nothing is saved yet: the run starts over")
         watch.renew()
-        if ctx.restart(resume is None):
+        if parts.restart(resume is None):
             recovery.kind = "node"
         termination.poll()  # before reporting that the run resumes
     return resume

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from megarl.cluster.demand import demand, files, processes
 from megarl.cluster.session import ray_session
@@ -15,7 +16,7 @@ from megarl.lazy_torch import import_meanwhile
 from megarl.observe.output import new_log
 from megarl.observe.restarts import Restarts
 from megarl.observe.run import Run
-from megarl.resume.copies import Copies
+from megarl.resume.recovery import Recoverable
 from megarl.resume.saving import ResumePoint
 from megarl.step.reward import Reward, open_scorers
 
@@ -46,13 +47,9 @@ class RunContext:
     restarts: Restarts
 
     @property
-    def copies(self) -> Copies:
-        """The copies of the last steps in memory."""
-        return self.models.copies
-
-    def restart(self, beginning: bool) -> bool:
-        """Restart the ranks, with the initial models if `beginning`, else for weights to be loaded next. Return whether a node was lost."""
-        return self.models.restart(self.engines, beginning)
+    def recoverable(self) -> Recoverable:
+        """The parts that recovery needs."""
+        return Recoverable(self.run, self.restarts, self.models.copies, partial(self.models.restart, self.engines))
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class Lab:
             without_picture(patch)
             engines.note_sandbox(run.note)
             ctx = RunContext(config, run, models, engines, *scorers.rewards(models), Restarts(0, run.restarted, run.note))
-            recovering(lambda start: steps(ctx, data, start), resume, ctx, newest(config, verb, len(data.train)))
+            recovering(lambda start: steps(ctx, data, start), resume, ctx.recoverable, newest(config, verb, len(data.train)))
 
     def learn(self, job: Job, picture: bool = False) -> Job:
         """`megarl sft`, `rm` or `dpo` in this process, to the end."""

@@ -15,6 +15,7 @@ from megarl.config import ConfigError, RmConfig, SftConfig, load
 from megarl.loops import supervised as learning
 from megarl.observe.metrics import Last, Metric
 from megarl.resume.best import Best
+from megarl.resume.copies import Copies
 from tests.e2e.lab import in_this_session
 from tests.unit.examples.test_configurations import EXAMPLES
 
@@ -31,7 +32,7 @@ rm: {{steps: 12, eval_every: 2, batch_size: 2, patience: 2}}
 class Counting:
     """Ranks whose model is the number of steps that it has taken, and whose held-out accuracy is given."""
 
-    folders, timeout_s, machines = {"model": "checkpoints"}, 60.0, ()
+    folders, timeout_s, machines, copies = {"model": "checkpoints"}, 60.0, (), Copies(peers=False)
 
     def __init__(self, accuracy: Sequence[float]) -> None:
         self._accuracy, self._steps = accuracy, 0
@@ -49,6 +50,9 @@ class Counting:
 
     def wait_for_save(self) -> None: ...
 
+    def restart(self, beginning: bool) -> bool:
+        raise AssertionError("no rank fails")
+
 
 def learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy: Sequence[float], *overrides: str
@@ -60,7 +64,7 @@ def learned(
     plan: Any = SimpleNamespace(tokens=8)
     finished = list[tuple[Path, Mapping[str, float]]]()
     with in_this_session():
-        learning.learn(config, BradleyTerry(), 8, lambda *_: plan, plan, lambda *left: finished.append(left))
+        learning.learn(learning.Stage(config, BradleyTerry(), lambda *_: plan, plan, lambda *left: finished.append(left)), 8)
     [(model, numbers)] = finished
     return model.parent, numbers
 

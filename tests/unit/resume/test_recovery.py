@@ -27,7 +27,7 @@ from megarl.observe.metrics import Last
 from megarl.observe.restarts import RESTART, Restart, Restarts
 from megarl.observe.run import Run
 from megarl.resume.copies import Copies
-from megarl.resume.recovery import newer, recovering
+from megarl.resume.recovery import Recoverable, newer, recovering
 from megarl.resume.saving import Checkpoints, ResumePoint
 from tests.signals import taken
 
@@ -81,7 +81,7 @@ def done(
     with Run(load(tmp_path / "job.yaml", [], SftConfig)) as run:
         ctx = Ranks(run, most, failing)
         work = Steps(ctx, faults)
-        recovering(work, None, ctx, lambda: work.saved)
+        recovering(work, None, Recoverable(ctx.run, ctx.restarts, ctx.copies, ctx.restart), lambda: work.saved)
     directory = tmp_path / "job"
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return rows, ctx.started, json.loads((directory / "summary.json").read_text())
