@@ -125,6 +125,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("mistral", {"sliding_window": None}),
+    "ministral": ("ministral", {"sliding_window": 12}),  # with the layer types of `_mlp`
     "phi3": ("phi3", {}),
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 48}),
@@ -188,7 +189,7 @@ def has_experts(family: str) -> bool:
 
 
 def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) -> dict[str, Any]:
-    """Return the fields of a family's configuration that describe its experts."""
+    """Return the fields of a family's configuration that describe its experts, or differ between its layers."""
     routed = {"moe_intermediate_size": expert_hidden, "num_experts_per_tok": 2}
     sigmoid = {
         **routed,
@@ -202,6 +203,8 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         return {**routed, "num_experts": experts}
     if kind == "mixtral":
         return {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
+    if kind == "ministral":
+        return {"layer_types": ["full_attention" if layer % 4 == 1 else "sliding_attention" for layer in range(layers)]}
     if kind == "glm4_moe":
         return {**sigmoid, "num_mtp_layers": 0}
     if kind == "deepseek_v3":

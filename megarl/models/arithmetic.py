@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.models.decoder_blocks import FULL, SLIDING
 from megarl.models.description import ModelDescription
 
 # Keys that families read and that are sizes of tensors, do not change what a token's logits are, or have another form in `arithmetic`.
 _SIZES = {"vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "kv_lora_rank", "q_lora_rank"}
 _EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"}
 _BESIDE = {"max_position_embeddings", "num_nextn_predict_layers", "layer_types", "mlp_only_layers", "rope_theta", "partial_rotary_factor"}
+_WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}  # which do not count where no layer has a window
 
 
 def arithmetic(model: ModelDescription) -> dict[str, Any]:
@@ -18,9 +20,16 @@ def arithmetic(model: ModelDescription) -> dict[str, Any]:
     Raises ConfigError if the family does not support it.
     """
     sizes = model.sizes
-    known = {key: model.config[key] for key in model.family.defaults.keys() - _SIZES - _EXPERTS - _BESIDE}
+    known = {key: model.config[key] for key in model.family.defaults.keys() - _SIZES - _EXPERTS - _BESIDE - _WINDOWS}
     heads = {"num_key_value_heads": sizes.groups, "head_dim": sizes.head_dim}  # also where config.json leaves them to be derived
-    return {"architecture": model.family.heads["lm"].architecture, **known, **heads, **model.rope.meaning}
+    return {"architecture": model.family.heads["lm"].architecture, **known, **heads, **_windows(model), **model.rope.meaning}
+
+
+def _windows(model: ModelDescription) -> dict[str, Any]:
+    """Return the sliding window, and each layer's kind of attention; None: all layers see everything, or all the window."""
+    size, layers = model.fields.get("window_size"), model.fields.get("window_attn_skip_freq")
+    types = None if layers is None else [SLIDING if windowed else FULL for windowed in layers]
+    return {"sliding_window": None if size is None else size[0] + 1, "layer_types": types}
 
 
 def differences(one: ModelDescription, two: ModelDescription) -> dict[str, tuple[Any, Any]]:

@@ -52,6 +52,8 @@ class _Config(_Section):
     use_qk_norm: bool | None = None
     norm_topk_prob: bool | None = None
     layer_types: list[str] | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: NonNegativeInt | None = None
     num_experts_per_tok: PositiveInt | None = None
     n_group: NonNegativeInt | None = None
     topk_group: NonNegativeInt | None = None

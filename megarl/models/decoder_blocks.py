@@ -17,6 +17,7 @@ LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's 
 _EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
 # Other spellings of keys by `sigmoid_sizes` and `predictors`, which transformers accepts.
 SIGMOID_SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of attention in config.json's layer_types
 _MAX = (1 << 31) - 1  # maximum of any number: Megatron and CUDA count with 32 bits
 
 
@@ -34,28 +35,87 @@ def number(config: ConfigJson, key: str) -> int:
     return config[key]
 
 
-def refuse(family: str, config: ConfigJson, **expected: Any) -> None:
+def refuse(family: str, config: ConfigJson, *, windows: bool = False, **expected: Any) -> None:
     """Raise ConfigError for a key of config.json whose value is not null and that the family's weight map and Megatron do not support.
 
-    Refused for every family: activations other than silu, sliding windows, dropout, settings of single layers, and weights that are
-    quantised in ways that `quantized` cannot read.
+    Refused for every family: activations other than silu, dropout, settings of single layers, and weights that are quantised in ways that
+    `quantized` cannot read.
 
     Args:
         family: its name, for the message.
         config: config.json.
+        windows: the family has sliding windows (`window_fields`); in the others they are refused.
         **expected: the only supported value of further keys.
     """
-    always = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "per_layer_config": None}
+    always = {"hidden_act": "silu", "attention_dropout": 0.0, "per_layer_config": None, **({} if windows else {"use_sliding_window": False})}
     for key, value in {**always, **expected}.items():
         if config.get(key) not in (None, value):
             hint = " (null turns it off)" if key == "sliding_window" else ""
             raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is not supported for {family}{hint}")
     quantization(config)
     types = config.get("layer_types")
-    if types is not None and types != ["full_attention"] * number(config, "num_hidden_layers"):
+    if not windows and types is not None and types != ["full_attention"] * number(config, "num_hidden_layers"):
         raise ConfigError(
             f"model.path: config.json's layer_types are not all 'full_attention', one for each layer, as supported for {family}"
         )
+
+
+def window_of(config: ConfigJson) -> int | None:
+    """Return the number of tokens that a layer with a sliding window sees, its own among them; None if no layer has one.
+
+    A query at position i sees the keys at i - window + 1 to i (transformers/masking_utils.py:90: kv_idx > q_idx - sliding_window).
+    """
+    return None if config["sliding_window"] is None else number(config, "sliding_window")
+
+
+def layer_types(config: ConfigJson, default: str | list[str]) -> list[str]:
+    """Return each layer's kind of attention, `FULL` or `SLIDING`.
+
+    Args:
+        config: config.json.
+        default: the kinds where it does not give `layer_types`, or that of all layers.
+
+    Raises:
+        ConfigError: an unknown kind, a list of another length, or sliding layers without a window.
+    """
+    layers = number(config, "num_hidden_layers")
+    given = config.get("layer_types")
+    types = given if given is not None else [default] * layers if isinstance(default, str) else default
+    unknown = set(types) - {FULL, SLIDING}
+    if unknown or len(types) != layers:
+        fault = f"has {min(unknown)!r:.200}" if unknown else f"has {len(types)} entries"
+        raise ConfigError(f"model.path: config.json's layer_types {fault}, expected {FULL!r} or {SLIDING!r} for each of {layers} layers")
+    if SLIDING in types and window_of(config) is None:
+        raise ConfigError(f"model.path: config.json's layer_types have {SLIDING!r}, and its sliding_window is null")
+    return list(types)
+
+
+def uniform_layer_types(config: ConfigJson) -> list[str]:
+    """Return the kinds of attention of a family whose `sliding_window` holds for all layers or is null.
+
+    transformers does not read `layer_types` there, and vLLM does (models/llama.py:186), so that one which differs is refused.
+    """
+    own = FULL if window_of(config) is None else SLIDING
+    types = layer_types(config, own)
+    if set(types) != {own}:
+        raise ConfigError(
+            f"model.path: config.json's layer_types are not all {own!r}, as its sliding_window={config['sliding_window']!r} says, and "
+            f"{config['architectures'][0]} does not read them in transformers"
+        )
+    return types
+
+
+def window_fields(config: ConfigJson, types: list[str]) -> dict[str, Any]:
+    """Return the TransformerConfig fields of sliding windows: how far a query sees to its left, and in which layers (`types`).
+
+    Megatron's window is that of Transformer Engine, whose bounds are inclusive: queries at i see keys from i - left to i (version 2.18,
+    pytorch/attention/dot_product_attention/dot_product_attention.py:269). A window of W tokens is thus W - 1 to the left.
+    """
+    window = window_of(config)
+    if window is None or SLIDING not in types:
+        return {}
+    mixed = {} if FULL not in types else {"window_attn_skip_freq": [int(kind == SLIDING) for kind in types]}  # 1: the layer has a window
+    return {"window_size": (window - 1, 0), **mixed}
 
 
 def decoder_sizes(config: ConfigJson, **mlp: Any) -> Sizes:

@@ -1,6 +1,6 @@
 """Mistral (https://arxiv.org/abs/2310.06825): grouped-query attention, whose heads need not divide the hidden size, and a gated MLP.
 
-Refused: sliding windows (7B v0.1), and what every family refuses (`decoder_blocks.refuse`).
+In 7B v0.1 all layers have a sliding window. Refused: what every family refuses (`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' MistralConfig
 
 
 def sizes(config: ConfigJson) -> Sizes:
-    """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
-    blocks.refuse("Mistral", config, sliding_window=None)
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support, such as other activations."""
+    blocks.refuse("Mistral", config, windows=True)
     return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
 
 
@@ -45,7 +45,8 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    return blocks.decoder_fields(config, sizes(config), rope(config))
+    windows = blocks.window_fields(config, blocks.uniform_layer_types(config))
+    return {**blocks.decoder_fields(config, sizes(config), rope(config)), **windows}
 
 
 FAMILY = Family(

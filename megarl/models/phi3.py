@@ -1,7 +1,7 @@
 """Phi-3's architecture as used by Phi-4 (https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2412.08905): Llama's, with query, key and
 value in one tensor, and gate and up projection in another.
 
-Refused: sliding windows (Phi-3-mini-4k), every scaled RoPE (longrope: Phi-4-mini and the 128k models; transformers treats "yarn" as
+In Phi-3-mini-4k all layers have a sliding window. Refused: every scaled RoPE (longrope: Phi-4-mini and the 128k models; transformers treats "yarn" as
 longrope), biases, and what every family refuses (`decoder_blocks.refuse`).
 """
 
@@ -39,8 +39,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Phi3Config
 
 
 def sizes(config: ConfigJson) -> Sizes:
-    """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, biases, other activations."""
-    blocks.refuse(NAME, config, sliding_window=None, attention_bias=False, mlp_bias=False, resid_pdrop=0.0, embd_pdrop=0.0)
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, other activations."""
+    blocks.refuse(NAME, config, windows=True, attention_bias=False, mlp_bias=False, resid_pdrop=0.0, embd_pdrop=0.0)
     return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
 
 
@@ -66,7 +66,8 @@ def plain_rope(config: ConfigJson) -> Rope:
 
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    return blocks.decoder_fields(config, sizes(config), plain_rope(config))
+    windows = blocks.window_fields(config, blocks.uniform_layer_types(config))
+    return {**blocks.decoder_fields(config, sizes(config), plain_rope(config)), **windows}
 
 
 FAMILY = Family(

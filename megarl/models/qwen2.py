@@ -1,7 +1,8 @@
 """Qwen2 and Qwen2.5, dense (https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115): grouped-query attention with biases of
-query, key and value, and a gated MLP; small models tie the embeddings.
+query, key and value, and a gated MLP; small models tie the embeddings. With `use_sliding_window` the layers from `max_window_layers` on have
+a sliding window, or those that `layer_types` says.
 
-Refused: sliding windows in use, and what every family refuses (`decoder_blocks.refuse`). YaRN, which Qwen2.5 documents for long texts, is
+Refused: what every family refuses (`decoder_blocks.refuse`). YaRN, which Qwen2.5 documents for long texts, is
 supported.
 """
 
@@ -28,14 +29,16 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen2Config
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
     "layer_types": None,
     "attention_dropout": 0.0,
 }
 
 
 def sizes(config: ConfigJson) -> Sizes:
-    """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
-    blocks.refuse("Qwen2", config)
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support, such as other activations."""
+    blocks.refuse("Qwen2", config, windows=True)
     return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
 
 
@@ -51,9 +54,17 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
     ]
 
 
+def windows(config: ConfigJson) -> dict[str, Any]:
+    """Return the TransformerConfig fields of the sliding windows. Raise ConfigError for `layer_types` that do not fit."""
+    used = {**config, "sliding_window": config["sliding_window"] if config["use_sliding_window"] else None}
+    first = config["max_window_layers"] if used["sliding_window"] is not None else config["num_hidden_layers"]
+    default = [blocks.SLIDING if layer >= first else blocks.FULL for layer in range(config["num_hidden_layers"])]
+    return blocks.window_fields(used, blocks.layer_types(used, default))
+
+
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    return blocks.decoder_fields(config, sizes(config), rope(config), bias=True)
+    return {**blocks.decoder_fields(config, sizes(config), rope(config), bias=True), **windows(config)}
 
 
 FAMILY = Family(
@@ -63,6 +74,6 @@ FAMILY = Family(
     rope=rope,
     fields=fields,
     defaults=DEFAULTS,
-    nullable=("num_key_value_heads",),
+    nullable=("num_key_value_heads", "sliding_window"),
     optional=blocks.unused,
 )

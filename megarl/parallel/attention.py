@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 
@@ -42,7 +43,7 @@ def zigzag(length: int, rank: int, ranks: int) -> Tensor:
 
 
 class PackedAttention(MegatronModule):
-    """softmax(q k^T / sqrt(D)) v inside each packed sequence, causal, with grouped key/value heads.
+    """softmax(q k^T / sqrt(D)) v inside each packed sequence, causal, with grouped key/value heads, in some layers with a sliding window.
 
     Neighbouring sequences of equal length go through one batched call (`packing` sorts them by length). Under context parallelism
     keys and values are gathered over the group and every rank computes its own two chunks of queries.
@@ -64,6 +65,8 @@ class PackedAttention(MegatronModule):
         assert config.attention_dropout == 0.0, "the packed attention has no dropout"
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.cp_group = pg_collection.cp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None  # the tokens that a query sees, its own among them
 
     def forward(
         self,
@@ -115,11 +118,8 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int, count: int) -> Tensor:
         q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))  # N heads tokens D
-        ranks = self.cp_group.size()
-        mask = None
-        if ranks > 1:
-            mine = zigzag(length, self.cp_group.rank(), ranks)
-            mask = (torch.arange(length)[None, :] <= mine[:, None]).to(q.device)
+        mask = self._mask(length)
+        mask = mask if mask is None else mask.to(q.device)
         if q.is_cuda and (mask is not None or q.dtype == torch.float32):
             # The only GPU kernel that shares keys between heads supports neither case; the fallback would keep all scores in memory.
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -128,6 +128,16 @@ class PackedAttention(MegatronModule):
             lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=shared)
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+
+    def _mask(self, length: int) -> Tensor | None:
+        """Which keys of a whole sequence each local query sees, bool [local tokens, L]; None: all up to its own."""
+        ranks, windowed = self.cp_group.size(), self.window is not None and self.window < length
+        if ranks == 1 and not windowed:
+            return None
+        query, key_L = zigzag(length, self.cp_group.rank(), ranks)[:, None], torch.arange(length)
+        seen = key_L <= query
+        return seen & (key_L > query - self.window) if windowed else seen
 
 
 def repeatable(attend: Callable[[], Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", EVERY_EXPERT),
     "deepseek_v3_plain": ("deepseek_v3_plain", EVERY_EXPERT),
     "glm4_moe": ("glm4_moe", EVERY_EXPERT),
+    "ministral": ("ministral", {}),
     "glm4_moe_dense_stage": ("glm4_moe", {**EVERY_EXPERT, "first_k_dense_replace": 2}),
 }
 CASES = [
@@ -45,6 +46,7 @@ CASES = [
     ("glm4_moe", "tp2_ep2"),
     ("glm4_moe", "cp2"),
     ("glm4_moe_dense_stage", "pp2"),
+    *(("ministral", name) for name in ("tp2", "pp2", "cp2", "dp2", "tp2_pp2")),
 ]
 SUITE = [
     ("qwen2_tied", "tp2"),
@@ -55,6 +57,7 @@ SUITE = [
     ("deepseek_v3_plain", "tp2_ep2"),
     ("glm4_moe", "cp2"),
     ("glm4_moe_dense_stage", "pp2"),
+    ("ministral", "cp2"),
 ]
 Step = tuple[list[float], list[float], dict[tuple[int, int], float]]  # of training: losses, gradient norms, log-probs
 
@@ -90,6 +93,16 @@ def test_loss_and_gradient_are_independent_of_the_layout(
     (loss, norm, logp), others = alone(job), trained(pool, layout, replace(job, micro_batches=4 if layout.dp > 1 else 2))
     assert others[0] == pytest.approx(loss, rel=1e-5) and others[1] == pytest.approx(norm, rel=1e-5)
     assert others[2].keys() == logp.keys() and max(abs(others[2][token] - logp[token]) for token in logp) < 1e-4
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_windows_give_the_same_gradient(
+    pool: Pool, make: Make, alone: Callable[[Job], Step], recompute: Literal["selective", "full"]
+) -> None:
+    """On two stages, whose layers know their own windows."""
+    job = Job(make("ministral", vocab_size=128), steps=2)
+    (loss, norm, _), others = alone(job), trained(pool, LAYOUTS["pp2"], replace(job, micro_batches=2, recompute=recompute))
+    assert others[0] == pytest.approx(loss, rel=1e-5) and others[1] == pytest.approx(norm, rel=1e-5)
 
 
 ROUTED = [(family, name) for family in ("deepseek_v3", "glm4_moe") for name in ("tp2_ep2", "pp2", "cp2")]

@@ -27,6 +27,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_unnormalized": ("qwen3_moe", {"norm_topk_prob": False}),
     "deepseek_v3_ungrouped": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}),
     "glm4_moe_air": ("glm4_moe", {"use_qk_norm": False}),
+    "mistral_window": ("mistral", {"sliding_window": 12}),
+    "phi3_window": ("phi3", {"sliding_window": 12}),
+    "qwen2_window": ("qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
 }
 
 Make = Callable[..., Path]  # (variant, layers=4, **changes of config.json) -> directory

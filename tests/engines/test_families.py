@@ -12,14 +12,14 @@ from torch import Tensor
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.engine import Setup
-from megarl.engines.generate import Sampling
+from megarl.engines.generate import Sampling, TokenPrompt
 from megarl.engines.registry import check_engine
 from megarl.engines.vllm import engine
 from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import compare
 from tests.engines.engine_host import Host
 from tests.engines.test_updates import SETTINGS, Corruptible, Layout, _check_update, _start, check_plan
-from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate
+from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
 from tests.rows import rows
 from tools.make_tiny_model import build, has_experts
 
@@ -59,9 +59,54 @@ async def _follows(tmp_path: Path, family: str) -> None:
 SUITE = ("qwen2_tied", "mixtral", "glm4_moe")
 
 
-@pytest.mark.parametrize("family", rows(("qwen3", "llama", "mistral", *SUITE), SUITE))
+@pytest.mark.parametrize("family", rows(("qwen3", "llama", "mistral", "ministral", *SUITE), SUITE))
 def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Path, family: str) -> None:
     host.run(_follows, tmp_path, family)
+
+
+WINDOW = 12  # tokens; the prompts below are longer, and the engine's blocks too
+# Variant -> family, and what its config.json has otherwise. All layers have a window, but for Ministral's.
+WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "ministral": ("ministral", {}),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}),
+}
+
+
+async def _windows(tmp_path: Path, variant: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    family, changes = WINDOWS[variant]
+    build(tmp_path / "model", **SIZES, seed=1, family=family, initializer_range=0.12, **changes)
+    engine = await _start(tmp_path / "model")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+        drawn = torch.Generator().manual_seed(5)
+        prompts = [TokenPrompt(n, torch.randint(2, 128, (length,), generator=drawn).tolist()) for n, length in enumerate((9, 20, 31))]
+        sampled = await generate(engine, prompts, Sampling(n=2, temperature=1.0, max_tokens=24, seed=1))
+        samples = [sample for answer in sampled for sample in answer.samples]
+        theirs = [logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0) for sample in samples]
+        gap = max(float((torch.from_numpy(sample.rollout_logp) - one).abs().max()) for sample, one in zip(samples, theirs, strict=True))
+        model.config.sliding_window = WINDOW + 1
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = WINDOW + 1
+        wider = [logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0) for sample in samples]
+        assert gap < 1e-4 and max(float((one - two).abs().max()) for one, two in zip(theirs, wider, strict=True)) > 100 * gap
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("variant", rows(tuple(WINDOWS), ("ministral",)))
+def test_an_engine_sees_the_window_that_the_model_has(host: Host, tmp_path: Path, variant: str) -> None:
+    """Of transformers' model, of which the trainer's is one, and not one token more."""
+    host.run(_windows, tmp_path, variant)
+
+
+def test_windows_in_some_layers_of_a_qwen2_are_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    build(tmp_path / "model", **SIZES, seed=1, family="qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+    with pytest.raises(ConfigError, match=r"^model\.path: config\.json has sliding windows in some layers only, which vLLM's Qwen2 does not"):
+        check_engine(ModelDescription.read(tmp_path / "model"), "float32", SETTINGS, gpu=False)
 
 
 async def _fused(tmp_path: Path, tp: int) -> None:

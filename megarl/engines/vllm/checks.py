@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.vllm.arguments import check_arguments
-from megarl.engines.vllm.launch import VLLM_VERSION
+from megarl.engines.vllm.launch import VLLM_VERSION, architectures
 from megarl.models.description import ModelDescription
 from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
 
@@ -25,7 +25,9 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
     A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention. A GPU engine takes none.
     """
     check_arguments(settings.engine.args, gpu=gpu)
-    _check_architectures(model.config["architectures"])
+    _check_architectures(architectures(model))
+    if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350
+        raise ConfigError("model.path: config.json has sliding windows in some layers only, which vLLM's Qwen2 does not support")
     heads, kv_heads = model.sizes.heads, model.sizes.groups
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
@@ -113,9 +115,9 @@ def _check_experts(model: ModelDescription, settings: RolloutSettings) -> None:
             )
 
 
-def _check_architectures(architectures: Sequence[str]) -> None:
+def _check_architectures(names: Sequence[str]) -> None:
     known = native_architectures()
-    for architecture in architectures:
+    for architecture in names:
         if known and architecture not in known:
             raise ConfigError(
                 f"model.path: vLLM {VLLM_VERSION} has no native implementation of {architecture}, and megarl's engines do not use its "

@@ -30,6 +30,8 @@ from megarl.upstream.expect import expect
 
 VLLM_VERSION = "0.30.0"  # the version that the workarounds in this folder were checked against
 EXTENSION = "megarl.engines.vllm.worker_extension.WorkerExtension"  # what vLLM mixes into its workers
+# Architectures that vLLM has under another name: its Mistral reads the layer types of Ministral (vllm/model_executor/models/llama.py:186).
+_NAMES = {"MinistralForCausalLM": "MistralForCausalLM"}
 # Of the shell's variables for vLLM, those that an engine uses: where the site keeps things, what its machines need, and how long to wait.
 # The others are left out, since they would change what is computed or contradict the configuration; `rollout.engine.args` has settings.
 _KEPT = {
@@ -167,6 +169,11 @@ def engine_arguments(setup: Setup, model: ModelDescription) -> dict[str, Any]:
     }
 
 
+def architectures(model: ModelDescription) -> list[str]:
+    """Return vLLM's names of a model's architectures."""
+    return [_NAMES.get(name, name) for name in model.config["architectures"]]
+
+
 def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
     """Return whether megarl reads a directory's weights for the engine: either of them is quantised, but not as the other."""
     return bool(settings.quantization or model.config.get(QUANTIZATION))
@@ -175,6 +182,8 @@ def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
 def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, Any]:
     """Return what vLLM is to read in config.json instead of what it says, or does not say where vLLM's default is not transformers'."""
     overrides: dict[str, Any] = {key: model.config[key] for key in ("scoring_func", "topk_method") if key in model.config}
+    if (names := architectures(model)) != model.config["architectures"]:
+        overrides["architectures"] = names
     if settings.fp32_head:
         overrides["head_dtype"] = "float32"
     if model.config.get(QUANTIZATION):
@@ -327,7 +336,7 @@ def _register_model(model: ModelDescription) -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
-    for architecture in model.config["architectures"]:
+    for architecture in architectures(model):
         module, name = _VLLM_MODELS[architecture]
         ModelRegistry.register_model(architecture, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name))
 

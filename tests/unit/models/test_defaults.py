@@ -21,6 +21,7 @@ from tools.make_tiny_model import configuration
 KINDS = {head.architecture: MODEL_TYPES[head.architecture][0] for family in FAMILIES.values() if (head := family.heads["lm"])}
 # What transformers has no key for: it knows only these values.
 FIXED = {"scoring_func", "topk_method"}
+WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}
 SCALED: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -66,6 +67,13 @@ def rotation(config: PreTrainedConfig) -> tuple[torch.Tensor, float]:
     return rotary.inv_freq, rotary.attention_scaling
 
 
+def windows(ours: dict[str, Any], other: PreTrainedConfig | None, layers: int) -> list[int | None]:
+    """How many tokens each layer sees, by our arithmetic or by transformers' configuration; None: all."""
+    size = ours["sliding_window"] if other is None else getattr(other, "sliding_window", None)
+    types = ours["layer_types"] if other is None else getattr(other, "layer_types", None)
+    return [size if kind == "sliding_attention" else None for kind in types or ["sliding_attention"] * layers]
+
+
 def same(config: dict[str, Any]) -> bool:
     """Whether the family takes it; then transformers must mean the same by it."""
     try:
@@ -81,9 +89,9 @@ def same(config: dict[str, Any]) -> bool:
         "num_key_value_heads": other.num_key_value_heads,
         "head_dim": getattr(other, "head_dim", None) or other.hidden_size // other.num_attention_heads,
     }
-    for key in model.family.defaults.keys() - FIXED - {"partial_rotary_factor", "rope_theta", "layer_types", "mlp_only_layers"}:
+    for key in model.family.defaults.keys() - FIXED - WINDOWS - {"partial_rotary_factor", "rope_theta", "layer_types", "mlp_only_layers"}:
         assert ours.get(key, model.config[key]) == (derived[key] if key in derived else getattr(other, key)), key
-    assert not set(getattr(other, "layer_types", None) or []) - {"full_attention"} and getattr(other, "sliding_window", None) is None
+    assert windows(ours, other, other.num_hidden_layers) == windows(ours, None, other.num_hidden_layers)
     assert not getattr(other, "mlp_only_layers", None)
     frequencies, factor = rotation(other)
     torch.testing.assert_close(
@@ -118,6 +126,7 @@ def test_the_tables_are_those_of_transformers_classes(architecture: str) -> None
     family, other = FAMILIES[architecture], CONFIG_MAPPING[KINDS[architecture]]()
     derived = {"head_dim": getattr(other, "head_dim", None), "num_key_value_heads": other.num_attention_heads, "mlp_only_layers": []}
     found = {**other.rope_parameters, **{key: getattr(other, key) for key in family.defaults if hasattr(other, key)}}
+    found["sliding_window"] = getattr(type(other), "sliding_window", None)  # an instance has none where use_sliding_window is false
     for key in family.defaults.keys() - FIXED - {"layer_types"}:
         expected = derived.get(key) if family.defaults[key] is None else family.defaults[key]
         assert found.get(key) == expected, key
