@@ -47,8 +47,8 @@ def refuse(family: str, config: ConfigJson, *, windows: bool = False, **expected
         windows: the family has sliding windows (`window_fields`); in the others they are refused.
         **expected: the only supported value of further keys.
     """
-    always = {"hidden_act": "silu", "attention_dropout": 0.0, "per_layer_config": None, **({} if windows else {"use_sliding_window": False})}
-    for key, value in {**always, **expected}.items():
+    always = {"hidden_act": "silu", "attention_dropout": 0.0, "per_layer_config": None}
+    for key, value in {**always, **({} if windows else {"use_sliding_window": False}), **expected}.items():
         if config.get(key) not in (None, value):
             hint = " (null turns it off)" if key == "sliding_window" else ""
             raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is not supported for {family}{hint}")

@@ -57,7 +57,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' DeepseekV3Config
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
-    router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    router: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     blocks.refuse(NAME, config, attention_bias=False, rope_interleave=True, moe_layer_freq=1, **router)
     heads, groups, rotary = number(config, "num_attention_heads"), config["num_key_value_heads"], config["qk_rope_head_dim"]
     if groups not in (None, heads):

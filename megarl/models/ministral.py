@@ -1,5 +1,5 @@
-"""Ministral (8B of 2024, https://mistral.ai/news/ministraux): Mistral's architecture, in which `layer_types` says which layers have a sliding
-window; without it all have one.
+"""Ministral (8B of 2024, https://mistral.ai/news/ministraux): Mistral's architecture, in which `layer_types` says which layers have a
+sliding window; without it all have one.
 
 Refused: what every family refuses (`decoder_blocks.refuse`).
 """

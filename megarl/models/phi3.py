@@ -1,8 +1,8 @@
 """Phi-3's architecture as used by Phi-4 (https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2412.08905): Llama's, with query, key and
 value in one tensor, and gate and up projection in another.
 
-In Phi-3-mini-4k all layers have a sliding window. Refused: every scaled RoPE (longrope: Phi-4-mini and the 128k models; transformers treats "yarn" as
-longrope), biases, and what every family refuses (`decoder_blocks.refuse`).
+In Phi-3-mini-4k all layers have a sliding window. Refused: every scaled RoPE (longrope: Phi-4-mini and the 128k models; transformers treats
+"yarn" as longrope), biases, and what every family refuses (`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations

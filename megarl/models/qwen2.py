@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5, dense (https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115): grouped-query attention with biases of
-query, key and value, and a gated MLP; small models tie the embeddings. With `use_sliding_window` the layers from `max_window_layers` on have
-a sliding window, or those that `layer_types` says.
+query, key and value, and a gated MLP; small models tie the embeddings. With `use_sliding_window` the layers from `max_window_layers` on
+have a sliding window, or those that `layer_types` says.
 
 Refused: what every family refuses (`decoder_blocks.refuse`). YaRN, which Qwen2.5 documents for long texts, is
 supported.

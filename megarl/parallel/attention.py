@@ -129,15 +129,13 @@ class PackedAttention(MegatronModule):
         )
         return out.transpose(1, 2).flatten(0, 1)
 
-
     def _mask(self, length: int) -> Tensor | None:
         """Which keys of a whole sequence each local query sees, bool [local tokens, L]; None: all up to its own."""
-        ranks, windowed = self.cp_group.size(), self.window is not None and self.window < length
-        if ranks == 1 and not windowed:
+        ranks, window = self.cp_group.size(), length if self.window is None else self.window
+        if ranks == 1 and window >= length:
             return None
         query, key_L = zigzag(length, self.cp_group.rank(), ranks)[:, None], torch.arange(length)
-        seen = key_L <= query
-        return seen & (key_L > query - self.window) if windowed else seen
+        return (key_L <= query) & (key_L > query - window)
 
 
 def repeatable(attend: Callable[[], Tensor]) -> Tensor:

@@ -150,12 +150,13 @@ def _attention(facts: Facts, shape: MicroBatchShape) -> int:
     elif facts.head_norm:  # in float32 the keys are still a view of the projection's output
         normed = 4 * (2 * query + (1 if item == 4 else 2) * key + heads + groups)
     rotary = 4 * item * facts.rotary  # cosine and sine, for queries and for keys
-    return shape.rows * (packed + turned + 2 * out + scales + normed + rotary) + _mask(shape)
+    return shape.rows * (packed + turned + 2 * out + scales + normed + rotary) + _mask(facts, shape)
 
 
-def _mask(shape: MicroBatchShape) -> int:
-    """The mask of torch's attention where ranks share a sequence."""
-    return shape.item * shape.longest**2 // shape.layout.cp if shape.layout.cp > 1 else 0
+def _mask(facts: Facts, shape: MicroBatchShape) -> int:
+    """The mask of torch's attention where ranks share a sequence, or a query sees a part of it only (in the average layer)."""
+    windowed = facts.windowed if facts.window is not None and shape.longest > facts.window else 0.0
+    return int(shape.item * shape.longest**2 // shape.layout.cp * (1.0 if shape.layout.cp > 1 else windowed))
 
 
 def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
@@ -172,7 +173,7 @@ def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
     small += item * latents.rotary if item == 4 else 0  # the latent is a view of a wider projection
     # Megatron pads the values to the width of the keys (multi_latent_attention.py:97); keys and values are those of all ranks
     core = item * width * (2 + 2 * shape.layout.cp) + 4 * heads
-    return shape.shard * small + shape.rows * (core + item * value + 4 * item * latents.rotary) + _mask(shape)
+    return shape.shard * small + shape.rows * (core + item * value + 4 * item * latents.rotary) + _mask(facts, shape)
 
 
 def _mlp(width: int, shape: MicroBatchShape) -> int:

@@ -31,6 +31,8 @@ class Facts:
     rotary: int  # width of the part of a head with rotary embedding
     latents: Latents | None
     tied: bool
+    window: int | None  # tokens that a query sees in the layers that have a sliding window; None: no layer has one
+    windowed: float  # share of the layers that have one
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
@@ -48,6 +50,8 @@ def facts(model: ModelDescription) -> Facts:
         rotary=latents.rotary if latents else int(n.head_dim * model.rope.fraction),
         latents=latents,
         tied=model.tied,
+        window=window[0] + 1 if (window := fields.get("window_size")) else None,
+        windowed=sum(some) / len(some) if (some := fields.get("window_attn_skip_freq")) else float(window is not None),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.vllm.arguments import check_arguments
-from megarl.engines.vllm.launch import VLLM_VERSION, architectures
+from megarl.engines.vllm.launch import VLLM_VERSION, vllm_names
 from megarl.models.description import ModelDescription
 from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
 
@@ -25,7 +25,7 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
     A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention. A GPU engine takes none.
     """
     check_arguments(settings.engine.args, gpu=gpu)
-    _check_architectures(architectures(model))
+    _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350
         raise ConfigError("model.path: config.json has sliding windows in some layers only, which vLLM's Qwen2 does not support")
     heads, kv_heads = model.sizes.heads, model.sizes.groups

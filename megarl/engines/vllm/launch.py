@@ -169,9 +169,9 @@ def engine_arguments(setup: Setup, model: ModelDescription) -> dict[str, Any]:
     }
 
 
-def architectures(model: ModelDescription) -> list[str]:
-    """Return vLLM's names of a model's architectures."""
-    return [_NAMES.get(name, name) for name in model.config["architectures"]]
+def vllm_names(architectures: Iterable[str]) -> list[str]:
+    """Return vLLM's names of transformers' architectures."""
+    return [_NAMES.get(name, name) for name in architectures]
 
 
 def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
@@ -182,7 +182,7 @@ def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
 def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, Any]:
     """Return what vLLM is to read in config.json instead of what it says, or does not say where vLLM's default is not transformers'."""
     overrides: dict[str, Any] = {key: model.config[key] for key in ("scoring_func", "topk_method") if key in model.config}
-    if (names := architectures(model)) != model.config["architectures"]:
+    if (names := vllm_names(model.config["architectures"])) != model.config["architectures"]:
         overrides["architectures"] = names
     if settings.fp32_head:
         overrides["head_dtype"] = "float32"
@@ -336,7 +336,7 @@ def _register_model(model: ModelDescription) -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
-    for architecture in architectures(model):
+    for architecture in vllm_names(model.config["architectures"]):
         module, name = _VLLM_MODELS[architecture]
         ModelRegistry.register_model(architecture, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name))
 

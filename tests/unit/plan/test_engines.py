@@ -11,6 +11,7 @@ import pytest
 
 from megarl.config import ConfigError, RolloutSettings, SyncSettings, TrainConfig, load
 from megarl.engines.registry import check_engine
+from megarl.engines.vllm.launch import vllm_names
 from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES
 from megarl.models.weight_map import FP8
@@ -246,7 +247,8 @@ def test_the_models_that_split_tokens_are_those_of_vllm() -> None:
     models = Path(spec.origin).parent / "model_executor" / "models"
     registry, found = (models / "registry.py").read_text(), {}
     for architecture in sorted(family.heads["lm"].architecture for family in FAMILIES.values()):
-        [module] = set(re.findall(rf'"{architecture}": \(\s*"(\w+)"', registry))
+        [name] = vllm_names([architecture])
+        [module] = set(re.findall(rf'"{name}": \(\s*"(\w+)"', registry))
         source = (models / f"{module}.py").read_text()
         if re.search(r"FusedMoE\w*\(", source):
             found[architecture] = "parallel_config.use_sequence_parallel_moe" in source and "is_sequence_parallel=" in source
