@@ -90,6 +90,11 @@ class ModelDescription:
         """Its fields of Megatron's TransformerConfig."""
         return self.family.fields(self.config)
 
+    @property
+    def latent(self) -> bool:
+        """Whether its attention keeps a latent of keys and values (MLA)."""
+        return bool(self.fields.get("multi_latent_attention"))
+
     def mappings(self, head: HeadKind) -> list[WeightMapping]:
         """Return the mappings of the backbone and of `head`, whichever head config.json names."""
         return self.family.mappings(self.config, head)

@@ -42,7 +42,7 @@ class Facts:
 def facts(model: ModelDescription) -> Facts:
     """Return the facts about a model. Raises ConfigError, as the family does."""
     n, fields = model.sizes, model.fields
-    latents = _latents(fields) if fields.get("multi_latent_attention") else None
+    latents = _latents(fields) if model.latent else None
     return Facts(
         n=n,
         topk=fields["moe_router_topk"] if n.experts else 0,

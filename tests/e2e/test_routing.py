@@ -10,8 +10,10 @@ import pytest
 
 from megarl.driver.dispatch import Dispatcher, Wanted
 from megarl.driver.model_groups import ModelGroups
+from megarl.models.hf import read_config
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
+from tests.rows import rows
 from tools.bench_routing import jittered_sync
 from tools.make_tiny_model import build
 
@@ -19,10 +21,13 @@ SHORT = ("train.steps=3", "algorithm={type: grpo}")
 JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sample=1.0", "optimizer.lr=1.0e-4", "train.old_logp=forward")
 
 
-def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path) -> None:
-    """Of the policy, of the reference on ranks of its own with other stages, and of the critic its own experts."""
+@pytest.mark.parametrize(
+    ("family", "replay"), rows([("qwen3_moe", "r3"), ("deepseek_v3", "r3"), ("deepseek_v3_plain", "r2")], [("qwen3_moe", "r3")])
+)
+def test_replay_sends_every_token_to_the_experts_of_the_first_pass(lab: Lab, tmp_path: Path, family: str, replay: str) -> None:
+    """The engine's (r3): of the policy, of the reference on ranks of its own with other stages, and of the critic its own experts."""
     model = tmp_path / "model"
-    build(model, layers=4, hidden=128, experts=8, expert_hidden=64, seed=1)  # two stages of two pieces each
+    build(model, layers=4, hidden=128, experts=8, expert_hidden=64, seed=1, family=family)  # two stages of two pieces each
     more = (
         "train.steps=2",
         "layout={ranks: 2, pp: 2, vpp: 2}",
@@ -32,13 +37,13 @@ def test_r3_sends_every_token_to_the_engines_experts(lab: Lab, tmp_path: Path) -
         "train.epochs=2",
         "model.recompute=full",
     )
-    routing = "routing={replay: r3, reference: true, critic: true}"
+    routing = {"r3": "routing={replay: r3, reference: true, critic: true}", "r2": "routing={replay: r2, sample: 1.0, critic: true}"}[replay]
     job = lab.run(Job(tmp_path, model, (*more, routing)))
     for row in job.steps():
         assert row["routing/replay_hit_rate"] == 1.0
         assert row["routing/rollout_changed_frac"] == row["routing/rollout_changed_tokens"] == 0.0
         assert {name for name in row if name.startswith("routing_by_layer/rollout")} == {
-            f"routing_by_layer/rollout_changed_{layer}" for layer in range(4)
+            f"routing_by_layer/rollout_changed_{layer}" for layer in range(read_config(model).get("first_k_dense_replace", 0), 4)
         }
         assert row["training/logprob_gap_max"] <= 1e-4
 
@@ -69,11 +74,11 @@ def test_replay_takes_away_what_a_routing_jitter_does(
     kl = {}
     for replay in ("off", "r2", "r3") if long else ("off", "r3"):
         job = lab.run(Job(tmp_path / replay, tiny_model, (*JITTERED, f"routing.replay={replay}", "train.mini_batches=1")))
-        rows = job.steps()
-        kl[replay] = sum(row["rollout_corr/k3_kl"] for row in rows) / len(rows)
+        steps = job.steps()
+        kl[replay] = sum(row["rollout_corr/k3_kl"] for row in steps) / len(steps)
         alarms = json.loads((tmp_path / replay / "job" / "summary.json").read_text())["alarms"]
         assert ("rollout_routing" in alarms) == (replay != "r3")
-        assert all(row["routing/rollout_changed_frac"] > 0.02 for row in rows)
+        assert all(row["routing/rollout_changed_frac"] > 0.02 for row in steps)
         if replay != "off":
-            assert all(row["actor/ratio_max"] == row["actor/ratio_inverse_max"] == row["routing/replay_hit_rate"] == 1.0 for row in rows)
+            assert all(row["actor/ratio_max"] == row["actor/ratio_inverse_max"] == row["routing/replay_hit_rate"] == 1.0 for row in steps)
     assert kl["r3"] < 0.5 * kl["off"]

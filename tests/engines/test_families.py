@@ -10,15 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.config import ConfigError, RolloutSettings
-from megarl.engines.engine import Setup
 from megarl.engines.generate import Sampling, TokenPrompt
-from megarl.engines.registry import check_engine
-from megarl.engines.vllm import engine
-from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import compare
 from tests.engines.engine_host import Host
-from tests.engines.test_updates import SETTINGS, Corruptible, Layout, _check_update, _start, check_plan
+from tests.engines.test_updates import Layout, _check_update, _start, check_plan
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
 from tests.rows import rows
 from tools.make_tiny_model import build, has_experts
@@ -56,10 +51,10 @@ async def _follows(tmp_path: Path, family: str) -> None:
 
 
 # What runs without --long. A new family joins the names in the parametrization below.
-SUITE = ("qwen2_tied", "mixtral", "glm4_moe")
+SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "deepseek_v3_plain")
 
 
-@pytest.mark.parametrize("family", rows(("qwen3", "llama", "mistral", "ministral", *SUITE), SUITE))
+@pytest.mark.parametrize("family", rows(("qwen3", "llama", "mistral", "ministral", "deepseek_v3", *SUITE), SUITE))
 def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Path, family: str) -> None:
     host.run(_follows, tmp_path, family)
 
@@ -153,24 +148,12 @@ def test_an_expert_bias_is_float32_in_every_engine_and_checked(host: Host, tmp_p
     host.run(_bias, tmp_path, dtype)
 
 
-class Latent(Corruptible):
-    """On a CPU vLLM's reference kernel takes latents of the published size; `check` refuses all of them."""
-
-    @staticmethod
-    def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
-        pass
-
-
 async def _latents(tmp_path: Path) -> list[list[str]]:
     """What differs after an update, and after what the engine made of it was changed."""
     published = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
     for seed, name in ((1, "model"), (2, "other")):
         build(tmp_path / name, **SIZES, seed=seed, family="deepseek_v3", **published)
-    with pytest.MonkeyPatch.context() as patch:
-        arguments = engine.engine_arguments
-        patch.setattr(engine, "engine_arguments", lambda *given, **named: arguments(*given, **named) | {"attention_backend": "CPU_MLA"})
-        latent = Latent("engine 0")
-        await latent.start(Setup(tmp_path / "model", "float32", SETTINGS, 1, gpu=False, blank=True))
+    latent = await _start(tmp_path / "model", blank=True)
     try:
         digest = await Trainer(latent, "shm").update(stored(tmp_path / "other"))
         updated = compare(digest, await latent.fingerprints(TIMEOUT_S))
@@ -182,11 +165,3 @@ async def _latents(tmp_path: Path) -> list[list[str]]:
 
 def test_what_latent_attention_makes_of_a_weight_is_held_against_it(host: Host, tmp_path: Path) -> None:
     assert host.run(_latents, tmp_path) == [[], ["model.layers.1.self_attn.mla_attn.mla_attn.W_UV"]]
-
-
-def test_multi_latent_attention_on_a_cpu_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
-    build(tmp_path / "model", **SIZES, seed=1, family="deepseek_v3")
-    model = ModelDescription.read(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"^model\.path: config\.json's kv_lora_rank=32: .* needs GPU engines \(cluster\.gpus=true\)$"):
-        check_engine(model, "float32", SETTINGS, gpu=False)
-    check_engine(model, "float32", SETTINGS.model_copy(update={"kv_cache_mb": None}), gpu=True)

@@ -22,7 +22,6 @@ from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import Fingerprinter, Print, compare
 from megarl.sync.quantize import as_expected, dequantize, quantize
 from tests.engines.engine_host import Host
-from tests.engines.test_families import Latent
 from tests.engines.test_updates import Corruptible
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
 from tests.quantized_models import quantized as fp8_directory
@@ -224,16 +223,13 @@ async def _disagreement_of_a_router(path: Path) -> None:
                 await trainer.update(quantized(path, "float32", stored(path)))
 
 
-async def _family(path: Path, tp: int, stream: Stream, attention: dict[str, Any]) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        arguments = engines.engine_arguments
-        patch.setattr(engines, "engine_arguments", lambda *given, **named: arguments(*given, **named) | attention)
-        async with started(path, tp=tp, kind=Latent if attention else Corruptible) as (engine, trainer):
-            first = await trainer.update(stream)
-            differing = compare(first, await engine.fingerprints(TIMEOUT_S))
-            generated = await generate(engine, PROMPTS, SAMPLED)
-            assert all(torch.isfinite(torch.from_numpy(sample.rollout_logp)).all() for one in generated for sample in one.samples)
-            return differing
+async def _family(path: Path, tp: int, stream: Stream) -> list[str]:
+    async with started(path, tp=tp) as (engine, trainer):
+        first = await trainer.update(stream)
+        differing = compare(first, await engine.fingerprints(TIMEOUT_S))
+        generated = await generate(engine, PROMPTS, SAMPLED)
+        assert all(torch.isfinite(torch.from_numpy(sample.rollout_logp)).all() for one in generated for sample in one.samples)
+        return differing
 
 
 LATENT = {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 64}
@@ -246,9 +242,8 @@ SUITE: list[tuple[str, int, dict[str, Any]]] = [("glm4_moe", 2, {}), ("qwen2_tie
 def test_every_form_of_layer_holds_what_was_sent(host: Host, tmp_path: Path, family: str, tp: int, changes: dict[str, Any]) -> None:
     """Dense layers and shared experts, biases, one tensor of several projections, tied embeddings, multi-latent attention."""
     build(tmp_path / "model", **SIZES, seed=1, family=family, **changes)
-    attention = {"attention_backend": "CPU_MLA"} if changes else {}
     stream = quantized(tmp_path / "model", "float32", stored(tmp_path / "model"))
-    assert host.run(_family, tmp_path / "model", tp, stream, attention) == []
+    assert host.run(_family, tmp_path / "model", tp, stream) == []
 
 
 async def _kernels() -> None:

@@ -13,16 +13,18 @@ from megarl.engines.vllm.arguments import check_arguments
 from megarl.engines.vllm.launch import VLLM_VERSION, vllm_names
 from megarl.models.description import ModelDescription
 from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
+from megarl.plan.engines import cache_bytes
+from megarl.plan.facts import facts
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
 _NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py:72; models of its transformers backend are in other tables
-_BLOCK = 128  # tokens per KV cache block of vLLM on CPU (vllm/platforms/cpu.py)
+_BLOCK, _LATENT_BLOCK = 128, 16  # tokens per KV cache block of vLLM on CPU (vllm/platforms/cpu.py:256, :269)
 
 
 def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
     """Implement `Engine.check`.
 
-    A CPU engine needs `kv_cache_mb`, with room for one longest sequence, and has no multi-latent attention. A GPU engine takes none.
+    A CPU engine needs `kv_cache_mb`, with room for one longest sequence. A GPU engine takes none.
     """
     check_arguments(settings.engine.args, gpu=gpu)
     _check_architectures(vllm_names(model.config["architectures"]))
@@ -43,12 +45,9 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
                 f"{settings.gpu_memory_fraction:g} leaves of the GPU's memory; set it to null"
             )
         return
-    if latent := model.config.get("kv_lora_rank"):
-        # vLLM 0.30.0's CPU_MLA decodes only latents of 512+64 (v1/attention/backends/mla/cpu_mla.py:26); its AMX_MLA takes no float32.
-        raise ConfigError(f"model.path: config.json's kv_lora_rank={latent}: multi-latent attention needs GPU engines (cluster.gpus=true)")
     if settings.kv_cache_mb is None:
         raise ConfigError("rollout.kv_cache_mb: a CPU engine needs it")
-    if (size := model.sizes.head_dim) not in HEAD_SIZES:
+    if (size := model.sizes.head_dim) not in HEAD_SIZES and not model.latent:  # see `cpu/mla.py`
         raise ConfigError(f"model.path: config.json's head_dim={size}: vLLM's CPU engines take {', '.join(map(str, HEAD_SIZES))}")
     needed = cache_mb(model, dtype, settings, sequences=1)
     if needed > settings.kv_cache_mb:
@@ -151,8 +150,7 @@ def cache_mb(model: ModelDescription, dtype: str, settings: RolloutSettings, seq
         settings: the engine's settings, which have the lengths.
         sequences: the number of concurrent sequences, all of the greatest length.
     """
-    n = model.sizes
-    token_bytes = 2 * n.layers * max(1, n.groups // settings.tp) * n.head_dim * (4 if dtype == "float32" else 2)
+    block = _LATENT_BLOCK if model.latent else _BLOCK
     longest = settings.max_prompt_tokens + settings.max_response_tokens
-    blocks = sequences * -(-longest // _BLOCK) + 1  # vLLM keeps one block empty
-    return -(-token_bytes * _BLOCK * blocks >> 20)
+    blocks = sequences * -(-longest // block) + 1  # vLLM keeps one block empty
+    return -(-cache_bytes(facts(model), settings.tp, dtype) * block * blocks >> 20)

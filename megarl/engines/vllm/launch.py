@@ -151,6 +151,8 @@ def engine_arguments(setup: Setup, model: ModelDescription) -> dict[str, Any]:
         # Arbitrary values; vLLM would copy a directory's weights into fp8 ones without a scale, or expect them in the fp8 of the directory.
         **({"load_format": "dummy"} if setup.blank or reads_anew(model, settings) else {}),
         **({"moe_backend": "triton"} if setup.gpu and settings.quantization else {}),  # it takes fp8 experts in the layout of a checkpoint
+        # The other one, AMX_MLA, is for bfloat16 on some processors. Which backend it is also decides how a cache is cut into blocks.
+        **({"attention_backend": "CPU_MLA"} if not setup.gpu and model.latent else {}),
         **settings.engine.args,
     }
     if setup.gpu:
