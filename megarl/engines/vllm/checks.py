@@ -13,8 +13,6 @@ from megarl.engines.vllm.arguments import check_arguments
 from megarl.engines.vllm.launch import VLLM_VERSION, vllm_names
 from megarl.models.description import ModelDescription
 from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
-from megarl.plan.engines import cache_bytes
-from megarl.plan.facts import facts
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
 _NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py:72; models of its transformers backend are in other tables
@@ -150,7 +148,11 @@ def cache_mb(model: ModelDescription, dtype: str, settings: RolloutSettings, seq
         settings: the engine's settings, which have the lengths.
         sequences: the number of concurrent sequences, all of the greatest length.
     """
-    block = _LATENT_BLOCK if model.latent else _BLOCK
+    n, block = model.sizes, _LATENT_BLOCK if model.latent else _BLOCK
+    width = 2 * max(1, n.groups // settings.tp) * n.head_dim
+    if model.latent:  # which every worker has whole
+        width = model.fields["kv_lora_rank"] + model.fields["qk_pos_emb_head_dim"]
+    token_bytes = n.layers * width * (4 if dtype == "float32" else 2)
     longest = settings.max_prompt_tokens + settings.max_response_tokens
     blocks = sequences * -(-longest // block) + 1  # vLLM keeps one block empty
-    return -(-cache_bytes(facts(model), settings.tp, dtype) * block * blocks >> 20)
+    return -(-token_bytes * block * blocks >> 20)
