@@ -10,10 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.config import ConfigError
 from megarl.engines.generate import Sampling, TokenPrompt
+from megarl.engines.registry import check_engine
+from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import compare
 from tests.engines.engine_host import Host
-from tests.engines.test_updates import Layout, _check_update, _start, check_plan
+from tests.engines.test_updates import SETTINGS, Layout, _check_update, _start, check_plan
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
 from tests.rows import rows
 from tools.make_tiny_model import build, has_experts

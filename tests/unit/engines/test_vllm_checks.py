@@ -16,9 +16,8 @@ import pytest
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.engine import Setup
-from megarl.engines.vllm.launch import vllm_names
 from megarl.engines.vllm.checks import HEAD_SIZES, check, native_architectures
-from megarl.engines.vllm.launch import engine_arguments
+from megarl.engines.vllm.launch import engine_arguments, vllm_names
 from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES
 from megarl.models.hf import read_config
@@ -69,8 +68,7 @@ def test_vllm_has_code_of_its_own_for_every_family() -> None:
 
 
 def test_the_architectures_are_read_without_importing_vllm() -> None:
-    code = "import sys; from megarl.engines.vllm.launch import vllm_names
-from megarl.engines.vllm.checks import native_architectures as known; assert known() and 'vllm' not in sys.modules"
+    code = "import sys; from megarl.engines.vllm.checks import native_architectures as known; assert known() and 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -144,8 +142,7 @@ def test_a_plan_is_made_where_vllm_is_not_installed() -> None:
     code = (
         "import importlib.util as util; find = util.find_spec;"
         "util.find_spec = lambda name, *more: None if name == 'vllm' else find(name, *more);"
-        "from megarl.config import RolloutSettings; from megarl.engines.vllm.launch import vllm_names
-from megarl.engines.vllm.checks import check; from tests.published_models import *;"
+        "from megarl.config import RolloutSettings; from megarl.engines.vllm.checks import check; from tests.published_models import *;"
         "settings = RolloutSettings.model_validate({'dp': 4, 'tp': 4, 'engine': {'args': {'max_num_batched_tokens': 4096}}});"
         "check(description_of(MODELS['Qwen3-235B-A22B']), 'bfloat16', settings, gpu=True)"
     )
