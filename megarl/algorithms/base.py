@@ -42,6 +42,7 @@ class PolicyAlgorithm(KlToReference):
     min_group: ClassVar[int] = 1  # fewest responses to a prompt that give a signal; a prompt with fewer scored ones is not trained on
     needs_critic: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # the driver also samples each prompt once at temperature 0
+    reads_advantages: ClassVar[bool] = True  # False: the loss imitates what `keep` has chosen, whatever its advantage
 
     aggregation: Aggregation
     horizon: Annotated[int, Field(ge=1)] | None = None

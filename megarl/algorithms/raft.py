@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
@@ -16,6 +16,8 @@ class Raft(PolicyAlgorithm):
 
     With rewards 0 and 1, `threshold: 0` and `best: 1` imitate one right response per prompt, and nothing if there is none.
     """
+
+    reads_advantages: ClassVar[bool] = False
 
     type: Literal["raft"] = "raft"
     aggregation: Aggregation = "token-mean"

@@ -1,16 +1,26 @@
-"""The checks of a run's models other than the policy: `model.base`, critic, reference, reward model."""
+"""The checks of a run's models other than the policy: `model.base`, critic, teacher, reward model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, CriticSettings, EnvironmentSettings, Layout, ModelReward, ModelSettings, RolloutSettings
+from megarl.config import (
+    ConfigError,
+    CriticSettings,
+    DistillationSettings,
+    EnvironmentSettings,
+    Layout,
+    ModelReward,
+    ModelSettings,
+    RolloutSettings,
+)
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.host.unchecked import where_present
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, check_room
 from megarl.models.hf import end_tokens
+from megarl.models.weight_map import HeadKind
 from megarl.rewards.scale import read_range
 
 
@@ -61,7 +71,31 @@ def check_critic(
     if critic.path is None:
         check_layout(model, layout, settings.megatron)
     else:
-        check_value_model(settings, rollout, critic.path, "critic.path", layout)
+        check_other_model(settings, rollout, critic.path, "critic.path", layout, "value")
+
+
+def check_teacher(
+    settings: ModelSettings, policy: ModelDescription, rollout: RolloutSettings, distillation: DistillationSettings | None, layout: Layout
+) -> None:
+    """Check the teacher, if the run has one. It may be of another size and family.
+
+    Args:
+        settings: the section `model`.
+        policy: the policy.
+        rollout: the section `rollout`, which has the lengths.
+        distillation: the section `distillation`, if there is one.
+        layout: the layout of the ranks that will hold it.
+
+    Raises:
+        ConfigError: starting with `distillation.teacher`: it is incomplete, the layout does not divide it, its tokenizer differs from the
+            policy's, its vocabulary lacks tokens of the policy's, or its context is too short.
+    """
+    if distillation is None:
+        return
+    key, path = "distillation.teacher", distillation.teacher
+    teacher = check_other_model(settings, rollout, path, key, layout, "lm")
+    if teacher.vocab < policy.vocab:
+        raise ConfigError(f"{key}: {path} has vocab_size={teacher.vocab}, but the policy samples from vocab_size={policy.vocab}")
 
 
 def check_reward_model(settings: ModelSettings, rollout: RolloutSettings, source: tuple[str, ModelReward] | None, layout: Layout) -> None:
@@ -76,13 +110,15 @@ def check_reward_model(settings: ModelSettings, rollout: RolloutSettings, source
     if source is None:
         return
     key, path = f"{source[0]}.path", source[1].path
-    check_value_model(settings, rollout, path, key, layout)
+    check_other_model(settings, rollout, path, key, layout, "value")
     check_trained_head(path, key)
     read_range(path, key)
 
 
-def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout) -> None:
-    """Check a critic or reward model against the policy. It may be of another size.
+def check_other_model(
+    policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout, head: HeadKind
+) -> ModelDescription:
+    """Check a critic, a reward model or a teacher against the policy. It may be of another size.
 
     Args:
         policy: the section `model`.
@@ -90,12 +126,16 @@ def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Pat
         path: the model's Hugging Face directory.
         key: the setting that named it.
         layout: the layout of the ranks that will hold it.
+        head: the head that it needs.
+
+    Returns:
+        The model.
 
     Raises:
         ConfigError: starting with `key`: the model is incomplete, the layout does not divide it, its tokenizer differs from the policy's,
             or its context is too short.
     """
-    model = check_checkpoint(path, head="value", key=key, drop_mtp=policy.drop_mtp)
+    model = check_checkpoint(path, head=head, key=key, drop_mtp=policy.drop_mtp)
     try:
         check_layout(model, layout, policy.megatron)
     except ConfigError as error:
@@ -103,6 +143,7 @@ def check_value_model(policy: ModelSettings, rollout: RolloutSettings, path: Pat
     with where_present(f"the tokenizer of {key}"):
         check_same_tokenizer(path, key, policy.path, "model.path")
     check_room(model, rollout.max_prompt_tokens + rollout.max_response_tokens, f"{key}: {path}")
+    return model
 
 
 def check_trained_head(path: Path, key: str) -> None:

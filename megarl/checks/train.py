@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.checks.data import Data, PromptReader, check_data
 from megarl.checks.memory import check_fits
 from megarl.checks.model import check_length, check_model, check_stops
-from megarl.checks.other_models import check_base, check_critic, check_reward_model
+from megarl.checks.other_models import check_base, check_critic, check_reward_model, check_teacher
 from megarl.checks.routing import check_reported_experts, check_routing
 from megarl.config import ConfigError, TrainConfig, ValueConfig, model_of
 from megarl.data.gym import all_drawn
@@ -37,6 +37,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         lambda: check_engine(model, rollout.dtype or settings.dtype, rollout, gpu=gpus),
         lambda: check_critic(settings, model, rollout, config.critic, placement.critic or config.layout),
         lambda: check_layout(model, placement.reference or config.layout, settings.megatron),
+        lambda: check_teacher(settings, model, rollout, config.distillation, placement.teacher or config.layout),
         lambda: check_reward_model(settings, rollout, model_of(config.reward.source), placement.reward or config.layout),
         lambda: check_fits(config),  # ranks and engines together: the plan of the whole run
         lambda: check_reward(config.reward),

@@ -11,7 +11,7 @@ from typing import Literal
 from megarl.cluster.placement import ProcessKind
 from megarl.config import EvalConfig, Layout, PairsConfig, RolloutSettings, RunSettings, TrainConfig, TrainingSettings, model_of
 
-Role = Literal["policy", "reference", "critic", "reward"]
+Role = Literal["policy", "reference", "teacher", "critic", "reward"]
 ENGINES = "engines"  # the name of their kind
 
 
@@ -19,6 +19,7 @@ def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
     """The groups of ranks that a run needs: the roles of each group, and its parallel layout. The policy's group comes first."""
     needed: dict[Role, tuple[bool, Layout | None]] = {
         "reference": (config.algorithm.needs_reference, config.placement.reference),
+        "teacher": (config.distillation is not None, config.placement.teacher),
         "critic": (config.critic is not None, config.placement.critic),
         "reward": (model_of(config.reward.source) is not None, config.placement.reward),
     }
@@ -50,6 +51,7 @@ def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
     read: dict[str, Path | None] = {"model.path": config.model.path, "model.weights": config.model.weights, "model.base": config.model.base}
     if isinstance(config, TrainConfig):
         read |= {"critic.path": config.critic.path if config.critic else None}
+        read |= {"distillation.teacher": config.distillation.teacher if config.distillation else None}
         if (judge := model_of(config.reward.source)) is not None:
             read |= {f"{judge[0]}.path": judge[1].path}
     written = {"run_dir": config.directory} if isinstance(config, TrainingSettings) else {}

@@ -34,7 +34,7 @@ from megarl.config.environment import (
 )
 from megarl.config.inference import EvalConfig, PairsConfig, ServeConfig
 from megarl.config.loading import dump, load
-from megarl.config.model import CriticSettings, Layout, ModelSettings, OptimizerSettings
+from megarl.config.model import CriticSettings, DistillationSettings, Layout, ModelSettings, OptimizerSettings
 from megarl.config.rewards import (
     EnvironmentReward,
     FunctionReward,
@@ -72,6 +72,7 @@ __all__ = [
     "ConfigError",
     "ConversationSource",
     "CriticSettings",
+    "DistillationSettings",
     "DataSettings",
     "DpoConfig",
     "EnvironmentReward",

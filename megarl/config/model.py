@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megarl.algorithms.distillation import Distillation
 from megarl.algorithms.ops import Averaging
 from megarl.config.section import Beta, Fraction, Passes, Place, Section, StepsOrNone
 
@@ -141,6 +142,13 @@ class CriticSettings(Section):
     """Value pretraining ends early once 10 steps have lowered the value loss by less than this share."""
 
 
+class DistillationSettings(Section, Distillation):
+    """On-policy distillation: the policy's own tokens are rewarded by the log-prob that a teacher gives them."""
+
+    teacher: Place
+    """A Hugging Face directory of a language model with the policy's tokenizer, of any size and family."""
+
+
 class Placement(Section):
     """Layouts of the models that have ranks of their own; the others share the policy's ranks (`layout`).
 
@@ -151,6 +159,8 @@ class Placement(Section):
     """Layout of the critic on its own ranks."""
     reference: Layout | None = None
     """Layout of the reference model on its own ranks."""
+    teacher: Layout | None = None
+    """Layout of the teacher on its own ranks."""
     reward: Layout | None = None
     """Layout of the reward model on its own ranks."""
     engines: Literal["apart", "shared"] = "apart"

@@ -10,7 +10,7 @@ from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
 from megarl.algorithms.ops import Averaging
 from megarl.config.data import DataSettings, EvalSet, PreferenceData, SftData, check_sets
 from megarl.config.environment import EnvironmentSettings
-from megarl.config.model import CriticSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
+from megarl.config.model import CriticSettings, DistillationSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
 from megarl.config.rewards import RewardSettings, model_of
 from megarl.config.rollout import SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
@@ -32,8 +32,8 @@ class StepSettings(Section):
     """Passes of the policy over a rollout's mini-batches (PPO's epochs), not over the data; `steps` sets how long training lasts."""
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
     """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates. auto: the same, but the
-    pass is skipped if only one update follows, whose own log-probs then serve, and nothing else needs it (a reference, a correction,
-    routing.replay=r2). rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
+    pass is skipped if only one update follows, whose own log-probs then serve, and nothing else needs it (a reference, a teacher, a
+    correction, routing.replay=r2). rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
     micro_batch_tokens: PositiveInt = 16384
     """Maximum number of tokens in one micro-batch on one context-parallel group."""
     dynamic_sampling_rounds: Passes | None = None
@@ -65,6 +65,8 @@ class TrainConfig(TrainingSettings):
     """The algorithm of the update, by its `type`, and its settings."""
     critic: CriticSettings | None = None
     """The value model: required by algorithms that use one, refused by the others."""
+    distillation: DistillationSettings | None = None
+    """A teacher whose log-probs reward the tokens of the policy; null: there is none."""
     placement: Placement = Placement()
     """Models with their own ranks, and whether engines share the policy's GPUs."""
     data: DataSettings
@@ -93,6 +95,7 @@ class TrainConfig(TrainingSettings):
             self._check_truncated,
             self._check_critic,
             self._check_best,
+            self._check_distillation,
             self._check_placement,
             self._check_routing,
             self._check_shared,
@@ -172,12 +175,21 @@ class TrainConfig(TrainingSettings):
         if train.best is not None and not train.eval_every:
             raise ValueError(f"train.best={train.best}: train.eval_every=0 runs no evaluations during training")
 
+    def _check_distillation(self) -> None:
+        """Raise ValueError if the algorithm's loss does not read an advantage for each token."""
+        if self.distillation is not None and (self.algorithm.joins_tokens or not self.algorithm.reads_advantages):
+            raise ValueError(
+                f"distillation: gives each token an advantage of its own, but the loss of algorithm.type={self.algorithm.type} "
+                f"{'has one ratio for a whole response' if self.algorithm.joins_tokens else 'reads none'} (reinforce, grpo and others do)"
+            )
+
     def _check_placement(self) -> None:
         """Raise ValueError if ranks are given to a model that the run does not have, or more data-parallel ranks than sequences."""
         _, sequences = self._sequences
         there = {
             "critic": (self.critic is not None, f"algorithm.type={self.algorithm.type} has no critic"),
             "reference": (self.algorithm.needs_reference, f"algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference"),
+            "teacher": (self.distillation is not None, "there is no section distillation"),
             "reward": (model_of(self.reward.source) is not None, f"reward.source.type={self.reward.source.type} is not a reward model"),
         }
         for role, (present, why) in there.items():
@@ -272,7 +284,8 @@ class TrainConfig(TrainingSettings):
     @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:
         """Where the old log-probs of a step come from: a forward pass of their own, the update's own pass, or the engine."""
-        alone = self.algorithm.correction is None and not self.algorithm.needs_reference and self.routing.replay != "r2"
+        compared = self.algorithm.needs_reference or self.distillation is not None
+        alone = self.algorithm.correction is None and not compared and self.routing.replay != "r2"
         if self.train.old_logp == "auto":
             return "update" if alone and self.train.mini_batches == self.train.epochs == 1 else "forward"
         return self.train.old_logp

@@ -329,6 +329,7 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         updates=train.steps * train.mini_batches * train.epochs,
         temperature=config.rollout.temperature,
         critic=critic,
+        distillation=config.distillation,
         critic_updates=critic_updates,
         critic_micro_batches_joined=max(1, (wished or 0) // capacity(train, critic, roles)),
         reward=None if judge is None else judge[1].path,

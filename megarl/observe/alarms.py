@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from megarl.config import RoutingSettings
-from megarl.observe.dead_runs import SIGNS, STEPS, UNSCORED, Values, learned_nothing
+from megarl.observe.dead_runs import SIGNS, STEPS, TEACHER, UNSCORED, Values, learned_nothing
 
 # A collapse is a fall below this share of the first value. Only in reinforcement learning: supervised training lowers entropy by design.
 COLLAPSE = {
@@ -160,7 +160,7 @@ class Alarms:
         if "actor/grad_norm" in values:
             self._steps += 1
             self._still += values["actor/grad_norm"] == 0
-            self._equal += values.get("reward/min") == values.get("reward/max", math.nan)
+            self._equal += TEACHER not in values and values.get("reward/min") == values.get("reward/max", math.nan)
             self._unscored += values.get("reward/unscored", 0.0) > UNSCORED
         return messages
 

@@ -26,6 +26,7 @@ SHOWN = (
     ("dpo/loss", "loss", "{:.4f}"),
     ("dpo/accuracy", "accuracy", "{:.3f}"),
     ("dpo/margin", "margin", "{:.3f}"),
+    ("distillation/reverse_kl", "KL to teacher", "{:.3f}"),
     ("actor/entropy", "entropy", "{:.3f}"),
     ("response_length/mean", "length", "{:.1f}"),
     ("actor/grad_norm", "grad", "{:.3g}"),

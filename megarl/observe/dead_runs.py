@@ -17,6 +17,7 @@ EXPLODED, NATS = 3.0, 1.0  # entropy: more than this multiple of the first value
 TOKEN_KL = 0.5  # nats per token from the reference
 STEP_KL = 0.2  # nats per token from the policy before the step's updates
 ENGINE_KL = 0.1  # nats per token between engine and trainer, whether they compute differently or the policy was updated in between
+TEACHER = "distillation/reverse_kl"  # the metric of a run with a teacher, which learns without rewards
 LONGER, CUT = 2.0, 0.5  # length: above this multiple of the first; more than this share cut off, from less than half of it at first
 
 
@@ -37,7 +38,7 @@ def _truncated(now: Values, first: Values) -> str | None:
 
 def _unscored(now: Values, first: Values) -> str | None:
     share = now.get("reward/unscored")
-    if share is None:
+    if share is None or TEACHER in now:
         return None
     return f"{share:.0%} of the responses are cut by the length limit and score 0 unread" if share > UNSCORED else ""
 
@@ -51,14 +52,14 @@ def _missing(now: Values, first: Values) -> str | None:
 
 def _rewards_equal(now: Values, first: Values) -> str | None:
     lowest, highest = now.get("reward/min"), now.get("reward/max")
-    if lowest is None or highest is None:
+    if lowest is None or highest is None or TEACHER in now:
         return None
     return f"all responses score {highest:g}" if lowest == highest else ""
 
 
 def _groups_equal(now: Values, first: Values) -> str | None:
     share = now.get("frac_reward_zero_std")
-    if share is None or "critic/vf_loss" in now:  # a critic learns from rewards that differ between prompts alone
+    if share is None or "critic/vf_loss" in now or TEACHER in now:  # a critic learns from rewards that differ between prompts alone
         return None
     return "the responses to each prompt all score the same" if share >= 1 and not _rewards_equal(now, first) else ""
 

@@ -23,6 +23,7 @@ PANELS: dict[str, Sequence[str]] = {
     "held-out log-prob minus the reference's": ("eval/heldout/dpo/chosen_shift", "eval/heldout/dpo/rejected_shift"),
     "entropy": ("actor/entropy",),
     "KL: of an update, to the reference": ("actor/ppo_kl", "actor/reference_kl", "actor/kl_loss"),
+    "KL to the teacher, per token": ("distillation/reverse_kl", "distillation/k3_kl"),
     "response length": ("response_length/mean", "response_length/max"),
     "gradient norm": ("actor/grad_norm", "rm/grad_norm"),
     "clipped share": ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/pg_gated"),

@@ -79,6 +79,8 @@ def models_of(config: RunSettings) -> Models:
     if isinstance(config, TrainConfig):
         if config.critic is not None and config.critic.path is not None:
             found["critic"] = ModelDescription.read(config.critic.path)
+        if config.distillation is not None:
+            found["teacher"] = ModelDescription.read(config.distillation.teacher)
         if (judge := model_of(config.reward.source)) is not None:
             found["reward"] = ModelDescription.read(judge[1].path)
     return found

@@ -252,6 +252,26 @@ def mismatch_of_sequences(batch: Batch, sum_over: SumOver | None = None) -> dict
     }
 
 
+def teacher_gap(batch: Batch) -> dict[str, Metric]:
+    """Metrics of how far the policy is from its teacher, over the loss tokens of whole responses, with d = old - teacher.
+
+    distillation/reverse_kl is the mean of d, an estimate of KL(policy || teacher) per token; k3_kl the mean of exp(-d) - 1 + d, the same
+    with less noise; agreement the share of tokens that the teacher finds at least as likely.
+    """
+    d = (batch.extra_T["old_logp"] - batch.extra_T["teacher_logp"])[batch.mask_T].double()
+    if not len(d):
+        return {}
+
+    def mean(value: Tensor) -> Metric:
+        return Mean(float(value.sum()), float(len(d)))
+
+    return {
+        "distillation/reverse_kl": mean(d),
+        "distillation/k3_kl": mean(torch.expm1(-d) + d),
+        "distillation/agreement": mean((d <= 0).double()),
+    }
+
+
 def weight_metrics(weight_T: Tensor, batch: Batch) -> dict[str, Metric]:
     """Metrics of the correction's weights at the loss tokens: mean, maximum, share of zeros, and effective sample size.
 

@@ -20,7 +20,7 @@ from megarl.algorithms.ops import log_ratio
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
 from megarl.cluster.demand import Role
-from megarl.config import CriticSettings, OptimizerSettings, RoutingSettings, SyncSettings
+from megarl.config import CriticSettings, DistillationSettings, OptimizerSettings, RoutingSettings, SyncSettings
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
 from megarl.ranks.assemble import (
@@ -32,6 +32,7 @@ from megarl.ranks.assemble import (
     mismatch,
     mismatch_of_sequences,
     spread,
+    teacher_gap,
     weight_metrics,
     with_columns,
 )
@@ -43,14 +44,15 @@ from megarl.ranks.step_plan import ScoringPlan, StepPlan
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
     from megarl.parallel.routing import ExpertsRecorded, RoutingPass
-    from megarl.ranks.model import Model
+    from megarl.ranks.model import Model, OutputReader
     from megarl.ranks.publisher import Publisher
     from megarl.sync.senders import SenderRounds
 
 TRAINED: tuple[Role, ...] = ("policy", "critic")
 # Experts that the pass of the old log-probs keeps for the updates, by routing.replay.
 RECORD: dict[str, ExpertsRecorded] = {"off": "known", "r2": "all", "r3": "none"}
-COLUMN = {"policy": "old_logp", "reference": "ref_logp", "critic": "value"}  # the column of per-token numbers that each role computes
+# The column of per-token numbers that each role computes.
+COLUMN = {"policy": "old_logp", "reference": "ref_logp", "teacher": "teacher_logp", "critic": "value"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class RLSpec:
     critic: CriticSettings | None = None
     critic_updates: int = 0  # optimizer steps of the critic
     critic_micro_batches_joined: int = 1  # micro-batches that the critic joins into one
+    distillation: DistillationSettings | None = None
     reward: Path | None = None  # the reward model
     offload: bool = False  # idle models leave the device
     shared_devices: bool = False  # the engines share the devices of the policy's ranks
@@ -104,6 +107,9 @@ class ModelWorker(MegatronWorker):
                 self._models[role] = self._model(policy, "lm", spec.optimizer, spec.updates)
             elif role == "reference":
                 self._models[role] = self._model(policy)
+            elif role == "teacher":
+                assert spec.distillation is not None
+                self._models[role] = self._model(spec.distillation.teacher)
             elif role == "critic":
                 assert spec.critic is not None
                 self._models[role] = self._model(spec.critic.path or policy, "value", spec.critic.optimizer, spec.critic_updates)
@@ -137,7 +143,9 @@ class ModelWorker(MegatronWorker):
         flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], dict[str, Metric]()
         if "reference" in self._models:
             with self._follow("reference", replay=self._spec.routing.reference) as routing:
-                flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp, routing)
+                flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp("reference"), routing)
+        if "teacher" in self._models:
+            flat = self._use("teacher").forward_tokens(flat, "teacher_logp", self._logp("teacher"))
         self._scored, self._fresh = score or self._spec.old_logp == "forward", True
         if "policy" in self._models:
             if self._scored:
@@ -213,6 +221,9 @@ class ModelWorker(MegatronWorker):
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
             extra["return"] = extra["outcome"] if monte_carlo else algorithm.returns(whole, kl_coef)
         metrics = [mismatch_of_sequences(whole)] if self._reports_sequences and self._spec.old_logp == "forward" else []
+        if self._spec.distillation is not None:
+            extra["advantage"] = self._spec.distillation.advantages(extra["advantage"], whole)
+            metrics += [teacher_gap(whole)] if self._reports_sequences else []
         if algorithm.correction is not None:
             members = list(dict.fromkeys(n for chosen in self._members for n in chosen))
             extra |= corrections(algorithm, algorithm.correction, whole, members, self._responses, self._part_N, self._sum_over_replicas)
@@ -250,7 +261,7 @@ class ModelWorker(MegatronWorker):
         """
         batches, algorithm = self._mini_batches[mini_batch], self._spec.algorithm
         with self._follow("policy", replay=replay) as routing:
-            scored = self._use("policy").forward_tokens(batches, "logp", self._logp, routing)
+            scored = self._use("policy").forward_tokens(batches, "logp", self._logp("policy"), routing)
         if not self._grid.is_last_stage:
             return batches
         first = sum(map(len, self._mini_batches[:mini_batch]))
@@ -350,7 +361,7 @@ class ModelWorker(MegatronWorker):
         """
         replay, metrics = self._spec.routing.replay, dict[str, Metric]()
         with self._follow("policy", replay=replay == "r3", record=RECORD[replay]) as routing:
-            filled = self._use("policy").forward_tokens(flat, "old_logp", self._logp, routing)
+            filled = self._use("policy").forward_tokens(flat, "old_logp", self._logp("policy"), routing)
             if self._reports_tokens:
                 metrics = merge(mismatch(batch) for batch in filled)
             if routing is not None:
@@ -414,18 +425,18 @@ class ModelWorker(MegatronWorker):
         entry_T = pack_micro(batch, **place, device=torch.device("cpu")).entry_T
         return torch.full_like(value_T, torch.nan).index_copy(0, entry_T, value_T[entry_T])
 
-    def _logp(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
-        return self._logprobs(logits_RV, row_T, batch)[0]
+    def _logp(self, role: Role) -> OutputReader:
+        """Return what computes the log-probs of a role's model from its logits."""
+        return lambda logits_RV, row_T, batch: self._logprobs(role, logits_RV, row_T, batch)[0]
 
-    def _logprobs(self, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, role: Role, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy
 
-        model = self._models.get("policy") or self._models["reference"]
-        group, temperature = self._grid.groups.tp, self._spec.temperature
-        return logprob_entropy(logits_RV, row_T, batch.target_T, temperature, group, model.description.vocab, overwrite)
+        vocabulary = self._models[role].description.vocab
+        return logprob_entropy(logits_RV, row_T, batch.target_T, self._spec.temperature, self._grid.groups.tp, vocabulary, overwrite)
 
     def _loss_fn(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        logp_T, entropy_T = self._logprobs(logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
+        logp_T, entropy_T = self._logprobs("policy", logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
         seen = batch.with_extra(old_logp=logp_T.detach())
         loss = self._spec.algorithm.loss(
             logp_T, entropy_T, seen if self._spec.old_logp == "update" else batch, self._sum_over, self._kl_coef

@@ -1,0 +1,43 @@
+"""On-policy distillation in the real loop: the policy comes closer to a teacher of another family, wherever the teacher is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.checks.train import check_train
+from megarl.config import ConfigError, TrainConfig, load
+from tests.e2e.job import Job
+from tests.e2e.lab import Lab
+from tools.make_tiny_model import build
+
+SETTINGS = ("algorithm={type: reinforce}", "train.steps=8", "train.mini_batches=1", "train.prompts_per_step=16", "optimizer.lr=2.0e-3")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("teacher") / "model"
+    build(path, layers=2, hidden=128, experts=8, expert_hidden=64, seed=1, family="qwen3")
+    return path
+
+
+def test_the_policy_comes_closer_to_its_teacher(lab: Lab, tmp_path: Path, tiny_model: Path, teacher: Path) -> None:
+    """Apart on two ranks, the teacher gives the first step the log-probs that it gives on the policy's rank."""
+    given = (*SETTINGS, f"distillation.teacher={teacher}")
+    shared = lab.run(Job(tmp_path / "shared", tiny_model, given)).steps()
+    assert shared[-1]["distillation/k3_kl"] < 0.8 * shared[0]["distillation/k3_kl"]
+    alarms = json.loads((tmp_path / "shared" / "job" / "summary.json").read_text())["alarms"]
+    assert not {"rewards_equal", "groups_equal", "learned_nothing"} & set(alarms)
+    apart = lab.run(Job(tmp_path / "apart", tiny_model, (*given, "train.steps=1", "placement.teacher={ranks: 2, tp: 2}"))).steps()
+    for name in ("distillation/reverse_kl", "distillation/k3_kl", "actor/grad_norm"):
+        assert apart[0][name] == pytest.approx(shared[0][name], rel=1e-4), name
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, tiny_model: Path, teacher: Path) -> None:
+    other = tmp_path / "other"
+    build(other, layers=2, hidden=128, experts=8, expert_hidden=64, seed=2, family="qwen3", vocab_size=120)
+    config = load(Job(tmp_path, tiny_model).write(), [*SETTINGS, f"distillation.teacher={other}"], TrainConfig)
+    with pytest.raises(ConfigError, match=r"distillation\.teacher: "):
+        check_train(config)
