@@ -130,6 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 48}),
     "deepseek_v3_plain": ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 12, "swiglu_limit": 0.5}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
 }
 
@@ -203,6 +204,10 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         return {**routed, "num_experts": experts}
     if kind == "mixtral":
         return {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
+    if kind == "gpt_oss":
+        yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        mlp = {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
+        return {**mlp, "rope_parameters": {**yarn, "original_max_position_embeddings": 64}}
     if kind == "ministral":
         return {"layer_types": ["full_attention" if layer % 4 == 1 else "sliding_attention" for layer in range(layers)]}
     if kind == "glm4_moe":
@@ -234,7 +239,8 @@ def _stir(model: PreTrainedModel) -> None:
 
     generator = torch.Generator().manual_seed(7)
     vectors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))]
-    for vector in (tensor for tensor in vectors if tensor.ndim == 1):
+    biases = [tensor for name, tensor in model.named_parameters() if name.endswith("_bias") and tensor.ndim == 2]  # stacked, of experts
+    for vector in (*(tensor for tensor in vectors if tensor.ndim == 1), *biases):
         vector.data += 0.1 * torch.randn(vector.shape, generator=generator)
 
 

@@ -16,7 +16,7 @@ from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint
 from megarl.models.hf import INDEX, TensorInfo, header, inventory, scales_of_activations
-from megarl.models.quantized import dequantized
+from megarl.models.quantized import MXFP4, dequantized, from_mxfp4
 from megarl.models.weight_map import HeadKind, Shape
 from megarl.parallel.checkpoint.dcp import memory_of
 
@@ -94,8 +94,11 @@ def _check_file(file: Path, held: Mapping[str, TensorInfo]) -> None:
 
 
 def _stored(held: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return all tensors of the files: those held, and the scales of the quantised ones."""
-    return {**held, **{info.scales.name: info.scales.info for info in held.values() if info.scales is not None}}
+    """Return all tensors of the files: those held, or the stacks that they are parts of, and the scales of the quantised ones."""
+    scales = {info.scales.name: info.scales.info for info in held.values() if info.scales is not None}
+    stacks = [info.stack for info in held.values() if info.stack is not None and info.stack.index == 0]
+    whole = {name: one for stack in stacks for name, one in zip(stack.names, stack.infos, strict=True)}
+    return {**{name: info for name, info in held.items() if info.stack is None}, **whole, **scales}
 
 
 def digest_of(info: TensorInfo) -> str:
@@ -113,6 +116,9 @@ def digest_of(info: TensorInfo) -> str:
 
 def read_tensor(info: TensorInfo) -> tuple[Tensor, str]:
     """Read a tensor of a safetensors file into its own memory, in bfloat16 if it is quantised; return it and its hash."""
+    if info.dtype == MXFP4 and info.stack is not None:
+        found = from_mxfp4(_read(info.stack.part(0)), _read(info.stack.part(1))).t().contiguous()
+        return found, hash_of(found)
     found = _read(info)
     if info.scales is not None:
         found = dequantized(found, _read(info.scales.info), info.scales.block)

@@ -208,12 +208,15 @@ def cut_units(items: Sequence[PlannedParameter], shards: Sequence[int] = ()) -> 
     return [*units, Unit(len(units), tuple(held))]
 
 
-def cut_shards(items: Sequence[PlannedParameter], limit: int) -> list[int]:
-    """Divide the items into files of at most `limit` bytes (unless a single item is larger); return the index of each file's first item."""
+def cut_shards(items: Sequence[PlannedParameter], limit: int, *, stacked: bool = False) -> list[int]:
+    """Divide the items into files of at most `limit` bytes (unless a single item is larger); return the index of each file's first item.
+
+    `stacked`: the experts' items of one kind and layer are parts of one tensor (`hf.Stack`).
+    """
     starts, held = [0], 0
     for index, item in enumerate(items):
         size = item.parameters * DTYPES[item.target].itemsize
-        if held and held + size > limit:
+        if held and held + size > limit and not (stacked and item.weight.expert):  # but 0, with which a stack begins
             starts.append(index)
             held = 0
         held += size

@@ -21,7 +21,7 @@ from megarl.errors import ConfigError
 from megarl.models.arithmetic import differences
 from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.description import ModelDescription
-from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo
+from megarl.models.hf import CONFIG, CONVERSION, INDEX, SINGLE, TensorInfo, stack_of
 from megarl.models.hf_writer import described, write_files
 from megarl.models.weight_map import HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import DcpReader, memory_of
@@ -84,7 +84,7 @@ class ToHF(Conversion):
         self._head: HeadKind = "value" if HEAD in self._weights else "lm"
         self.items = make_items(self._description, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
         self._audit()
-        self._shards = cut_shards(self.items, shard_bytes)
+        self._shards = cut_shards(self.items, shard_bytes, stacked=self._description.family.stacked)
         self.units = cut_units(self.items, self._shards)
         self._slots, self._headers = self._lay_out(self._shards)
         self._expected = self._converted_before()
@@ -137,7 +137,12 @@ class ToHF(Conversion):
             for item in self.items[start:stop]:
                 for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
                     info = TensorInfo(shape, item.target, self._directory.partial / file, at)
-                    entries[name] = {"dtype": item.target, "shape": list(shape), "data_offsets": [at, at + info.size]}
+                    stack, index = stack_of(name) if self._description.family.stacked and item.weight.expert is not None else (name, -1)
+                    if index >= 0:  # the entry grows with each expert
+                        first, shape = entries.get(stack, {"data_offsets": [at]})["data_offsets"][0], (index + 1, *shape)
+                        entries[stack] = {"dtype": item.target, "shape": list(shape), "data_offsets": [first, at + info.size]}
+                    else:
+                        entries[name] = {"dtype": item.target, "shape": list(shape), "data_offsets": [at, at + info.size]}
                     found.append((name, info))
                     at += info.size
             text = json.dumps(entries, separators=(",", ":")).encode()
@@ -223,7 +228,8 @@ class ToHF(Conversion):
                 os.close(descriptor)
         files = described(self._hf, self._cast, self._changes())
         if len(self._headers) > 1:
-            index = {name: slot.file for name, slot in sorted(self._slots.items())}
+            place = (lambda name: stack_of(name)[0]) if self._description.family.stacked else str
+            index = dict(sorted({place(name): slot.file for name, slot in self._slots.items()}.items()))
             size = sum(slot.info.size for slot in self._slots.values())
             files[INDEX] = (json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n").encode()
         files[CONVERSION] = json.dumps(self._report(hashes), indent=1).encode()

@@ -14,7 +14,7 @@ from megarl.models.rope import Rope
 from megarl.models.weight_map import OUTPUT, QKV, Fused, GateUp, Head, Op, Plain, Sizes, WeightMapping
 
 LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's and Hugging Face's prefixes
-_EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
+EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
 # Other spellings of keys by `sigmoid_sizes` and `predictors`, which transformers accepts.
 SIGMOID_SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of attention in config.json's layer_types
@@ -221,8 +221,8 @@ def experts(
     gate, up, down = (f"{expert}{name}.weight" for name in names)
     return [
         WeightMapping(LAYER + "mlp.router.weight", (router,), Plain((n.experts, n.hidden)), layers=layers),
-        WeightMapping(_EXPERT + "linear_fc1.weight", (gate, up), GateUp(n.expert_ffn, n.hidden), layers=layers),
-        WeightMapping(_EXPERT + "linear_fc2.weight", (down,), Plain((n.hidden, n.expert_ffn), 1), layers=layers),
+        WeightMapping(EXPERT + "linear_fc1.weight", (gate, up), GateUp(n.expert_ffn, n.hidden), layers=layers),
+        WeightMapping(EXPERT + "linear_fc2.weight", (down,), Plain((n.hidden, n.expert_ffn), 1), layers=layers),
     ]
 
 

@@ -74,7 +74,7 @@ def _check_tensors(model: ModelDescription, drop_mtp: bool) -> None:
         raise ConfigError(f"model.path: {path} lacks the tensor {missing[0]} ({len(missing)} of {len(expected)} are missing)")
     for name, shape in expected.items():
         _check_tensor(path, model.config, name, held[name], shape)
-    if quantization(model.config) is not None and all(info.scales is None for info in held.values()):
+    if quantization(model.config) is not None and all(info.read_dtype == info.dtype for info in held.values()):
         raise ConfigError(f"model.path: {path}: config.json has a {QUANTIZATION}, but no tensor is stored with scales")
     predictors = model.family.predictors(model.config)
     further = sorted(name for name in held if name.startswith(predictors))
@@ -195,6 +195,8 @@ def check_layout(model: ModelDescription, layout: Layout, megatron: Mapping[str,
     for key, parts, count, what, by in divisions:
         if count % parts:
             raise ConfigError(f"{key}: model has {count} {what}, not divisible by {by if '=' in by else parts}")
+    if sizes.experts and layout.etp > 1 and model.fields["add_bias_linear"]:  # transformer_config.py:2280: each rank would add the bias
+        raise ConfigError(f"layout.etp={layout.etp}: the experts of {model.architecture} have biases, which takes etp=1")
     if not sizes.experts and (layout.ep > 1 or layout.etp > 1):
         raise ConfigError(f"layout.ep={layout.ep}, layout.etp={layout.etp}: model has 0 experts")
 

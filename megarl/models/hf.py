@@ -6,6 +6,7 @@ Headers are read with only struct and json, so that a checkpoint is checked befo
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import Absent, ConfigError
 from megarl.models.config_json import check_kinds
-from megarl.models.quantized import FLOAT8, dequantized, quantization
-from megarl.models.registry import completed
+from megarl.models.quantized import FLOAT8, MXFP4, dequantized, from_mxfp4, quantization
+from megarl.models.registry import FAMILIES, completed, family_of
 from megarl.text.strict_json import parse_json, read_json
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ _ITEM_SIZES = {
     **dict.fromkeys((FLOAT8, "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
 _SCALES = {"F32", "BF16", "F16", "F8_E8M0"}  # dtypes of the scales of quantised weights
+_STACK = re.compile(r"(.*\.experts\.)([a-z]\w*)")  # the name of a stack of experts' tensors: before and after the expert's number
+_PART = re.compile(r"(.*\.experts\.)(\d+)\.([a-z]\w*)")
+_BLOCKS, _MX_SCALES, _MX_BYTES = "_blocks", "_scales", 16  # what the names of MXFP4's tensors add, and the bytes of a block
 _ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale")  # scales of quantised activations, beside a quantised weight
 
 
@@ -47,11 +51,12 @@ class TensorInfo:
     file: Path
     start: int  # byte offset in the file
     scales: Scales | None = None  # of quantised values, without which they mean nothing
+    stack: Stack | None = None  # of which it is a part
 
     @property
     def read_dtype(self) -> str:
         """The dtype in which it is read."""
-        return self.dtype if self.scales is None else "BF16"
+        return self.dtype if self.scales is None and self.dtype != MXFP4 else "BF16"
 
     @property
     def size(self) -> int:
@@ -66,6 +71,31 @@ class Scales:
     name: str
     info: TensorInfo
     block: tuple[int, int]  # rows and columns that share a scale
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The stored tensors whose first axis is a layer's experts, and an expert's place on it: one, or MXFP4's blocks and scales.
+
+    The expert's tensor is named like those of other families, with the expert's number: of `mlp.experts.down_proj` the parts are
+    `mlp.experts.0.down_proj`, `mlp.experts.1.down_proj`, ...
+    """
+
+    names: tuple[str, ...]
+    infos: tuple[TensorInfo, ...]
+    index: int
+
+    def part(self, place: int) -> TensorInfo:
+        """Return what the expert has of one of the tensors."""
+        info = self.infos[place]
+        shape = info.shape[1:]
+        return TensorInfo(shape, info.dtype, info.file, info.start + self.index * math.prod(shape) * _ITEM_SIZES[info.dtype])
+
+
+def stack_of(name: str) -> tuple[str, int]:
+    """Return the name of the stack that an expert's tensor is a part of in families with `stacked`, and its place there; -1: of none."""
+    match = _PART.fullmatch(name)
+    return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, -1)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -110,9 +140,9 @@ def inventory(path: Path) -> dict[str, TensorInfo]:
     Raises ConfigError, one line that names the file: a broken header or index, a tensor that the index misplaces; Absent: no weights.
     """
     if (path / INDEX).is_file():
-        return _with_scales(path, _indexed(path))
+        return _with_stacks(path, _with_scales(path, _indexed(path)))
     if (path / SINGLE).is_file():
-        return _with_scales(path, header(path / SINGLE))
+        return _with_stacks(path, _with_scales(path, header(path / SINGLE)))
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
         raise ConfigError(f"model.path: {path} holds only pickled weights ({pickles[0]}), which are never read: convert to safetensors")
@@ -141,6 +171,35 @@ def _with_scales(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInf
     return {name: info for name, info in (held | scaled).items() if name not in used}
 
 
+def _with_stacks(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Replace the stacks of a family that stores its experts in such by the experts' tensors; MXFP4's blocks and scales by their values."""
+    if not any(".experts." in name for name in held):
+        return held
+    config = completed(json_object(path / CONFIG))
+    if (config.get("architectures") or [None])[0] not in FAMILIES or not family_of(config).stacked:
+        return held
+    found = dict[str, TensorInfo]()
+    for name, info in held.items():
+        packed = name.endswith(_BLOCKS) and name.removesuffix(_BLOCKS) + _MX_SCALES in held
+        if name.endswith(_MX_SCALES) and name.removesuffix(_MX_SCALES) + _BLOCKS in held:
+            continue
+        if not (match := _STACK.fullmatch(name)) or not info.shape:
+            found[name] = info
+            continue
+        names = (name, name.removesuffix(_BLOCKS) + _MX_SCALES) if packed else (name,)
+        infos = tuple(held[one] for one in names)
+        for index in range(info.shape[0]):
+            stack = Stack(names, infos, index)
+            leaf = match[2].removesuffix(_BLOCKS) if packed else match[2]
+            part, shape = stack.part(0), stack.part(0).shape
+            if packed:  # [rows, groups, 16 bytes], stored as the transpose of what it stands for
+                rows, groups, size = shape if len(shape) == 3 else (0, 0, 0)
+                fits = size == _MX_BYTES and infos[1].shape == (info.shape[0], rows, groups) and {one.dtype for one in infos} == {"U8"}
+                part = replace(part, shape=(groups * 2 * _MX_BYTES, rows), dtype=MXFP4 if fits else info.dtype)
+            found[f"{match[1]}{index}.{leaf}"] = replace(part, stack=stack)
+    return found
+
+
 def scales_of_activations(held: Mapping[str, TensorInfo]) -> set[str]:
     """Return the names of scales that only a quantised computation needs, beside quantised weights."""
     names = {name for name in held if name.endswith(_ACTIVATIONS)}
@@ -167,12 +226,22 @@ class Checkpoint:
             A tensor on the CPU, in the checkpoint's dtype; bfloat16 if it is quantised.
         """
         info = self.tensors[name]
+        if info.stack is not None:
+            return self._part(info, info.stack, dim, slice(start, stop) if dim is not None else slice(None))
         file = self._file(info.file)
         values = file.get_tensor(name) if dim is None else file.get_slice(name)[(slice(None),) * dim + (slice(start, stop),)]
         if info.scales is None:
             return values
         scales = self._file(info.scales.info.file).get_tensor(info.scales.name)
         return dequantized(values, scales, info.scales.block, (start if dim == 0 else 0, start if dim == 1 else 0))
+
+    def _part(self, info: TensorInfo, stack: Stack, dim: int | None, own: slice) -> Tensor:
+        stored = [self._file(one.file).get_slice(name) for name, one in zip(stack.names, stack.infos, strict=True)]
+        if info.dtype != MXFP4:
+            return stored[0][(stack.index, *(slice(None),) * (dim or 0), own)]
+        rows = own if dim == 1 else slice(None)
+        values = from_mxfp4(*(one[stack.index, rows] for one in stored)).t()
+        return values[own] if dim == 0 else values
 
     def _file(self, path: Path) -> Any:
         from safetensors import safe_open

@@ -6,18 +6,20 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megarl.checkpoints.files import sync
 from megarl.errors import ConfigError
-from megarl.models.hf import CONFIG, CONVERSION, INDEX, RANGE_FILE, SINGLE, TOKENIZER, json_object
+from megarl.models.hf import CONFIG, CONVERSION, INDEX, RANGE_FILE, SINGLE, TOKENIZER, json_object, stack_of
 from megarl.models.quantized import QUANTIZATION
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megarl.models.description import ModelDescription
 
 _COPIED = {".json", ".jinja", ".model", ".txt"}  # tokenizer, chat template, generation defaults
 _TEMPLATES = ("additional_chat_templates", "chat_templates")  # folders of further chat templates, of transformers' and other programs
@@ -74,6 +76,30 @@ def _has_code(source: Path, config: Mapping[str, Any]) -> bool:
     named = [one for value in given.values() for one in (value if isinstance(value, list) else [value])] if isinstance(given, dict) else []
     modules = [one.rpartition(".")[0] for one in named if isinstance(one, str)]  # "repository--module.Class" is not of this directory
     return bool(modules) and all((source / f"{module}.py").is_file() for module in modules)
+
+
+def stacked(stream: Iterable[tuple[str | list[str], Tensor]], model: ModelDescription) -> Iterator[tuple[str | list[str], Tensor]]:
+    """Join the experts' tensors of a stream into the stacks that the model's checkpoints hold, if they hold such (`hf.Stack`).
+
+    Args:
+        stream: (name, tensor), or (names, tensors along a first axis); those of one stack follow each other, in any order.
+        model: the model.
+    """
+    import torch
+
+    whole, count, experts = None, 0, model.sizes.experts
+    for names, tensors in stream:
+        if isinstance(names, str) or not model.family.stacked:
+            yield names, tensors
+            continue
+        if whole is None:
+            whole = torch.empty((experts, *tensors.shape[1:]), dtype=tensors.dtype)
+        whole[[stack_of(name)[1] for name in names]] = tensors.cpu()
+        count += len(names)
+        if count == experts:
+            yield stack_of(names[0])[0], whole
+            whole, count = None, 0
+    assert whole is None, f"{count} of {experts} experts have come"
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

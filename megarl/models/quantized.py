@@ -1,7 +1,7 @@
 """Quantised weights of published checkpoints: how config.json says they are stored, and the bfloat16 numbers that they stand for.
 
 8-bit floats with a factor for each block of a matrix (DeepSeek-V3, Kimi-K2, Qwen3-FP8), each row (GLM-4.5-FP8), or the whole of it; and
-MXFP4 (gpt-oss), of which no family here has any weights yet.
+MXFP4 (gpt-oss).
 
 Axes: R rows, C columns, I and J blocks along rows and columns, S rows of a strip, K codes of 8 bits.
 """
@@ -18,6 +18,7 @@ from megarl.lazy_torch import Tensor, torch
 from megarl.models.config_json import ConfigJson
 
 FLOAT8 = "F8_E4M3"  # safetensors' name of the dtype
+MXFP4 = "MXFP4"  # our name of the dtype of values that are stored as blocks and scales
 QUANTIZATION = "quantization_config"  # the key of config.json
 _AT_ONCE = 1 << 18  # elements converted together: their float32 copies stay in a CPU's cache
 _FLOATS = {"float-quantized", "naive-quantized"}  # formats of compressed-tensors that store a tensor of 8-bit floats
@@ -51,6 +52,8 @@ def quantization(config: ConfigJson) -> Quantization | None:
             return Quantization(("_scale_inv",), (rows, columns))
         case {"quant_method": "fp8"} if given.get("weight_block_size") is None:
             return Quantization(("_scale_inv", "_scale"), None)
+        case {"quant_method": "mxfp4"}:  # each tensor of experts as `_blocks` and `_scales` (`hf.Stack`)
+            return Quantization((), None)
         case {"quant_method": "fbgemm_fp8"}:
             return Quantization(("_scale",), None)
         case {"quant_method": "compressed-tensors", "format": str(form), "config_groups": {**groups}} if form in _FLOATS:
@@ -58,8 +61,8 @@ def quantization(config: ConfigJson) -> Quantization | None:
                 return found
     parts = {key: given.get(key) for key in ("quant_method", "format", "weight_block_size")} if isinstance(given, Mapping) else given
     raise ConfigError(
-        f"model.path: config.json's {QUANTIZATION} is not supported: {parts!r:.300}; fp8, fbgemm_fp8 and compressed-tensors of 8-bit "
-        "floats are"
+        f"model.path: config.json's {QUANTIZATION} is not supported: {parts!r:.300}; fp8, fbgemm_fp8, mxfp4 and compressed-tensors of "
+        "8-bit floats are"
     )
 
 

@@ -192,6 +192,57 @@ class GateUp(Op):
 
 
 @dataclass(frozen=True)
+class Interleaved(Op):
+    """The gate and up projections of a gated MLP, unit by unit in turn in the columns of one tensor [..., 2 * ffn]: packed [2, ffn, ...]."""
+
+    ffn: int
+    rest: Shape  # (hidden,) for weights, () for biases
+    axis = 1
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ((*self.rest, 2 * self.ffn),)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return (2, self.ffn, *self.rest)
+
+    @property
+    def dim(self) -> int | None:
+        return len(self.rest)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].unflatten(-1, (-1, 2)).movedim(-1, 0).movedim(-1, 1)
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return (packed.movedim(1, -1).movedim(0, -1).flatten(-2),)
+
+
+@dataclass(frozen=True)
+class Transposed(Op):
+    """The matrix of a row-parallel layer, stored [columns, rows]: packed [rows, columns], split by column."""
+
+    rows: int
+    columns: int
+    axis = 1
+    dim = 0
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ((self.columns, self.rows),)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return (self.rows, self.columns)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].t()
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return (packed.t(),)
+
+
+@dataclass(frozen=True)
 class Fused(Op):
     """The tensors of `parts`, concatenated by rows into a single tensor [sum of their rows, ...]; each part is split separately."""
 
@@ -341,6 +392,7 @@ class Family:
     nullable: tuple[str, ...] = ()  # keys whose null has a meaning of its own, though it is not their default
     spellings: Mapping[str, str] = field(default_factory=dict)  # other names of these keys -> theirs
     names: tuple[str, ...] = ()  # further values of config.json's model_type
+    stacked: bool = False  # checkpoints stack each tensor of a layer's experts along a first axis; see `hf.Stack`
     layer_spec: Callable[[Any, Any], None] = _as_it_is  # edits a layer's ModuleSpec; see `Backend.replicated_linear`
 
     def head_of(self, config: ConfigJson) -> HeadKind:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,6 +46,8 @@ def zigzag(length: int, rank: int, ranks: int) -> Tensor:
 class PackedAttention(MegatronModule):
     """softmax(q k^T / sqrt(D)) v inside each packed sequence, causal, with grouped key/value heads, in some layers with a sliding window.
 
+    With sinks (config.softmax_type is "learnable") the sum under each head's softmax has one more term, exp(sink), which attends to nothing.
+
     Neighbouring sequences of equal length go through one batched call (`packing` sorts them by length). Under context parallelism
     keys and values are gathered over the group and every rank computes its own two chunks of queries.
     """
@@ -66,6 +69,11 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.cp_group = pg_collection.cp
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.softmax_offset: torch.nn.Parameter | None = None  # Transformer Engine's name of the sinks, [H]
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
         self.window = config.window_size[0] + 1 if windowed else None  # the tokens that a query sees, its own among them
 
     def forward(
@@ -118,8 +126,10 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: int, count: int) -> Tensor:
         q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))  # N heads tokens D
-        mask = self._mask(length)
+        mask, width = self._mask(length), v.shape[-1]
         mask = mask if mask is None else mask.to(q.device)
+        if self.softmax_offset is not None:
+            q, k, v, mask = _with_sinks(q, k, v, mask, self.softmax_offset, self.scale)
         if q.is_cuda and (mask is not None or q.dtype == torch.float32):
             # The only GPU kernel that shares keys between heads supports neither case; the fallback would keep all scores in memory.
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -127,6 +137,8 @@ class PackedAttention(MegatronModule):
         out = repeatable(
             lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=shared)
         )
+        if self.softmax_offset is not None:
+            out = out[:, :, 1:, :width]
         return out.transpose(1, 2).flatten(0, 1)
 
     def _mask(self, length: int) -> Tensor | None:
@@ -136,6 +148,36 @@ class PackedAttention(MegatronModule):
             return None
         query, key_L = zigzag(length, self.cp_group.rank(), ranks)[:, None], torch.arange(length)
         return (key_L <= query) & (key_L > query - window)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sink_H: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Give attention a first token that stands for the sinks: its key scores sink_h for every query of head h, and its value is 0.
+
+    Queries and keys are eight wider, which keeps what kernels ask of their alignment: a query has sink / scale there, and the key of the
+    first token ones. In 16 bits sink / scale is the sum of two numbers, and the gradient is that of the first.
+
+    Args:
+        q: queries [N, H, tokens, D].
+        k: keys [N, G, L, D].
+        v: values [N, G, L, C].
+        mask: which keys each query sees, [tokens, L]; None: all up to its own.
+        sink_H: the sinks.
+        scale: the factor of the scores.
+
+    Returns:
+        The same with a first token, whose row of the result means nothing, and eight further columns.
+    """
+    offset_H = sink_H.float() / scale
+    high_H = offset_H.to(q.dtype)
+    low_H = (offset_H - high_H.float()).detach().to(q.dtype)
+    own = torch.stack([high_H, low_H, *[torch.zeros_like(high_H)] * 6], dim=-1)  # H 8
+    q = F.pad(torch.cat([q, own[None, :, None].expand(*q.shape[:3], 8)], dim=-1), (0, 0, 1, 0))
+    k, v = F.pad(k, (0, 8, 1, 0)), F.pad(v, (0, 8, 1, 0))
+    first = torch.arange(k.shape[-1], device=k.device) >= k.shape[-1] - 8
+    k = torch.where((torch.arange(k.shape[2], device=k.device) == 0)[:, None] & first, 1.0, k).to(q.dtype)
+    return q, k, v, mask if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
 
 
 def repeatable(attend: Callable[[], Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
@@ -25,7 +26,7 @@ from megarl.text.display import one_line
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Fields whose values are torch objects or Megatron enum members, by the names that YAML and `fixed_fields` use for them.
 _NAMED: dict[str, Mapping[str, Any]] = {
-    "activation_func": {"silu": F.silu},
+    "activation_func": {"silu": F.silu, "quick_gelu": quick_gelu},
     "params_dtype": DTYPES,
     "pipeline_dtype": DTYPES,
     "attention_backend": AttnBackend.__members__,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.errors import ConfigError, SaveError
 from megarl.models.description import ModelDescription
-from megarl.models.hf_writer import CheckpointWriter, ShardWriter
+from megarl.models.hf_writer import CheckpointWriter, ShardWriter, stacked
 from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import head_of, local_parameters, tensor_parallel
@@ -108,7 +108,7 @@ def save_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid, target: 
         dist.broadcast_object_list(told, group=grid.groups.control, group_src=0)
         if told[1] is not None:
             raise ConfigError(told[1])
-        for shards, nbytes in _written(export_stacks(chunks, model, grid, dtype, by_stage=True), told[0], grid):
+        for shards, nbytes in _written(stacked(export_stacks(chunks, model, grid, dtype, by_stage=True), model), told[0], grid):
             if writer is not None:
                 writer.include(shards, nbytes)
 

@@ -59,13 +59,14 @@ def transformer_engine(config: TransformerConfig, vp_stage: int | None, torch_at
     Args:
         config: the model's configuration.
         vp_stage: the virtual stage.
-        torch_attention: whether `PackedAttention` takes the place of Transformer Engine's attention. It does in any case where ranks share
-            sequences with sliding windows: Transformer Engine has none in the ring of keys and values that Megatron asks for by default
-            (2.18, context_parallel.py:5057).
+        torch_attention: whether `PackedAttention` takes the place of Transformer Engine's attention. It does in any case for sinks, which
+            Transformer Engine has for packed sequences from cuDNN 9.18 on, without context parallelism (2.18, utils.py:1028-1060), and
+            where ranks share sequences with sliding windows, which it has not in the ring of keys and values that Megatron asks for by
+            default (context_parallel.py:5057).
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     shared_windows = config.window_size is not None and config.context_parallel_size > 1
-    for layer in block.layer_specs if torch_attention or shared_windows else []:
+    for layer in block.layer_specs if torch_attention or shared_windows or config.softmax_type != "vanilla" else []:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return block
 

@@ -55,12 +55,12 @@ def test_logits_equal_those_of_transformers_on_every_layout(pool: Pool, make: Ma
     assert_transformers(pool, make(variant), *(layout for layout in layouts(variant).values() if long or layout.ranks > 1))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "ministral"])
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "ministral", "gpt_oss"])
 def test_logits_equal_those_of_transformers_under_context_parallelism(pool: Pool, make: Make, family: str) -> None:
     assert_transformers(pool, make(family), Layout(ranks=2, cp=2), Layout(ranks=4, cp=2, tp=2))
 
 
-KINDS = ["qwen3_moe", "qwen2", "llama", "phi3", "mixtral", "deepseek_v3", "glm4_moe"]  # all kinds of tensors
+KINDS = ["qwen3_moe", "qwen2", "llama", "phi3", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"]  # all kinds of tensors
 
 
 @pytest.mark.parametrize("variant", rows(VARIANTS, KINDS))

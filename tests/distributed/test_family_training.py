@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_plain": ("deepseek_v3_plain", EVERY_EXPERT),
     "glm4_moe": ("glm4_moe", EVERY_EXPERT),
     "ministral": ("ministral", {}),
+    "gpt_oss": ("gpt_oss", {"num_experts_per_tok": 8}),
     "glm4_moe_dense_stage": ("glm4_moe", {**EVERY_EXPERT, "first_k_dense_replace": 2}),
 }
 CASES = [
@@ -46,6 +47,7 @@ CASES = [
     ("glm4_moe", "tp2_ep2"),
     ("glm4_moe", "cp2"),
     ("glm4_moe_dense_stage", "pp2"),
+    *(("gpt_oss", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2", "ep4")),
     *(("ministral", name) for name in ("tp2", "pp2", "cp2", "dp2", "tp2_pp2")),
 ]
 SUITE = [
@@ -58,6 +60,8 @@ SUITE = [
     ("glm4_moe", "cp2"),
     ("glm4_moe_dense_stage", "pp2"),
     ("ministral", "cp2"),
+    ("gpt_oss", "tp2_ep2"),
+    ("gpt_oss", "cp2"),
 ]
 Step = tuple[list[float], list[float], dict[tuple[int, int], float]]  # of training: losses, gradient norms, log-probs
 

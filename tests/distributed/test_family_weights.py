@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.config import Layout
+from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, family_of
 from megarl.models.hf import Checkpoint, read_config
+from megarl.models.hf_writer import stacked
 from megarl.parallel import schedule
 from megarl.parallel.grid import Grid
 from tests.distributed.test_export import stored
@@ -36,7 +39,7 @@ def same_bytes(one: Path, two: Path) -> bool:
         )
 
 
-@pytest.mark.parametrize("variant", rows(VARIANTS, ["qwen2_tied", "phi3", "qwen3_moe_unnormalized", "deepseek_v3", "glm4_moe"]))
+@pytest.mark.parametrize("variant", rows(VARIANTS, ["qwen2_tied", "phi3", "qwen3_moe_unnormalized", "deepseek_v3", "glm4_moe", "gpt_oss"]))
 def test_weights_come_back_bit_for_bit(pool: Pool, make: Make, variant: str) -> None:
     path, known = make(variant), layouts(variant)
     expected = stored(path)
@@ -52,8 +55,15 @@ def in_bfloat16(path: Path, target: Path) -> Path:
     tensors = {name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16() for name, tensor in stored(path).items()}
     target.mkdir()
     (target / "config.json").write_text(json.dumps({**read_config(path), "dtype": "bfloat16"}))
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(each_stored(tensors, path)), target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def each_stored(tensors: dict[str, Tensor], path: Path) -> Any:
+    """The tensors as the model's checkpoints hold them: experts in stacks, if these do."""
+    named = (([name], tensor[None]) if ".experts." in name else (name, tensor) for name, tensor in tensors.items())
+    model = ModelDescription.read(path)
+    return stacked(named, model) if model.family.stacked else tensors.items()
 
 
 @pytest.mark.parametrize(("variant", "scheme"), [("qwen3_moe", "bfloat16_scales"), ("phi3", "blocks"), ("deepseek_v3", "rows")])
@@ -92,7 +102,7 @@ def classifier(path: Path, target: Path) -> Path:
     tensors["score.weight"] = 0.3 * torch.randn(1, hf["hidden_size"], generator=torch.Generator().manual_seed(7))
     target.mkdir()
     (target / "config.json").write_text(json.dumps({**hf, "architectures": [head.architecture], **head.labels}))
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(each_stored(tensors, path)), target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
@@ -107,7 +117,7 @@ def values(grid: Grid, path: Path, batch: Batch) -> dict[int, float]:
     return dict(item for found in schedule.run(chunks, [batch], loss_fn, grid, forward_only=True) for item in found.items())
 
 
-@pytest.mark.parametrize("variant", rows(VARIANTS, ["qwen3", "llama", "mixtral", "deepseek_v3_plain", "glm4_moe_air"]))
+@pytest.mark.parametrize("variant", rows(VARIANTS, ["qwen3", "llama", "mixtral", "deepseek_v3_plain", "glm4_moe_air", "gpt_oss"]))
 def test_critic_is_transformers_classifier(pool: Pool, make: Make, tmp_path: Path, variant: str) -> None:
     path = classifier(make(variant), tmp_path / "critic")
     tp2, pp2 = layouts(variant)["tp2"], layouts(variant)["pp2"]
