@@ -61,8 +61,8 @@ def quantization(config: ConfigJson) -> Quantization | None:
                 return found
     parts = {key: given.get(key) for key in ("quant_method", "format", "weight_block_size")} if isinstance(given, Mapping) else given
     raise ConfigError(
-        f"model.path: config.json's {QUANTIZATION} is not supported: {parts!r:.300}; fp8, fbgemm_fp8, mxfp4 and compressed-tensors of "
-        "8-bit floats are"
+        f"model.path: config.json's {QUANTIZATION} is not supported: {parts!r:.300}; fp8, fbgemm_fp8 and compressed-tensors of 8-bit "
+        "floats are, and gpt-oss's mxfp4"
     )
 
 

@@ -193,7 +193,7 @@ class GateUp(Op):
 
 @dataclass(frozen=True)
 class Interleaved(Op):
-    """The gate and up projections of a gated MLP, unit by unit in turn in the columns of one tensor [..., 2 * ffn]: packed [2, ffn, ...]."""
+    """The gate and up projections of a gated MLP, in turn in the columns of one tensor [..., 2 * ffn]: packed [2, ffn, ...]."""
 
     ffn: int
     rest: Shape  # (hidden,) for weights, () for biases

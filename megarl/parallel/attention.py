@@ -46,7 +46,7 @@ def zigzag(length: int, rank: int, ranks: int) -> Tensor:
 class PackedAttention(MegatronModule):
     """softmax(q k^T / sqrt(D)) v inside each packed sequence, causal, with grouped key/value heads, in some layers with a sliding window.
 
-    With sinks (config.softmax_type is "learnable") the sum under each head's softmax has one more term, exp(sink), which attends to nothing.
+    With sinks (config.softmax_type "learnable") the sum under each head's softmax has one more term, exp(sink), which attends to nothing.
 
     Neighbouring sequences of equal length go through one batched call (`packing` sorts them by length). Under context parallelism
     keys and values are gathered over the group and every rank computes its own two chunks of queries.

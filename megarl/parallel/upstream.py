@@ -57,7 +57,8 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
     import megatron.core
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.transformer import mla_qk_norm_config, multi_latent_attention
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    from megatron.core.transformer import mla_qk_norm_config, mlp, multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -71,6 +72,7 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
     if transformer_engine:
         _router_gemm_of_te(moe_utils)
     else:
+        _bias_of_experts(mlp.MLP, RowParallelLinear)
         _replicated_projections(multi_latent_attention)
         _rotation_in_one_pass(rope_utils)
 
@@ -231,6 +233,19 @@ def _unpadded_values(latent_attention: Any) -> None:
         return padded
 
     latent_attention._prepare_mla_core_attention_value = prepare_value
+
+
+def _bias_of_experts(mlp: Any, row_parallel: Any) -> None:
+    """mlp.py:354 adds an expert's bias, times the router's probabilities, in place to what its last projection returns: in a group of one
+    rank a custom function's input as it is, of which autograd allows no such change."""
+    expect(mlp.forward, "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)")
+    project = row_parallel.forward
+
+    def forward(self: Any, given: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = project(self, given)
+        return (output.clone() if self.is_expert and bias is not None else output), bias
+
+    row_parallel.forward = forward
 
 
 def _replicated_projections(multi_latent_attention: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.config import ConfigError, Layout
 from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES, check_checkpoint, check_layout, family_of
-from megarl.models.hf import read_config
+from megarl.models.hf import read_config, stack_of
 from megarl.models.megatron_fields import check_fields, fixed_fields, megatron_fields
 from megarl.models.te_names import from_te, to_te
 from megarl.parallel.weights import canonical
@@ -110,14 +110,17 @@ def copied(path: Path, target: Path, tensors: dict[str, Tensor | None] | None = 
 @pytest.mark.parametrize("family", TINY)
 def test_missing_misshaped_and_unknown_tensors_are_named(tiny: dict[str, Path], tmp_path: Path, family: str) -> None:
     path = tiny[family]
-    names = [name for name in check_checkpoint(path).expected() if ".layers.1." in name]
-    tensors = load_file(path / "model.safetensors")
+    expected = check_checkpoint(path).expected()
+    names, tensors = [name for name in expected if ".layers.1." in name], load_file(path / "model.safetensors")
     for place in (0, len(names) // 2, len(names) - 1):
-        name = names[place]
+        name, stored, wrong = names[place], names[place], torch.zeros(3)
+        if name not in tensors:  # a part of a stack, of which the first is named
+            stored, wrong = stack_of(name)[0], torch.zeros(8, 3)
+            name = stored.replace(".experts.", ".experts.0.")
         with pytest.raises(ConfigError, match=f"lacks the tensor {name} "):
-            check_checkpoint(copied(path, tmp_path / f"missing{place}", {name: None}))
-        with pytest.raises(ConfigError, match=rf": {name} has shape \[3\], expected \[{tensors[name].shape[0]}"):
-            check_checkpoint(copied(path, tmp_path / f"shape{place}", {name: torch.zeros(3)}))
+            check_checkpoint(copied(path, tmp_path / f"missing{place}", {stored: None}))
+        with pytest.raises(ConfigError, match=rf": {name} has shape \[3\], expected \[{expected[name][0]}"):
+            check_checkpoint(copied(path, tmp_path / f"shape{place}", {stored: wrong}))
     with pytest.raises(ConfigError, match=r"holds the tensor model\.layers\.2\.self_attn\.q_proj\.bias, which"):
         check_checkpoint(copied(path, tmp_path / "unknown", {"model.layers.2.self_attn.q_proj.bias": torch.zeros(3)}))
 
@@ -222,6 +225,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
         "RoPE of type 'yarn' is not supported for Phi-3",
     ),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported for gpt-oss"),
+    ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0 is not a positive number"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False is not supported for gpt-oss"),
     ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported for Mixtral"),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported for Llama"),
     ("llama", {"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config={'0': {'head_dim': 16}} is not supported for Llama"),
@@ -371,7 +377,9 @@ def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path:
     hf = read_config(tmp_path)
     known, plain = family_of(hf), family_of(hf).update(hf, "bfloat16")
     update = known.update(hf, "bfloat16", "fp8")
-    matrices = {name for name in plain if re.search(r"_proj(_with_mqa)?\.weight$|experts\.\d+\.w[123]\.weight$", name)}
+    matrices = {
+        name for name in plain if re.search(r"_proj(_with_mqa)?\.weight$|experts\.\d+\.(w[123]\.weight|gate_up_proj|down_proj)$", name)
+    }
     assert {name for name, (_, dtype) in update.items() if dtype == "float8_e4m3fn"} == matrices
     assert update.keys() - plain.keys() == {f"{name}_scale_inv" for name in matrices}
     for name, (shape, dtype) in plain.items():
@@ -379,4 +387,6 @@ def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path:
             assert update[f"{name}_scale_inv"] == ([-(-size // 128) for size in shape], "float32") and update[name][0] == shape
         else:
             assert update[name] == (shape, dtype)
-    assert {f"{name}.weight" for name in known.unquantized(hf)} == {name for name in plain if name.endswith(".gate.weight")}
+    assert {f"{name}.weight" for name in known.unquantized(hf)} == {
+        name for name in plain if name.endswith((".gate.weight", ".router.weight"))
+    }

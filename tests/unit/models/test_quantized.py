@@ -66,7 +66,6 @@ def test_a_value_is_multiplied_by_the_scale_of_its_own_block() -> None:
         ({"quant_method": "gptq", "bits": 4}, "{'quant_method': 'gptq', 'format': None"),
         ({"quant_method": "awq"}, "'quant_method': 'awq'"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'quant_method': 'bitsandbytes'"),
-        ({"quant_method": "mxfp4"}, "'quant_method': 'mxfp4'"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}, "'format': 'pack-quantized'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "'weight_block_size': [128]"),
         ({}, "'quant_method': None"),
@@ -116,3 +115,28 @@ def test_a_byte_of_mxfp4_has_the_first_number_in_its_lower_bits() -> None:
     blocks[0, 0, :3] = torch.tensor([0x21, 0xF7, 0x80])  # codes 1, 2; 7, 15; 0, 8
     found = from_mxfp4(blocks, torch.tensor([[128]], dtype=torch.uint8))
     assert found[0, :6].tolist() == [1.0, 2.0, 12.0, -12.0, 0.0, 0.0] and torch.signbit(found[0, 5])
+
+
+def test_mxfp4_experts_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """Whole and in slices along either axis; what the rest of the checkpoint holds stays as it is."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    build(tmp_path / "model", layers=1, hidden=64, experts=2, expert_hidden=32, seed=1, family="gpt_oss")
+    tensors, generator, meant = load_file(tmp_path / "model" / "model.safetensors"), torch.Generator().manual_seed(1), {}
+    for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(110, 130, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    check_checkpoint(tmp_path / "model")
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        for name, stack in meant.items():
+            for expert, whole in enumerate(stack):
+                part = name.replace(".experts.", f".experts.{expert}.")
+                assert torch.equal(checkpoint.read(part), whole)
+                assert torch.equal(checkpoint.read(part, 0, 5, 30), whole[5:30])
+                assert torch.equal(checkpoint.read(part, 1, 3, 9), whole[:, 3:9])
