@@ -104,8 +104,9 @@ def build_chunks(
             parameter.requires_grad_(grad)
             # Upstream marks expert weights for the expert data-parallel group where that is another one (layers.py:961,1379). Marking them
             # always gives the optimizer the same two parts (dense, experts) in every layout, which resharding its state needs.
+            # Their biases are not summed over the sequence's shards, as layers.py:1413 asks for, since experts see whole tokens of all.
             if ".experts." in name:
-                parameter.allreduce = False
+                parameter.allreduce = parameter.sequence_parallel = False
             assert parameter.dtype == config.params_dtype, f"{name} is {parameter.dtype}, expected {config.params_dtype}"
     return chunks
 
