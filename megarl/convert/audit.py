@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from megarl.checkpoints.files import StoredFile
-from megarl.convert.plan import STORED
+from megarl.convert.plan import STORED, PlannedParameter
 from megarl.errors import ConfigError
+from megarl.models.checkpoint_names import CheckpointName
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint
 from megarl.models.hf import INDEX, TensorInfo, header, inventory, scales_of_activations
 from megarl.models.quantized import MXFP4, dequantized, from_mxfp4
-from megarl.models.weight_map import HeadKind, Shape
+from megarl.models.weight_map import HeadKind, Shape, Weight
 from megarl.parallel.checkpoint.dcp import memory_of
 
+MTP = "multi-token prediction"
+_FRESH = 0  # seed of a head that the source does not have
 _PIECE = 16 << 20  # bytes hashed at a time if the tensor is not loaded
 
 
@@ -29,17 +33,49 @@ class Source:
 
     path: Path
     model: ModelDescription
-    tensors: Mapping[str, TensorInfo]  # the tensors that are used
+    head: HeadKind  # which the converted model is to have; "value" may start from a language model
+    held: Mapping[str, TensorInfo]  # the tensors that are used
     left_out: Mapping[str, str]  # name of every other tensor -> why it is not used
 
-    def files(self) -> dict[str, list[int]]:
-        """Return the size and modification time of every file that is read."""
-        stats = {file.name: file.stat() for file in sorted({info.file for info in _stored(self.tensors).values()})}
-        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    @property
+    def hf(self) -> Path:
+        """The directory that has config.json and tokenizer."""
+        return self.path
 
-    def totals(self) -> dict[str, int]:
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The keys of config.json whose values differ after the conversion."""
+        same = self.head == self.model.head and MTP not in self.left_out.values()
+        return {} if same else self.model.labels(self.head)
+
+    def plan(self) -> dict[str, Any]:
+        """Return what identifies the source: the size and modification time of every file that is read."""
+        stats = {file.name: file.stat() for file in sorted({info.file for info in _stored(self.held).values()})}
+        files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+        return {"source": str(self.path.resolve()), "files": files, "options": {}}
+
+    def dtype(self, weight: Weight, name: CheckpointName) -> str:
+        """Return the dtype of a parameter, by safetensors' name."""
+        found = {self.held[one].read_dtype for one in weight.hf if one in self.held}
+        if len(found) > 1:
+            raise ConfigError(f"convert: {self.path}: {' and '.join(weight.hf)} are stored as {' and '.join(sorted(found))}")
+        return found.pop() if found else "F32"  # a fresh head
+
+    def audit(self, items: Sequence[PlannedParameter]) -> None:
+        """Do nothing: `audit` has compared all names and shapes."""
+
+    def tensors(self, item: PlannedParameter) -> Iterator[tuple[Tensor, str]]:
+        """Read the tensors of a parameter one by one, each with its hash; a head that the source does not have is fresh."""
+        for name in item.weight.hf:
+            yield read_tensor(self.held[name]) if name in self.held else _fresh(item)
+
+    def fresh(self, names: Collection[str]) -> list[str]:
+        """Return which of these tensors the source does not have."""
+        return sorted(set(names) - self.held.keys())
+
+    def totals(self, items: Sequence[PlannedParameter]) -> dict[str, int]:
         """Return the number of tensors that are read, scales included, and their total parameters and bytes."""
-        return totals([(info.shape, info.dtype) for info in _stored(self.tensors).values()])
+        return totals([(info.shape, info.dtype) for info in _stored(self.held).values()])
 
 
 def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
@@ -66,7 +102,7 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
     predictors, optional = model.family.predictors(model.config), set(model.family.optional(model.config))
     for name in held.keys() - (used & model.expected().keys()):
         if predictors and name.startswith(predictors):
-            left_out[name] = "multi-token prediction"
+            left_out[name] = MTP
         elif name in activations:
             left_out[name] = "scales of quantised activations"
         elif name in optional:
@@ -74,7 +110,7 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
         else:
             assert model.head != head, f"{name} is not accounted for"
             left_out[name] = "another head"
-    return Source(path, model, {name: info for name, info in held.items() if name not in left_out}, left_out)
+    return Source(path, model, head, {name: info for name, info in held.items() if name not in left_out}, left_out)
 
 
 def _check_file(file: Path, held: Mapping[str, TensorInfo]) -> None:
@@ -130,6 +166,13 @@ def _read(info: TensorInfo) -> Tensor:
     with StoredFile(info.file) as file:
         file.read(info.start, memory_of(found))
     return found
+
+
+def _fresh(item: PlannedParameter) -> tuple[Tensor, str]:
+    """Return a fresh scalar head, initialised like those in training: normal with std 1 / (hidden + 1); and its hash."""
+    [shape] = item.weight.op.shapes
+    head = torch.empty(shape).normal_(std=1 / (shape[-1] + 1), generator=torch.Generator().manual_seed(_FRESH))
+    return head, hash_of(head)
 
 
 def hash_of(tensor: Tensor) -> str:

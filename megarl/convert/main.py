@@ -13,9 +13,12 @@ from megarl.text.paths import nameable
 from megarl.text.stdout import say
 
 if TYPE_CHECKING:
+    from megarl.convert.audit import Source
     from megarl.convert.conversion_directory import ConversionDirectory
+    from megarl.convert.dcp_source import DcpSource
     from megarl.convert.engine import Conversion
     from megarl.convert.plan import PlannedParameter
+    from megarl.convert.step_source import StepSource
 
 GB = 1_000_000_000
 MAX_SHARD = 1 << 50  # bytes
@@ -23,7 +26,7 @@ MAX_PARTS = 4096  # maximum of --tp, --etp and --workers
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, for both directions."""
+    """Return the parser of the command line, for all directions."""
     top = argparse.ArgumentParser(
         prog="megarl convert",
         description="Hugging Face directories <-> Megatron checkpoints. Killed, the same command goes on where it was; started several "
@@ -34,20 +37,36 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("source", type=Path, metavar="HF_DIR")
     one.add_argument("out", type=Path, metavar="OUT", nargs="?", help="required, except with --plan")
     one.add_argument("--head", choices=("lm", "value"), help="value: a critic or reward model, from a language model with a fresh head")
-    one.add_argument(
-        "--tp", type=int, default=1, help="splits parameters as ranks with this tensor parallelism read them (any layout can load them)"
+    two = verbs.add_parser("megatron-to-hf", help="a Megatron checkpoint, megarl's or another program's, into a Hugging Face directory")
+    two.add_argument(
+        "source",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a step directory, or a run: its newest step; or a torch_dist checkpoint of Megatron-LM, slime or verl (iter_*, "
+        "global_step_*), or the directory of these: its newest",
     )
-    one.add_argument(
-        "--etp", type=int, default=1, help="the same for experts; layers and experts are always stored separately, whatever pp, vpp and ep"
-    )
-    one.add_argument("--drop-mtp", action="store_true", help="leaves out multi-token prediction layers")
-    two = verbs.add_parser("megatron-to-hf", help="a model of a step directory into a Hugging Face directory")
-    two.add_argument("source", type=Path, metavar="STEP_OR_RUN", help="a step directory, or a run: its newest step")
     two.add_argument("out", type=Path, metavar="OUT")
-    two.add_argument("--like", type=Path, metavar="HF_DIR", help="config.json and tokenizer, if the step has none")
+    two.add_argument("--like", type=Path, metavar="HF_DIR", help="config.json and tokenizer, if the checkpoint has none")
     two.add_argument("--shard-gb", type=float, default=5.0, help="size of one file, in 10^9 bytes (default 5)")
-    for verb in (one, two):
-        verb.add_argument("--model", metavar="NAME", help="of the model in the step directory: policy, critic, ...")
+    three = verbs.add_parser("megatron-to-step", help="another program's Megatron checkpoint into OUT/step_000000, which megarl runs load")
+    three.add_argument(
+        "source", type=Path, metavar="CHECKPOINT", help="of Megatron-LM, slime or verl (iter_*, global_step_*), or the directory of these"
+    )
+    three.add_argument("out", type=Path, metavar="OUT")
+    three.add_argument("--like", type=Path, metavar="HF_DIR", required=True, help="config.json and tokenizer")
+    for verb in (one, three):
+        verb.add_argument(
+            "--tp", type=int, default=1, help="splits parameters as ranks with this tensor parallelism read them (any layout can load them)"
+        )
+        verb.add_argument(
+            "--etp",
+            type=int,
+            default=1,
+            help="the same for experts; layers and experts are always stored separately, whatever pp, vpp and ep",
+        )
+    for verb in (one, two, three):
+        verb.add_argument("--drop-mtp", action="store_true", help="leaves out multi-token prediction layers")
+        verb.add_argument("--model", metavar="NAME", help="of the model in the step directory, or in verl's: policy, actor, critic, ...")
         verb.add_argument("--dtype", choices=("float32", "bfloat16"), help="casts to this dtype; without it every tensor keeps its own")
         verb.add_argument("--workers", type=int, default=4, help="threads (default 4); they share the memory of two layers")
         verb.add_argument("--plan", action="store_true", help="checks and prints the plan; needs only config.json from HF_DIR")
@@ -81,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
 
     torch.set_num_threads(1)
     try:
-        return _to_megatron(given) if given.direction == "hf-to-megatron" else _to_hf(given)
+        return {"hf-to-megatron": _to_megatron, "megatron-to-hf": _to_hf, "megatron-to-step": _to_step}[given.direction](given)
     except ConfigError as error:  # replace the configuration keys in the message by the command's own names
         said = (
             str(error)
@@ -93,32 +112,76 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _to_megatron(given: argparse.Namespace) -> int:
+    if given.plan and not any(given.source.glob("*.safetensors")):
+        return _plan(given)
+    if given.out is None and not given.plan:
+        raise ConfigError("convert: hf-to-megatron needs OUT")
+    return _to_steps(_audited(given), given)
+
+
+def _to_step(given: argparse.Namespace) -> int:
+    from megarl.convert.dcp_source import DcpSource, find_dcp
+
+    _check_directory(given.source)
+    folder = find_dcp(given.source, given.model)
+    if folder is None:
+        raise ConfigError(f"convert: {given.source} has no checkpoint of Megatron-LM, slime or verl")
+    return _to_steps(DcpSource(folder, given.like, given.drop_mtp), given)
+
+
+def _audited(given: argparse.Namespace) -> Source:
+    from megarl.convert.audit import audit
+    from megarl.models.description import ModelDescription
+
+    return audit(given.source, given.head or ModelDescription.read(given.source).head, drop_mtp=given.drop_mtp)
+
+
+def _to_steps(source: Source | DcpSource, given: argparse.Namespace) -> int:
     from megarl.convert import to_megatron
 
+    out = given.out or given.source
+    conversion = to_megatron.ToMegatron(source, out, model=given.model, dtype=given.dtype, tp=given.tp, etp=given.etp)
     if given.plan:
-        return _plan(given)
-    if given.out is None:
-        raise ConfigError("convert: hf-to-megatron needs OUT")
-    options = {"head": given.head, "model": given.model, "dtype": given.dtype, "tp": given.tp, "etp": given.etp, "drop_mtp": given.drop_mtp}
-    conversion = to_megatron.ToMegatron(given.source, given.out, **options)
-    directory = to_megatron.conversion_directory(given.out)
-    status = _run(conversion, directory, given.workers)
+        say(*summary(conversion.items, len(conversion.units), given.tp, given.etp))
+        return 0
+    status = _run(conversion, to_megatron.conversion_directory(out), given.workers)
     if not status:
-        to_megatron.point_latest(given.out)
+        to_megatron.point_latest(out)
     return status
 
 
 def _to_hf(given: argparse.Namespace) -> int:
     from megarl.convert import to_hf
 
-    step = to_hf.find_step(given.source)
     if not 1 <= given.shard_gb * GB <= MAX_SHARD:
         raise ConfigError(f"convert: --shard-gb {given.shard_gb:g} is not a valid file size")
-    conversion = to_hf.ToHF(step, given.out, model=given.model, like=given.like, dtype=given.dtype, shard_bytes=int(given.shard_gb * GB))
+    conversion = to_hf.ToHF(_checkpoint(given), given.out, dtype=given.dtype, shard_bytes=int(given.shard_gb * GB))
     if given.plan:
         say(*summary(conversion.items, len(conversion.units)))
         return 0
     return _run(conversion, to_hf.conversion_directory(given.out), given.workers)
+
+
+def _checkpoint(given: argparse.Namespace) -> StepSource | DcpSource:
+    """Return the checkpoint that the command line names."""
+    from megarl.convert.dcp_source import DcpSource, find_dcp
+    from megarl.convert.step_source import StepSource, find_step
+
+    _check_directory(given.source)
+    step = find_step(given.source)
+    if step is not None:
+        return StepSource(step, given.model, given.like)
+    folder = find_dcp(given.source, given.model)
+    if folder is None:
+        raise ConfigError(f"convert: {given.source} has no step directories, and no checkpoint of Megatron-LM, slime or verl")
+    if given.like is None:
+        raise ConfigError(f"convert: {folder} has no config.json: name a directory that has the model's, and its tokenizer (--like HF_DIR)")
+    return DcpSource(folder, given.like, given.drop_mtp)
+
+
+def _check_directory(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"convert: no such directory: {path}")
 
 
 def _run(conversion: Conversion, directory: ConversionDirectory, workers: int) -> int:
@@ -135,24 +198,10 @@ def _run(conversion: Conversion, directory: ConversionDirectory, workers: int) -
 
 
 def _plan(given: argparse.Namespace) -> int:
-    """Print the plan for a directory with a config.json, whether or not it also has the weights."""
-    from megarl.convert import to_megatron
+    """Print the plan for a directory that has only config.json."""
     from megarl.convert.plan import planned
 
-    directory = given.source
-    if any(directory.glob("*.safetensors")):
-        options = {
-            "head": given.head,
-            "model": given.model,
-            "dtype": given.dtype,
-            "tp": given.tp,
-            "etp": given.etp,
-            "drop_mtp": given.drop_mtp,
-        }
-        conversion = to_megatron.ToMegatron(directory, given.out or directory, **options)
-        items, units = conversion.items, len(conversion.units)
-    else:
-        items, units = planned(directory, given.head, given.dtype, given.tp, given.etp)
+    items, units = planned(given.source, given.head, given.dtype, given.tp, given.etp)
     say(*summary(items, units, given.tp, given.etp))
     return 0
 

@@ -68,6 +68,14 @@ class Layer:
     size: int  # bytes
 
 
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """Return safetensors' name of the dtype of `what`. Raise ConfigError if weights of this dtype are not converted."""
+    name = next((name for name, known in DTYPES.items() if known == dtype), None)
+    if name is None:
+        raise ConfigError(f"convert: {what} is stored as {dtype}, expected one of {', '.join(NAMES)}")
+    return name
+
+
 def make_items(
     model: ModelDescription, head: HeadKind, dtype_of: Callable[[Weight, CheckpointName], str], cast: str | None
 ) -> list[PlannedParameter]:

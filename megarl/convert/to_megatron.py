@@ -1,4 +1,4 @@
-"""Convert a Hugging Face directory into a step directory, which holds one model in Megatron's torch_dist format."""
+"""Convert a Hugging Face directory, or another program's checkpoint, into a step directory with one model in torch_dist format."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ from torch import Tensor
 from megarl.checkpoints.files import FileRecord, HashedFile, read_record, write_file
 from megarl.checkpoints.step_writer import point
 from megarl.checkpoints.steps import HF, MANIFEST, PARTIAL, Manifest, encode, step_name, versions
-from megarl.convert.audit import Source, audit, hash_of, read_tensor, totals
+from megarl.convert.audit import Source, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
+from megarl.convert.dcp_source import DcpSource
 from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, check_cut, cut_units, make_items, shards
-from megarl.errors import ConfigError
-from megarl.models.checkpoint_names import CheckpointName
-from megarl.models.description import ModelDescription
 from megarl.models.hf import CONVERSION
 from megarl.models.hf_writer import described
-from megarl.models.weight_map import HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import METADATA_FILES, write_metadata
 from megarl.parallel.checkpoint.index import Location, Shard, check_cover
 
 MODELS = {"lm": "policy", "value": "critic"}  # default name of a model with this head
 STEP = 0
-_FRESH = 0  # seed of a head that the source does not have
 
 
 def conversion_directory(root: Path) -> ConversionDirectory:
@@ -38,51 +34,35 @@ def conversion_directory(root: Path) -> ConversionDirectory:
 
 
 class ToMegatron(Conversion):
-    """The conversion of a Hugging Face directory into a step directory.
+    """The conversion of a Hugging Face directory, or of another program's checkpoint, into a step directory.
 
     Args:
-        path: the Hugging Face directory.
+        source: what is converted.
         root: the directory in which the step directory is written.
-        head: the model's head, which is fresh if the source does not have it; None: the source's head.
         model: the model's name in the step directory; None: "policy", or "critic" with a scalar head.
         dtype: the dtype to cast to, by torch's name; None: every tensor keeps its own.
         tp: tensor-parallel size for which the checkpoint is split; any layout can read it.
         etp: the same for experts.
-        drop_mtp: leave out multi-token prediction layers.
 
     Raises:
         ConfigError: the source is incomplete, or the options do not suit it.
     """
 
-    def __init__(
-        self, path: Path, root: Path, *, head: HeadKind | None, model: str | None, dtype: str | None, tp: int, etp: int, drop_mtp: bool
-    ) -> None:
-        self._directory = conversion_directory(root)
-        self._source = self._audited(path, head, drop_mtp)
-        self._head: HeadKind = head or self._source.model.head
-        self._model, self._cast, self._tp, self._etp = model or MODELS[self._head], dtype, tp, etp
-        self.items = make_items(self._source.model, self._head, self._dtype, NAMES[dtype] if dtype is not None else None)
+    def __init__(self, source: Source | DcpSource, root: Path, *, model: str | None, dtype: str | None, tp: int, etp: int) -> None:
+        self._directory, self._source = conversion_directory(root), source
+        self._model, self._cast, self._tp, self._etp = model or MODELS[source.head], dtype, tp, etp
+        self.items = make_items(source.model, source.head, source.dtype, NAMES[dtype] if dtype is not None else None)
+        source.audit(self.items)
         check_cut(self.items, tp, etp)
         self.units = cut_units(self.items)
 
-    @staticmethod
-    def _audited(path: Path, head: HeadKind | None, drop_mtp: bool) -> Source:
-        if head is None:
-            head = ModelDescription.read(path).head
-        return audit(path, head, drop_mtp=drop_mtp)
-
-    def _dtype(self, weight: Weight, name: CheckpointName) -> str:
-        found = {self._source.tensors[name].read_dtype for name in weight.hf if name in self._source.tensors}
-        if len(found) > 1:
-            raise ConfigError(f"convert: {self._source.path}: {' and '.join(weight.hf)} are stored as {' and '.join(sorted(found))}")
-        return found.pop() if found else "F32"  # a fresh head
-
     def plan(self) -> dict[str, Any]:
-        options = {"head": self._head, "model": self._model, "dtype": self._cast, "tp": self._tp, "etp": self._etp}
-        return {"to": "megatron", "source": str(self._source.path.resolve()), "files": self._source.files(), "options": options}
+        plan = self._source.plan()
+        options = {"head": self._source.head, "model": self._model, "dtype": self._cast, "tp": self._tp, "etp": self._etp}
+        return {"to": "megatron", **plan, "options": plan["options"] | options}
 
     def check_source(self) -> None:
-        """Do nothing: the audit has checked the headers, and the conversion reads every tensor anyway."""
+        """Do nothing: the names and shapes have been compared, and the conversion reads every tensor anyway."""
 
     @property
     def _folder(self) -> Path:
@@ -112,15 +92,12 @@ class ToMegatron(Conversion):
 
     def _parameter(self, item: PlannedParameter, hashes: dict[str, str]) -> Tensor:
         """Return the whole parameter, in the dtype to write."""
-        tensors = []
+        tensors, source = [], self._source.tensors(item)
         for name in item.weight.hf:
-            if name in self._source.tensors:
-                tensor, hashes[name] = read_tensor(self._source.tensors[name])
-            else:
-                tensor = _fresh(item)
-                hashes[name] = hash_of(tensor)
+            tensor, hashes[name] = next(source)
             tensors.append(tensor.to(DTYPES[item.target]))
             del tensor
+        del source  # with what it has read
         return item.weight.op.pack(tensors).reshape(item.name.shape)
 
     def verify(self, unit: Unit, record: UnitRecord) -> bool:
@@ -139,7 +116,7 @@ class ToMegatron(Conversion):
         hashes = _merged(records)
         files = {f"{self._model}/{self._file(unit).name}": FileRecord(*records[unit.index]["file"]) for unit in self.units}
         files |= {f"{self._model}/{name}": record for name, record in self._metadata(written).items()}
-        for name, data in self._described().items():
+        for name, data in described(self._source.hf, self._cast, self._source.changes).items():
             files[f"{self._model}/{HF}/{name}"] = _rewrite(self._folder / HF / name, data)
         report = json.dumps(self._report(hashes), indent=1).encode()
         files[f"{self._model}/{CONVERSION}"] = _rewrite(self._folder / CONVERSION, report)
@@ -151,12 +128,6 @@ class ToMegatron(Conversion):
         for name in METADATA_FILES:  # left by an interrupted attempt
             (self._folder / name).unlink(missing_ok=True)
         return write_metadata(self._folder, written)
-
-    def _described(self) -> dict[str, bytes]:
-        model = self._source.model
-        same = self._head == model.head and "multi-token prediction" not in self._source.left_out.values()
-        changes = {} if same else model.labels(self._head)
-        return described(self._source.path, self._cast, changes)
 
     def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """Return the contents of conversion.json: every tensor of the source, its hash, and the parameter that now contains it."""
@@ -172,9 +143,9 @@ class ToMegatron(Conversion):
             "to": "megatron",
             "source": str(self._source.path.resolve()),
             "dtype": self._cast,
-            "read": self._source.totals(),
+            "read": self._source.totals(self.items),
             "written": totals(written),
-            "fresh": sorted(tensors.keys() - self._source.tensors.keys()),
+            "fresh": self._source.fresh(tensors),
             "left_out": dict(self._source.left_out),
             "tensors": tensors,
         }
@@ -193,12 +164,6 @@ def _piece(parameter: Tensor, shard: Shard) -> Tensor:
     if piece.shape != parameter.shape:
         piece = piece.clone(memory_format=torch.contiguous_format)  # torch.save writes a tensor's whole storage
     return piece.view(shard.size)
-
-
-def _fresh(item: PlannedParameter) -> Tensor:
-    """Return a fresh scalar head, initialised like those in training: normal with std 1 / (hidden + 1)."""
-    [shape] = item.weight.op.shapes
-    return torch.empty(shape).normal_(std=1 / (shape[-1] + 1), generator=torch.Generator().manual_seed(_FRESH))
 
 
 def _merged(records: Mapping[int, UnitRecord]) -> dict[str, str]:

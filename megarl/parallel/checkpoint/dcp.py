@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import io
 import json
+import math
 import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,10 @@ from torch.distributed.checkpoint.metadata import (
 from xxhash import xxh3_128
 
 from megarl.checkpoints.files import FileRecord, StoredFile, write_file
-from megarl.checkpoints.steps import COMMON, FLIPPED, SavedStep
+from megarl.checkpoints.steps import COMMON, FLIPPED
 from megarl.errors import ConfigError, DamagedFile
 from megarl.imports import gc_paused
-from megarl.parallel.checkpoint.index import INDEX, Location, Shard, StoredShard, encode_index, read_index
+from megarl.parallel.checkpoint.index import INDEX, Location, Shard, StoredShard, StoredTensor, encode_index
 from megarl.text.display import one_line
 
 METADATA = ".metadata"
@@ -71,11 +72,15 @@ def _pickled(shards: Iterable[tuple[Shard, Location]]) -> bytes:
 
 
 class DcpReader:
-    """Reads the tensors of one model of a step directory, and checks their hashes."""
+    """Reads the tensors of one folder, and checks their hashes where they are known.
 
-    def __init__(self, step: SavedStep, model: str) -> None:
-        """Raises ConfigError as `read_index` does."""
-        self._folder, self._tensors, self._finder = step.path / model, read_index(step, model), ChunkFinder()
+    Args:
+        folder: the folder.
+        tensors: its index.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        self._folder, self._tensors, self._finder = folder, tensors, ChunkFinder()
         self.shapes = {key: tensor.shape for key, tensor in self._tensors.items()}
         self.dtypes = {key: tensor.dtype for key, tensor in self._tensors.items()}
 
@@ -91,24 +96,25 @@ class DcpReader:
         overlaps = list(self._tensors[wanted.key].overlaps(wanted))
         found: Tensor | None = None
         for shard, source, target in overlaps:
-            piece = self._read(wanted, shard)
-            if len(overlaps) == 1 and piece[source].shape == wanted.size:
-                return piece[source]
+            piece = self._read(wanted, shard, source)
+            if len(overlaps) == 1 and piece.shape == wanted.size:
+                return piece
             found = torch.empty(wanted.size, dtype=wanted.dtype) if found is None else found
-            found[target] = piece[source]
+            found[target] = piece
             del piece
         assert found is not None, f"{wanted.key} is nowhere"
         return found
 
-    def _read(self, wanted: Shard, shard: StoredShard) -> Tensor:
+    def _read(self, wanted: Shard, shard: StoredShard, part: tuple[slice, ...]) -> Tensor:
         file = self._folder / shard.location.file
         with open_shards(file) as stored:
-            piece = self._finder.find(stored, shard.location, wanted.key).read()
-        if tuple(piece.shape) != shard.size or piece.dtype != wanted.dtype:
-            raise ConfigError(
-                f"checkpoint: {file}: {wanted.key} is {piece.dtype} {list(piece.shape)}, declared {wanted.dtype} {list(shard.size)}"
-            )
-        return piece
+            found = self._finder.find(stored, shard.location, wanted.key)
+            if tuple(found.layout.shape) != shard.size or found.layout.dtype != wanted.dtype:
+                raise ConfigError(
+                    f"checkpoint: {file}: {wanted.key} is {found.layout.dtype} {list(found.layout.shape)}, "
+                    f"declared {wanted.dtype} {list(shard.size)}"
+                )
+            return found.read_part(part)
 
 
 @contextmanager
@@ -139,6 +145,18 @@ class SavedTensor:
         found = torch.empty(0, dtype=layout.dtype)
         return found.set_(storage.untyped_storage(), layout.storage_offset(), layout.shape, layout.stride())
 
+    def read_part(self, part: tuple[slice, ...]) -> Tensor:
+        """Read a part of the tensor: only its rows if there is no hash of the whole. Raises DamagedFile or OSError."""
+        layout = self.layout
+        axis = next((axis for axis, extent in enumerate(layout.shape) if extent != 1), None)
+        if self.location.xxh128 or axis is None or not layout.is_contiguous():
+            return self.read()[part]
+        rows = part[axis]
+        found = torch.empty((*layout.shape[:axis], rows.stop - rows.start, *layout.shape[axis + 1 :]), dtype=layout.dtype)
+        first = layout.storage_offset() + rows.start * math.prod(layout.shape[axis + 1 :])
+        self.file.read(self.location.offset + len(self.beginning) + first * layout.element_size(), memory_of(found))
+        return found[(*part[:axis], slice(None), *part[axis + 1 :])]
+
     def read_into(self, target: Tensor) -> bool:
         """Read the tensor into the memory of `target`. Raises DamagedFile or OSError.
 
@@ -154,7 +172,7 @@ class SavedTensor:
         return True
 
     def _read(self, storage: memoryview) -> None:
-        """Read the whole storage, and compare the hash of all that was saved for the tensor."""
+        """Read the whole storage, and compare the hash of all that was saved for the tensor, if it is known."""
         location = self.location
         start = location.offset + len(self.beginning)
         end = start + len(storage)
@@ -164,7 +182,7 @@ class SavedTensor:
         found = xxh3_128(self.beginning)
         found.update(storage)
         found.update(rest)
-        if found.hexdigest() != location.xxh128:
+        if location.xxh128 and found.hexdigest() != location.xxh128:
             raise DamagedFile(str(self.file.path), f"{self.what}: {FLIPPED}")
 
 
@@ -194,7 +212,7 @@ class ChunkFinder:
             try:
                 start, layout = _inspect(file, location, what)
             except ConfigError:
-                if xxh3_128(_bytes(file, location, location.length)).hexdigest() != location.xxh128:
+                if location.xxh128 and xxh3_128(_bytes(file, location, location.length)).hexdigest() != location.xxh128:
                     raise DamagedFile(str(file.path), f"{what}: {FLIPPED}") from None
                 raise
             known = self._known[location.length] = _bytes(file, location, start), layout

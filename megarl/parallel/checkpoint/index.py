@@ -36,7 +36,7 @@ class Location(NamedTuple):
     file: str  # name inside the model's folder
     offset: Natural  # bytes
     length: Natural
-    xxh128: str  # hash of these bytes
+    xxh128: str  # hash of these bytes; "" if another program wrote them and there is none
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,8 @@ def _checked(key: str, tensor: _Tensor, sizes: Mapping[str, int]) -> StoredTenso
             raise ValueError(f"{key!r} lies in {file!r}, which is no file of the checkpoint")
         if shard.location.offset + shard.location.length > sizes[file]:
             raise ValueError(f"{key!r} lies behind the end of {file!r}")
+        if not shard.location.xxh128:
+            raise ValueError(f"{key!r} has no hash")
     if len({shard.offset for shard in tensor.shards}) < len(tensor.shards):
         raise ValueError(f"{key!r} has two shards in one place")
     return StoredTensor(_DTYPES[tensor.dtype], tensor.shape, tensor.shards)

@@ -22,6 +22,7 @@ import pytest
 from megarl.cli import main
 from megarl.convert import conversion_directory, engine, plan, to_megatron
 from megarl.convert.conversion_directory import ConversionDirectory
+from megarl.convert.step_source import StepSource
 from megarl.convert.to_hf import ToHF
 from megarl.errors import ConfigError
 from tests.unit.convert.converting import WEIGHTS, convert, refused, stored
@@ -74,7 +75,7 @@ def test_as_many_files_of_other_sizes_are_another_conversion(models: dict[str, P
     found: dict[int, list[tuple[dict[str, bytes], dict[str, Any]]]] = {}
     for kilobytes in range(64, 1024, 32):
         step = tmp_path / "steps" / "step_000000"
-        one = ToHF(step, tmp_path / "out", model=None, like=None, dtype=None, shard_bytes=kilobytes << 10)
+        one = ToHF(StepSource(step, None, None), tmp_path / "out", dtype=None, shard_bytes=kilobytes << 10)
         found.setdefault(len(one._headers), []).append((one._headers, one.plan()))
     pairs = [pair for same in found.values() for pair in combinations(same, 2)]
     assert any(one != two for (one, _), (two, _) in pairs), "some sizes give as many files, with other borders"

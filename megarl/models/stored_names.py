@@ -1,0 +1,95 @@
+"""Where the checkpoint of another program that is based on Megatron-core holds each parameter, by whichever of Megatron's names.
+
+Layers are stacked along the first axis of a tensor, or numbered; experts are stacked along the next, or numbered in one of two ways; a norm
+before a linear layer has a name of its own or is fused with that layer; gate and up are one tensor or two (`singleton_local_shards`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from megarl.errors import ConfigError
+from megarl.models.checkpoint_names import HEAD
+from megarl.models.te_names import from_te
+from megarl.models.weight_map import OUTPUT, Sizes, Weight
+
+_STACKED_LAYERS = re.compile(r"^decoder\.layers\.(?!\d+\.)")
+_EXPERTS = re.compile(r"(?<=\.mlp\.experts\.)experts\.(?:(\d+)\.)?(?=linear_fc[12]\.)")
+_HALF = re.compile(r"(?<=\.linear_fc1\.weight)_[wv]$")  # gate and up
+_Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # a name, an index on the stacked axes, and their lengths
+_WHOLE, _HALVES = ("",), ("_w", "_v")
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A parameter, or its gate or up half, at `[*index, ...]` of the checkpoint's tensor `key`, whose shape begins with `extents`."""
+
+    key: str
+    index: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+def stored_parts(weights: Iterable[Weight], sizes: Sizes, keys: Collection[str]) -> dict[str, tuple[StoredPart, ...]]:
+    """Find where a checkpoint holds the parameters of a model.
+
+    Args:
+        weights: the parameters.
+        sizes: the model's sizes.
+        keys: the names of the tensors in the checkpoint.
+
+    Returns:
+        Parameter's name -> its parts, one after the other along its first axis.
+
+    Raises:
+        ConfigError: names of parameters that are missing or there twice, or of tensors that belong to none, with their number.
+    """
+    held: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for key in keys:
+        name, half = _local(key)
+        if half in held[name]:
+            raise ConfigError(f"holds {name} twice, as {held[name][half]} and {key}")
+        held[name][half] = key
+    found: dict[str, tuple[StoredPart, ...]] = {}
+    missing, used = list[str](), set[str]()
+    for weight in weights:
+        places = [(name, index, extents) for name, index, extents in _places(weight, sizes) if name in held]
+        if not places:
+            missing.append(weight.name)
+            continue
+        if len(places) > 1:
+            raise ConfigError(f"holds {weight.name} twice, as {' and '.join(next(iter(held[name].values())) for name, _, _ in places)}")
+        [(name, index, extents)] = places
+        halves = _HALVES if "" not in held[name] else _WHOLE
+        if held[name].keys() != set(halves):
+            raise ConfigError(f"holds {', '.join(sorted(held[name].values()))} of {weight.name}, expected {weight.name} or its two halves")
+        found[weight.name] = tuple(StoredPart(held[name][half], index, extents) for half in halves)
+        used.update(held[name].values())
+    if missing:
+        raise ConfigError(f"lacks {missing[0]} ({len(missing)} of {len(missing) + len(found)} parameters are missing)")
+    extra = sorted(key for key in keys if key not in used)
+    if extra:
+        raise ConfigError(f"holds {extra[0]}, which the model does not have ({len(extra)} such tensors)")
+    return found
+
+
+def _local(key: str) -> tuple[str, str]:
+    """Return the local name (`te_names`) of a checkpoint's tensor, with "*" for stacked layers and experts, and which half it is."""
+    half = _HALF.search(key)
+    name = _STACKED_LAYERS.sub("decoder.layers.*.", _HALF.sub("", key))
+    name = from_te(_EXPERTS.sub(lambda match: f"local_experts.{match[1] or '*'}.", name))
+    return OUTPUT if name == HEAD else name, half[0] if half is not None else ""
+
+
+def _places(weight: Weight, sizes: Sizes) -> list[_Place]:
+    """Return the names that a parameter may have in `_local`'s form, each with its index on the stacked axes and their lengths."""
+    places: list[_Place] = [(weight.name, (), ())]
+    for number, count, prefix in ((weight.layer, sizes.layers, "decoder.layers."), (weight.expert, sizes.experts, "local_experts.")):
+        if number is not None:
+            places += [
+                (name.replace(f"{prefix}{number}.", f"{prefix}*.", 1), (*index, number), (*extents, count))
+                for name, index, extents in places
+            ]
+    return places

@@ -1,0 +1,41 @@
+"""Checkpoints that Megatron's own `dist_checkpointing.save` wrote become the Hugging Face directory that they were loaded from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Layout
+from tests.distributed.megatron_saves import save_dist
+from tests.distributed.test_convert import convert, stored
+from tests.distributed.tiny_families import Make
+from tests.rank_pool import Pool
+from tests.rows import rows
+from tools.make_tiny_model import has_experts
+
+NAMES: dict[str, dict[str, Any]] = {
+    "stacked": {},
+    "layers numbered": {"non_homogeneous_layers": True},
+    "all numbered, gate and up apart": {"singleton_local_shards": True},
+}
+ROWS = [(family, names) for family in ("qwen3_moe", "qwen3", "qwen2_tied", "glm4_moe", "deepseek_v3") for names in NAMES]
+SUITE = [("qwen3_moe", "stacked"), ("qwen3_moe", "all numbered, gate and up apart"), ("qwen3", "layers numbered")]
+
+
+@pytest.mark.parametrize(("family", "names"), rows(ROWS, SUITE))
+def test_a_checkpoint_of_megatron_becomes_the_directory_it_was_loaded_from(
+    pool: Pool, make: Make, family: str, names: str, tmp_path: Path
+) -> None:
+    model, ep = make(family), 2 if has_experts(family) else 1
+    pool.run(save_dist, Layout(ranks=2, tp=2, ep=ep), model, tmp_path / "save" / "iter_0000010", NAMES[names])
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("10")
+    convert("megatron-to-hf", tmp_path / "save", tmp_path / "hf", "--like", model)
+    assert stored(tmp_path / "hf") == stored(model)
+    left_out = json.loads((tmp_path / "hf" / "conversion.json").read_text())["left_out"]
+    assert left_out["optimizer.state.exp_avg.decoder.final_layernorm.weight"] == "optimizer"
+    convert("megatron-to-step", tmp_path / "save", tmp_path / "steps", "--like", model)
+    convert("megatron-to-hf", tmp_path / "steps", tmp_path / "back")
+    assert stored(tmp_path / "back") == stored(model)
