@@ -86,6 +86,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(40, "fused_logprobs"),
         _distributed(30, "family_stages"),
         _distributed(30, "convert"),
+        _distributed(70, "megatron_checkpoints"),
     ),
     (_tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"), _distributed(70, "learner")),
     (

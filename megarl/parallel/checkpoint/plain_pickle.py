@@ -47,12 +47,12 @@ def read_pickle(data: bytes, allowed: Collection[str]) -> Any:
         ValueError: it names something else, has an opcode that plain data does not need, or is broken.
     """
     try:
-        return _Reader(data, allowed).read()
+        return _PickleReader(data, allowed).read()
     except (IndexError, KeyError, UnicodeDecodeError, AttributeError, TypeError) as error:  # of a stack or memo without what is asked for
         raise ValueError(f"is broken: {type(error).__name__}: {one_line(str(error), 100)}") from None
 
 
-class _Reader:
+class _PickleReader:
     def __init__(self, data: bytes, allowed: Collection[str]) -> None:
         self._data, self._at, self._allowed = data, 0, allowed
         self._stack: list[Any] = []
