@@ -15,6 +15,7 @@ Axes: T entries (tokens fed), R rows of local logits, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -37,6 +38,8 @@ from megarl.batch import Batch, Sample, pack
 from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout
+from megarl.models.hf import read_config
+from megarl.models.registry import MODEL_TYPES
 
 if TYPE_CHECKING:
     from megarl.parallel.grid import Grid
@@ -99,13 +102,29 @@ def joined(parts: Sequence[Part | None], batch: Batch, vocabulary: int) -> Tenso
     return torch.cat(columns, dim=1)[:, :vocabulary]
 
 
+def transformers_model(path: Path, dtype: str = "float32", auto: str = "AutoModelForCausalLM", **options: Any) -> Any:
+    """Return transformers' model of a directory; one whose model_type it does not know is read as the architecture of another name.
+
+    Args:
+        path: the directory.
+        dtype: the dtype of its weights.
+        auto: transformers' class of classes.
+        **options: for `from_pretrained`.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    config = read_config(path)
+    kind, *others = MODEL_TYPES[config["architectures"][0]]
+    if config["model_type"] in others:
+        given = {key: value for key, value in json.loads((path / "config.json").read_text()).items() if key != "model_type"}
+        options["config"] = transformers.AutoConfig.for_model(kind, **given)
+    return getattr(transformers, auto).from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False, **options)
+
+
 def transformers_logits(path: Path, batch: Batch, dtype: str) -> Tensor:
     """Return transformers' logits [T, V] of the same entries, each sequence run by itself."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
+    model = transformers_model(path, dtype).eval()
     with torch.no_grad():
         return torch.cat([model(batch.input_T[None, batch.seq_T == n]).logits[0].float() for n in range(len(batch.length_N))])
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import random
 import string
@@ -105,6 +106,10 @@ def fast_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
     )
 
 
+_UNGROUPED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+_PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_UNKNOWN = {"kimi_k2": "deepseek_v3"}  # model_type that transformers does not know -> the one whose class it is
+
 # model_type, and the fields of its configuration in addition to or instead of those of `_common`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True, "router_aux_loss_coef": 0.01}),
@@ -129,9 +134,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 48}),
-    "deepseek_v3_plain": ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 12, "swiglu_limit": 0.5}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
+    "moonlight": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2, "rms_norm_eps": 1e-2, **_UNGROUPED, **_PLAIN}),
+    "kimi_k2": ("kimi_k2", {"q_lora_rank": 48, "routed_scaling_factor": 2.827, **_UNGROUPED}),
+    "deepseek_v2": ("deepseek_v2", {"q_lora_rank": 48, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0}),
+    "deepseek_v2_lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", **_UNGROUPED}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"q_lora_rank": 48, "rms_norm_eps": 1e-2, **_UNGROUPED, **_PLAIN}),
 }
 
 
@@ -157,6 +166,9 @@ def build(
         _stir(model)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(out)
+    if FAMILIES[family][0] in _UNKNOWN:
+        written = json.loads((out / "config.json").read_text()) | {"model_type": FAMILIES[family][0]}
+        (out / "config.json").write_text(json.dumps(written, indent=2))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -165,6 +177,7 @@ def configuration(family: str, *, layers: int, hidden: int, experts: int, expert
     from transformers import AutoConfig
 
     kind, own = FAMILIES[family]
+    kind = _UNKNOWN.get(kind, kind)
     fields = {**_common(layers, hidden), **_mlp(kind, layers, hidden, experts, expert_hidden), **own}
     return AutoConfig.for_model(kind, **{**fields, **changes})
 
@@ -186,7 +199,7 @@ def _common(layers: int, hidden: int) -> dict[str, Any]:
 
 def has_experts(family: str) -> bool:
     """Whether a family's layers are mixtures of experts."""
-    return "num_experts_per_tok" in _mlp(FAMILIES[family][0], 1, 1, 1, 1)
+    return "num_experts_per_tok" in _mlp(_UNKNOWN.get(FAMILIES[family][0], FAMILIES[family][0]), 1, 1, 1, 1)
 
 
 def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) -> dict[str, Any]:
@@ -212,15 +225,18 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         return {"layer_types": ["full_attention" if layer % 4 == 1 else "sliding_attention" for layer in range(layers)]}
     if kind == "glm4_moe":
         return {**sigmoid, "num_mtp_layers": 0}
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v3", "deepseek_v2", "glm4_moe_lite"):
         yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32}
+        router = {  # as in the published config.json: vLLM needs it, and transformers assumes it
+            "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0},
+            "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False},
+            "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
+        }[kind]
         return {
             **sigmoid,
-            "num_mtp_layers": 0,
-            "scoring_func": "sigmoid",  # as in the published config.json; vLLM needs it, and transformers assumes it
-            "topk_method": "noaux_tc",
+            **router,
             "num_key_value_heads": hidden // 32,
-            "head_dim": 16,  # of the part with rotary embedding
+            **({"head_dim": 16} if kind == "deepseek_v3" else {}),  # of the part with rotary embedding
             "num_experts_per_tok": 4,
             "n_group": experts // 2,
             "topk_group": 2,

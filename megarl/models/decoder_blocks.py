@@ -15,7 +15,7 @@ from megarl.models.weight_map import OUTPUT, QKV, Fused, GateUp, Head, Op, Plain
 
 LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's and Hugging Face's prefixes
 EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
-# Other spellings of keys by `sigmoid_sizes` and `predictors`, which transformers accepts.
+# Other spellings of keys by `shared_sizes` and `predictors`, which transformers accepts.
 SIGMOID_SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of attention in config.json's layer_types
 _MAX = (1 << 31) - 1  # maximum of any number: Megatron and CUDA count with 32 bits
@@ -226,17 +226,22 @@ def experts(
     ]
 
 
-def sigmoid_experts(n: Sizes) -> list[WeightMapping]:
-    """Return the mappings of DeepSeek-V3's and GLM-4.5's MLPs.
+def shared_experts(n: Sizes, *, bias: bool) -> list[WeightMapping]:
+    """Return the mappings of DeepSeek's and GLM-4.5's MLPs.
 
     The first layers are dense; the others have routed experts, chosen by score plus a bias, and shared experts.
+
+    Args:
+        n: the model's sizes.
+        bias: the router has an expert bias.
     """
     rest = range(n.dense, n.layers)
-    bias = (BLOCK + "mlp.gate.e_score_correction_bias",)
+    name = (BLOCK + "mlp.gate.e_score_correction_bias",)
+    biases = [WeightMapping(LAYER + "mlp.router.expert_bias", name, Plain((n.experts,)), layers=rest, float32=True)]
     return [
         *(gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
         *experts(n, layers=rest),
-        WeightMapping(LAYER + "mlp.router.expert_bias", bias, Plain((n.experts,)), layers=rest, float32=True),
+        *(biases if bias else []),
         *gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_experts.", rest),
     ]
 
@@ -340,7 +345,7 @@ def softmax_fields(config: ConfigJson, n: Sizes, *, normalized: bool) -> dict[st
 
 
 def sigmoid_fields(family: str, config: ConfigJson, n: Sizes) -> dict[str, Any]:
-    """Return the TransformerConfig fields of the router and the MLPs of `sigmoid_experts`.
+    """Return the TransformerConfig fields of the router and the MLPs of `shared_experts`.
 
     Args:
         family: its name, for the message.
@@ -350,31 +355,53 @@ def sigmoid_fields(family: str, config: ConfigJson, n: Sizes) -> dict[str, Any]:
     Raises:
         ConfigError: Megatron's router would choose different experts than the model's own.
     """
-    topk, groups, chosen = _chosen(config, n), number(config, "n_group"), number(config, "topk_group")
+    topk = _chosen(config, n)
     if topk == 1 or not config["norm_topk_prob"]:
         raise ConfigError(f"model.path: norm_topk_prob=false or num_experts_per_tok=1 is not supported for {family}")
-    if n.experts % groups or chosen > groups:
-        raise ConfigError(f"model.path: n_group={groups} and topk_group={chosen} do not divide {n.experts} experts")
-    if groups > chosen and topk // chosen != 2:  # moe_utils.py:656 scores a group by its topk // topk_group best experts, the model by two
+    if n.experts // (groups := number(config, "n_group")) < 2:
         raise ConfigError(
-            f"model.path: num_experts_per_tok={topk} must be twice topk_group={chosen}: Megatron scores each group by two experts"
+            f"model.path: n_group={groups}: a group's score is the sum of its two best experts, and it has {n.experts // groups}"
         )
     return {
         "num_moe_experts": n.experts,
         "moe_ffn_hidden_size": n.expert_ffn,
-        "moe_layer_freq": [0] * n.dense + [1] * (n.layers - n.dense),
-        "moe_shared_expert_intermediate_size": n.shared_ffn,
         "moe_router_topk": topk,
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
-        **({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > chosen else {}),
+        **shared_fields(config, n),
     }
 
 
-def sigmoid_sizes(config: ConfigJson) -> dict[str, int | None]:
-    """Return the sizes of the MLPs of `sigmoid_experts`, as arguments of `Sizes`. Raise ConfigError if they are missing or invalid."""
+def shared_fields(config: ConfigJson, n: Sizes, *, grouped: bool = True) -> dict[str, Any]:
+    """Return the TransformerConfig fields of dense first layers, shared experts and groups, which routers of any kind may have.
+
+    Args:
+        config: config.json.
+        n: the model's sizes.
+        grouped: experts are chosen within the best of n_group groups, of which `upstream.SortedTopK` has the rule.
+
+    Raises:
+        ConfigError: groups and experts do not go together.
+    """
+    limits = {}
+    if grouped:
+        topk, groups, chosen = _chosen(config, n), number(config, "n_group"), number(config, "topk_group")
+        if n.experts % groups or chosen > groups:
+            raise ConfigError(f"model.path: n_group={groups} and topk_group={chosen} do not divide {n.experts} experts")
+        if topk > (room := n.experts // groups * chosen):
+            raise ConfigError(f"model.path: num_experts_per_tok={topk} is more than the {room} experts of topk_group={chosen} groups")
+        limits = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > chosen else {}
+    return {
+        "moe_layer_freq": [0] * n.dense + [1] * (n.layers - n.dense),
+        "moe_shared_expert_intermediate_size": n.shared_ffn,
+        "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
+        **limits,
+    }
+
+
+def shared_sizes(config: ConfigJson) -> dict[str, int | None]:
+    """Return the sizes of the MLPs of `shared_experts`, as arguments of `Sizes`. Raise ConfigError if they are missing or invalid."""
     dense, layers, inner = config["first_k_dense_replace"], number(config, "num_hidden_layers"), number(config, "moe_intermediate_size")
     if type(dense) is not int or not 0 <= dense < layers:
         raise ConfigError(f"model.path: config.json's first_k_dense_replace={dense!r} is not between 0 and {layers - 1}")

@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeConfig
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
     blocks.refuse(NAME, config)
-    return blocks.decoder_sizes(config, **blocks.sigmoid_sizes(config))
+    return blocks.decoder_sizes(config, **blocks.shared_sizes(config))
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -61,7 +61,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
     return [
         blocks.embedding(n),
         *blocks.attention(n, **_attention(config)),
-        *blocks.sigmoid_experts(n),
+        *blocks.shared_experts(n, bias=True),
         blocks.final_norm(n),
     ]
 

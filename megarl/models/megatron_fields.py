@@ -82,6 +82,13 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
     attention = overrides.get("attention_backend", "auto")
     if attention not in ATTENTION:
         raise ConfigError(f"model.megatron.attention_backend: {attention!r} is none of {', '.join(ATTENTION)}")
+    groups, topk = fixed.get("moe_router_group_topk"), fixed.get("moe_router_topk", 0)
+    best = 1 if fixed.get("moe_router_score_function") == "softmax" else 2  # see `upstream.SortedTopK`
+    if overrides.get("moe_router_fusion") and groups and topk // groups != best:
+        raise ConfigError(
+            f"model.megatron.moe_router_fusion=True: Transformer Engine scores a group by num_experts_per_tok//topk_group={topk}//{groups} "
+            f"best experts, and the model by {best}"
+        )
     if overrides:
         owned = {name: f"set by model.path, model.dtype, layout or megarl itself (to {value!r})" for name, value in fixed.items()}
         owned["recompute_granularity"] = "set by model.recompute"

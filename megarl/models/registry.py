@@ -5,11 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models import deepseek_v3, glm4_moe, gpt_oss, llama, ministral, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from megarl.models import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    llama,
+    ministral,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megarl.models.config_json import ConfigJson
 from megarl.models.weight_map import Family
 
-_MODULES = (qwen3_moe, qwen3, qwen2, llama, mistral, ministral, phi3, mixtral, deepseek_v3, glm4_moe, gpt_oss)
+_MODULES = (
+    *(qwen3_moe, qwen3, qwen2, llama, mistral, ministral, phi3, mixtral),
+    *(deepseek_v3, deepseek_v2, glm4_moe, glm4_moe_lite, gpt_oss),
+)
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
 # config.json's model_type, by which transformers and vLLM choose their code, is the name of the family's file, or another name of it.
 MODEL_TYPES = {

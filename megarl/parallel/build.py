@@ -13,11 +13,13 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.models.description import ModelDescription
 from megarl.models.megatron_fields import check_fields, fixed_fields
+from megarl.models.mla import LATENT_EPSILON
 from megarl.models.weight_map import HeadKind
 from megarl.parallel.backend import Backend
 from megarl.parallel.value_head import ValueHead
@@ -130,7 +132,9 @@ def _chunk(config: TransformerConfig, model: ModelDescription, backend: Backend,
             rotary_percent=rope.fraction,
             vp_stage=stage,
         )
-    if not config.multi_latent_attention:  # MLA computes its frequencies itself, from the fields of its own configuration
+    if config.multi_latent_attention:  # it computes its frequencies itself, from the fields of its own configuration
+        _normalise_latents(chunk)
+    else:
         own = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = rope.frequencies(config.kv_channels).to(own.device)
         assert chunk.rotary_pos_emb.inv_freq.shape == own.shape
@@ -138,6 +142,14 @@ def _chunk(config: TransformerConfig, model: ModelDescription, backend: Backend,
     if head == "value" and chunk.post_process:
         chunk.output_layer = ValueHead(config, chunk.pg_collection.tp)  # upstream always creates its own first
     return chunk.to(backend.device)
+
+
+def _normalise_latents(chunk: GPTModel) -> None:
+    """Give the norms of latents their own epsilon: Megatron's have that of all others (multi_latent_attention.py:608, :614). Transformer
+    Engine's are parts of the projections that follow them."""
+    for attention in (part for part in chunk.modules() if isinstance(part, MLASelfAttention)):
+        for norm in (part for part in attention.children() if hasattr(part, "eps")):
+            norm.eps = LATENT_EPSILON
 
 
 @contextmanager

@@ -157,7 +157,14 @@ def _router_gemm_of_te(moe_utils: Any) -> None:
 
 
 class SortedTopK:
-    """A router's choice of experts in the order of their scores. It stands where Megatron's router has its replay (moe_utils.py:831)."""
+    """A router's choice of experts in the order of their scores. It stands where Megatron's router has its replay (moe_utils.py:831).
+
+    Args:
+        best: of how many of its experts, the best ones, a group's score is the sum.
+    """
+
+    def __init__(self, best: int) -> None:
+        self._best = best
 
     def get_replay_topk(
         self,
@@ -167,7 +174,7 @@ class SortedTopK:
         group_topk: int | None,
         choose_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and indices of the experts, [R, K] each.
+        """Return scores and indices of the experts, [R, K] each: of the `group_topk` groups of the highest scores, if there are groups.
 
         Args:
             scores_RE: the scores of all experts, by row.
@@ -177,12 +184,22 @@ class SortedTopK:
             choose_topk: Megatron's own choice, which takes these arguments.
         """
         with torch.enable_grad():  # around the choice alone: `routing` knows by its absence what the backward pass will recompute
-            return choose_topk(scores_RE, topk, num_groups=num_groups, group_topk=group_topk)
+            if not num_groups or not group_topk:
+                return choose_topk(scores_RE, topk)
+            scores_RGI = scores_RE.unflatten(1, (num_groups, -1))  # I experts of each of G groups
+            chosen_RG = scores_RGI.topk(self._best, dim=2).values.sum(2).topk(group_topk, dim=1).indices
+            others_RG = torch.ones_like(scores_RGI[..., 0], dtype=torch.bool).scatter(1, chosen_RG, False)
+            return choose_topk(scores_RGI.masked_fill(others_RG[..., None], -torch.inf).flatten(1), topk)
 
 
 def _sorted_topk(moe_utils: Any, router: Any) -> None:
     """moe_utils.py:823 sorts a token's experts only where gradients are enabled. Their weights, and what they put out, are then added in
-    another order: log-probs of a pass without gradients (old, reference) differ from the training pass's in their last bits."""
+    another order: log-probs of a pass without gradients (old, reference) differ from the training pass's in their last bits.
+
+    moe_utils.py:656 scores a group by the sum of its topk // group_topk best experts. The models do so by the two best (DeepSeek-V3 and the
+    others with sigmoid routers) or by the best (DeepSeek-V2).
+    """
+    expect(moe_utils.group_limited_topk, "topk(topk // group_topk, dim=-1)[0].sum(dim=-1)")
     expect(moe_utils.topk_routing_with_score_function, "torch.topk(scores, k=topk, dim=1, sorted=torch.is_grad_enabled())")
     expect(router.__init__, "self.router_replay = None")
     build = router.__init__
@@ -191,7 +208,7 @@ def _sorted_topk(moe_utils: Any, router: Any) -> None:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
         if self.router_replay is None:
-            self.router_replay = SortedTopK()
+            self.router_replay = SortedTopK(1 if self.config.moe_router_score_function == "softmax" else 2)
 
     router.__init__ = __init__
 

@@ -17,7 +17,7 @@ VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of this many rows (voc
 FP8_BYTES = 1 + 4 / 128**2  # of a weight: float8, and a float32 scale for each block of 128 x 128
 # Models whose ranks split the tokens before they send them to the experts of other ranks, and therefore all hold the whole shared experts
 # (vllm/config/parallel.py:715, use_sequence_parallel_moe; its users are model_executor/models/deepseek_v2.py:369 and qwen3_moe.py:211).
-_SPLIT_TOKENS = ("DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM")
+_SPLIT_TOKENS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tests.distributed.tiny_families import VARIANTS, Make, layouts
 from tests.rank_pool import Pool
 from tests.rows import rows
 from tools import check_logits
-from tools.check_logits import joined, megatron_part, sequences, transformers_logits
+from tools.check_logits import joined, megatron_part, sequences, transformers_logits, transformers_model
 from tools.make_tiny_model import FAMILIES
 
 BOUND = 2e-5  # of a logit; where their standard deviation is below 1, of that
@@ -55,24 +55,25 @@ def test_logits_equal_those_of_transformers_on_every_layout(pool: Pool, make: Ma
     assert_transformers(pool, make(variant), *(layout for layout in layouts(variant).values() if long or layout.ranks > 1))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "ministral", "gpt_oss"])
+PARTED = ["qwen2", "deepseek_v3", "ministral", "gpt_oss"]
+
+
+@pytest.mark.parametrize("family", rows([*PARTED, "moonlight", "deepseek_v2", "glm4_moe_lite"], PARTED))
 def test_logits_equal_those_of_transformers_under_context_parallelism(pool: Pool, make: Make, family: str) -> None:
     assert_transformers(pool, make(family), Layout(ranks=2, cp=2), Layout(ranks=4, cp=2, tp=2))
 
 
-KINDS = ["qwen3_moe", "qwen2", "llama", "phi3", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"]  # all kinds of tensors
+KINDS = ["qwen3_moe", "qwen2", "llama", "phi3", "mixtral", "deepseek_v3", "deepseek_v2", "glm4_moe", "gpt_oss"]  # all kinds of tensors
 
 
 @pytest.mark.parametrize("variant", rows(VARIANTS, KINDS))
 def test_no_tensor_is_ignored_or_misplaced(pool: Pool, make: Make, variant: str) -> None:
     """Logits of transformers' model with one tensor shifted by an element, of each kind in turn, are far from Megatron's: so with equal
     logits every kind of tensor, biases, norms and the experts' bias too, is used, and in its order."""
-    from transformers import AutoModelForCausalLM
-
     path = make(variant)
     batch = sequences(2, 40, read_config(path)["vocab_size"], seed=3)
     ours_TV = megatron_logits(pool, path, Layout(), batch)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = transformers_model(path).eval()
     tensors = {**dict(model.named_parameters()), **{name: buffer for name, buffer in model.named_buffers() if "inv_freq" not in name}}
     kinds = {re.sub(r"\d+", "#", name): tensor for name, tensor in tensors.items()}  # the last of each kind
     close = {}
@@ -94,6 +95,7 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn_with_mscale": ("qwen3_moe", {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 2.0}),
     "latent_yarn_with_mscale": ("deepseek_v3", {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}),
     "latent_yarn": ("deepseek_v3", YARN),
+    "latent_yarn_with_mscales_below_one": ("deepseek_v2_lite", {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}),
 }
 
 
@@ -101,7 +103,7 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_scaled_rope_is_that_of_transformers(pool: Pool, make: Make, name: str) -> None:
     family, parameters = ROPES[name]
     path = make(family, layers=2, rope_parameters=parameters)
-    if family != "deepseek_v3":
+    if not ModelDescription.read(path).latent:
         assert_frequencies(path)
     assert_transformers(pool, path, Layout())
 
@@ -115,6 +117,8 @@ SPARSE: dict[str, tuple[str, set[str], dict[str, Any]]] = {
     "phi3": ("phi3", {"rope_parameters", "rms_norm_eps"}, {"partial_rotary_factor": 0.5}),
     "not_normalised": ("qwen3_moe", {"norm_topk_prob", "rope_parameters", "decoder_sparse_step", "mlp_only_layers"}, {}),
     "latent": ("deepseek_v3", {"routed_scaling_factor", "norm_topk_prob", "rope_interleave", "scoring_func", "topk_method"}, {}),
+    "latent_softmax": ("deepseek_v2", {"norm_topk_prob", "scoring_func", "rope_parameters", "moe_layer_freq"}, {}),
+    "latent_greedy": ("deepseek_v2_lite", {"topk_method", "routed_scaling_factor", "n_group", "topk_group"}, {}),
     "glm": ("glm4_moe", {"rope_parameters", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor"}, {}),
 }
 

@@ -34,7 +34,10 @@ LAYOUTS = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("qwen2_tied", {}),
     "deepseek_v3": ("deepseek_v3", EVERY_EXPERT),
-    "deepseek_v3_plain": ("deepseek_v3_plain", EVERY_EXPERT),
+    "moonlight": ("moonlight", EVERY_EXPERT),
+    "deepseek_v2": ("deepseek_v2", {**EVERY_EXPERT, "topk_method": "greedy"}),
+    "deepseek_v2_lite": ("deepseek_v2_lite", EVERY_EXPERT),
+    "glm4_moe_lite": ("glm4_moe_lite", EVERY_EXPERT),
     "glm4_moe": ("glm4_moe", EVERY_EXPERT),
     "ministral": ("ministral", {}),
     "gpt_oss": ("gpt_oss", {"num_experts_per_tok": 8}),
@@ -43,7 +46,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = [
     *(("qwen2_tied", name) for name in ("tp2", "pp2", "tp2_pp2", "cp2", "dp2")),
     *(("deepseek_v3", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2", "ep4", "tp2_etp2_ep2")),
-    ("deepseek_v3_plain", "tp2_ep2"),
+    ("moonlight", "tp2_ep2"),
+    *(("moonlight", name) for name in ("pp2", "cp2")),
+    *((family, name) for family in ("deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite") for name in ("tp2_ep2", "pp2", "cp2")),
     ("glm4_moe", "tp2_ep2"),
     ("glm4_moe", "cp2"),
     ("glm4_moe_dense_stage", "pp2"),
@@ -56,7 +61,7 @@ SUITE = [
     ("qwen2_tied", "dp2"),
     ("deepseek_v3", "ep4"),
     ("deepseek_v3", "tp2_etp2_ep2"),
-    ("deepseek_v3_plain", "tp2_ep2"),
+    ("moonlight", "tp2_ep2"),
     ("glm4_moe", "cp2"),
     ("glm4_moe_dense_stage", "pp2"),
     ("ministral", "cp2"),
@@ -109,7 +114,7 @@ def test_recomputed_windows_give_the_same_gradient(
     assert others[0] == pytest.approx(loss, rel=1e-5) and others[1] == pytest.approx(norm, rel=1e-5)
 
 
-ROUTED = [(family, name) for family in ("deepseek_v3", "glm4_moe") for name in ("tp2_ep2", "pp2", "cp2")]
+ROUTED = [(family, name) for family in ("deepseek_v3", "deepseek_v2", "glm4_moe") for name in ("tp2_ep2", "pp2", "cp2")]
 
 
 @pytest.mark.parametrize(("family", "name"), rows(ROUTED, [("deepseek_v3", "tp2_ep2"), ("deepseek_v3", "cp2"), ("glm4_moe", "pp2")]))

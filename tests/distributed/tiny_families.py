@@ -25,7 +25,7 @@ VOCABULARY = 129  # two ranks do not divide it
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
     "qwen3_moe_unnormalized": ("qwen3_moe", {"norm_topk_prob": False}),
-    "deepseek_v3_ungrouped": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}),
+    "deepseek_v3_groups": ("deepseek_v3", {"num_experts_per_tok": 3}),  # not twice the number of groups
     "glm4_moe_air": ("glm4_moe", {"use_qk_norm": False}),
     "mistral_window": ("mistral", {"sliding_window": 12}),
     "phi3_window": ("phi3", {"sliding_window": 12}),

@@ -22,7 +22,7 @@ JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sampl
 
 
 @pytest.mark.parametrize(
-    ("family", "replay"), rows([("qwen3_moe", "r3"), ("deepseek_v3", "r3"), ("deepseek_v3_plain", "r2")], [("qwen3_moe", "r3")])
+    ("family", "replay"), rows([("qwen3_moe", "r3"), ("deepseek_v3", "r3"), ("moonlight", "r2")], [("qwen3_moe", "r3")])
 )
 def test_replay_sends_every_token_to_the_experts_of_the_first_pass(lab: Lab, tmp_path: Path, family: str, replay: str) -> None:
     """The engine's (r3): of the policy, of the reference on ranks of its own with other stages, and of the critic its own experts."""

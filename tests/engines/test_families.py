@@ -19,6 +19,7 @@ from tests.engines.engine_host import Host
 from tests.engines.test_updates import SETTINGS, Layout, _check_update, _start, check_plan
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
 from tests.rows import rows
+from tools.check_logits import transformers_model
 from tools.make_tiny_model import build, has_experts
 
 SIZES = {"layers": 2, "hidden": 128, "experts": 8, "expert_hidden": 64}
@@ -29,10 +30,8 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 def other(path: Path, family: str) -> Any:
     """transformers' model of another seed, sharper than the one that the engine starts with."""
-    from transformers import AutoModelForCausalLM
-
     build(path, **SIZES, seed=2, family=family, initializer_range=0.12)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return transformers_model(path).eval()
 
 
 def stored(path: Path, dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
@@ -54,10 +53,11 @@ async def _follows(tmp_path: Path, family: str) -> None:
 
 
 # What runs without --long. A new family joins the names in the parametrization below.
-SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "deepseek_v3_plain")
+LONG = ("qwen3", "llama", "mistral", "ministral", "deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite")
+SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "moonlight")
 
 
-@pytest.mark.parametrize("family", rows(("qwen3", "llama", "mistral", "ministral", "deepseek_v3", *SUITE), SUITE))
+@pytest.mark.parametrize("family", rows((*LONG, *SUITE), SUITE))
 def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Path, family: str) -> None:
     host.run(_follows, tmp_path, family)
 

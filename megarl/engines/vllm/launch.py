@@ -186,6 +186,10 @@ def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, 
     overrides: dict[str, Any] = {key: model.config[key] for key in ("scoring_func", "topk_method") if key in model.config}
     if (names := vllm_names(model.config["architectures"])) != model.config["architectures"]:
         overrides["architectures"] = names
+    if model.latent and model.sizes.experts:  # vLLM groups experts whatever topk_method says, and knows no mlp_layer_types
+        fields = model.fields
+        overrides["n_group"], overrides["topk_group"] = fields.get("moe_router_num_groups", 1), fields.get("moe_router_group_topk", 1)
+        overrides["first_k_dense_replace"] = model.sizes.dense
     if settings.fp32_head:
         overrides["head_dtype"] = "float32"
     if model.config.get(QUANTIZATION):

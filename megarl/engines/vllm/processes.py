@@ -17,6 +17,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
+from megarl.engines.vllm import latent_norms
 from megarl.sync.store import bind_stores
 from megarl.upstream.expect import expect
 
@@ -43,12 +44,14 @@ def run_coordinator(*arguments: Any, **named: Any) -> None:
 def run_core(*arguments: Any, **named: Any) -> None:
     """Schedule the requests of one data-parallel rank."""
     _enter()
+    latent_norms.install()
     _run_core(*arguments, **named)
 
 
 def run_worker(*arguments: Any, **named: Any) -> None:
     """Compute on one device of several."""
     _enter()
+    latent_norms.install()
     _run_worker(*arguments, **named)
 
 

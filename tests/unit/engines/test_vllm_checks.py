@@ -169,7 +169,8 @@ def test_an_engine_reads_a_directory_as_the_trainer_does(tiny_model: Path) -> No
     sparse = {key: value for key, value in config.items() if key not in ("scoring_func", "topk_method")}
     for given in (config, sparse):
         arguments = engine_arguments(Setup(tiny_model, "bfloat16", RolloutSettings(), 1, gpu=True), ModelDescription.of(given))
-        assert arguments["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "quantization_config": None}
+        router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+        assert arguments["hf_overrides"] == {**router, "quantization_config": None}
         assert arguments["load_format"] == "dummy" and "moe_backend" not in arguments
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,13 @@ OLD: dict[str, dict[str, Any]] = {
     "phi3": {"rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None, "attention_bias": False},
     "mixtral": {"rope_theta": 1000000.0, "sliding_window": None},
     "glm4_moe": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "moonlight": {"rope_theta": 10000.0, "ep_size": 1, "seq_aux": True, "head_dim": None},
+    "deepseek_v2": {
+        "rope_theta": 10000,
+        "rope_scaling": {"type": "yarn", "factor": 8, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "moe_layer_freq": 1,
+    },
+    "glm4_moe_lite": {"rope_theta": 10000, "rope_scaling": None, "partial_rotary_factor": 1.0, "mlp_layer_types": None},
     "deepseek_v3": {
         "rope_theta": 10000,
         "rope_scaling": {"type": "yarn", "factor": 8, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -235,15 +243,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is not supported: {'quant_method': 'gptq'"),
     ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "has a quantization_config, but no tensor is stored with scales"),
     ("deepseek_v3", {"head_dim": 24}, "head_dim=24 is not qk_rope_head_dim=16"),
-    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported for DeepSeek-V3, which has 1e-06"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not num_attention_heads=4"),
-    ("deepseek_v3", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 must be twice topk_group=2"),
+    ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than the 4 experts of topk_group=2 groups"),
+    ("deepseek_v3", {"n_group": 8}, "n_group=8: a group's score is the sum of its two best experts, and it has 1"),
     ("deepseek_v3", {"n_group": 3}, "n_group=3 and topk_group=2 do not divide 8 experts"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=false or num_experts_per_tok=1 is not supported"),
     ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 is not between 0 and 1"),
     ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "'default' and plain 'yarn' are"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported for DeepSeek-V2"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported for DeepSeek-V2"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is none of greedy, group_limited_greedy"),
+    ("deepseek_v2", {"topk_group": 5}, "n_group=4 and topk_group=5 do not divide 8 experts"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True is not supported for DeepSeek-V2"),
+    (
+        "glm4_moe_lite",
+        {"first_k_dense_replace": 0},
+        "mlp_layer_types=['dense', 'sparse'] are not first_k_dense_replace=0 times 'dense', then 'sparse'",
+    ),
+    ("glm4_moe_lite", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported for GLM-4.7-Flash"),
     ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "with partial_rotary_factor=0.5 is not"),
 ]
 
@@ -301,6 +320,14 @@ def test_kimi_k2_is_a_deepseek_v3_of_a_trillion_parameters() -> None:
     check_layout(model, Layout(ranks=16, pp=16), LAST)
 
 
+@pytest.mark.parametrize(("topk", "refused"), [(8, False), (6, True)])
+def test_fused_routers_score_groups_by_the_model_s_rule_or_are_refused(topk: int, refused: bool) -> None:
+    fixed = fixed_fields(ModelDescription.of({**DEEPSEEK_V3, "num_experts_per_tok": topk}), "bfloat16", Layout())
+    expected = r"^model\.megatron\.moe_router_fusion=True: Transformer Engine scores a group by .*=6//4 best experts, and the model by 2$"
+    with pytest.raises(ConfigError, match=expected) if refused else nullcontext():
+        check_fields({"moe_router_fusion": True}, fixed)
+
+
 def test_shared_experts_must_divide() -> None:
     model = ModelDescription.of({**DEEPSEEK_V3, "num_attention_heads": 96, "num_key_value_heads": 96, "first_k_dense_replace": 0})
     with pytest.raises(ConfigError, match="layout.tp=3: model has 2048 units in its shared experts, not divisible by 3"):
@@ -321,7 +348,7 @@ def test_fixed_fields_are_megatron_s_and_refused_before_a_process_starts(tiny: d
         "rotary_percent",
     }
     latent |= {"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-    assert fixed.keys() - megatron_fields().keys() <= (latent if family.startswith("deepseek") else set())
+    assert fixed.keys() - megatron_fields().keys() <= (latent if fixed["multi_latent_attention"] else set())
     with pytest.raises(ConfigError, match=r"^model\.megatron\.hidden_size: set by model\.path, .* \(to 128\)$"):
         check_fields({"hidden_size": 64}, fixed)
     for name, value in {"window_size": [4, 0], "mtp_num_layers": 1, "moe_router_topk_scaling_factor": 3.0, "num_moe_experts": 4}.items():

@@ -1,0 +1,91 @@
+"""GLM-4.7-Flash (glm4_moe_lite, https://huggingface.co/zai-org/GLM-4.7-Flash): DeepSeek-V3's attention, experts and router in another size.
+
+Its multi-token prediction (one further layer) is not trained here. transformers has no class for its classifiers, so only megarl can load a
+saved critic or reward model. Refused: what every family refuses (`decoder_blocks.refuse`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models import decoder_blocks as blocks
+from megarl.models import mla
+from megarl.models.config_json import ConfigJson
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+
+NAME = "GLM-4.7-Flash"
+
+DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeLiteConfig
+    "vocab_size": 154880,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "n_shared_experts": 1,
+    "n_routed_experts": 64,
+    "routed_scaling_factor": 1.8,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_interleave": True,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    # which transformers' class does not read: its first layer is dense unless mlp_layer_types says otherwise
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
+    n = mla.sizes(NAME, config, blocks.shared_sizes(config), scoring_func="sigmoid", topk_method="noaux_tc")
+    types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (n.layers - 1)  # all that transformers reads
+    if types != ["dense"] * n.dense + ["sparse"] * (n.layers - n.dense):
+        raise ConfigError(
+            f"model.path: config.json's mlp_layer_types={types!r:.200} are not first_k_dense_replace={n.dense} times 'dense', then 'sparse'"
+        )
+    return n
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
+    return mla.weight_map(config, sizes(config), bias=True)
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's MLATransformerConfig."""
+    n = sizes(config)
+    return {**mla.fields(NAME, config, n, rope(config)), **blocks.sigmoid_fields(NAME, config, n)}
+
+
+FAMILY = Family(
+    heads={
+        "lm": blocks.lm_head("Glm4MoeLiteForCausalLM", sizes),
+        "value": scalar_head("Glm4MoeLiteForSequenceClassification", sizes, known=False),
+    },
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=rope,
+    fields=fields,
+    defaults=DEFAULTS,
+    nullable=("q_lora_rank",),
+    optional=blocks.unused,
+    predictors=blocks.predictors,
+    spellings={"num_local_experts": "n_routed_experts"},
+    layer_spec=mla.layer_spec,
+)
