@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 
@@ -67,7 +67,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         assert config.attention_dropout == 0.0, "the packed attention has no dropout"
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-        self.cp_group = pg_collection.cp
+        self.cp_group, self.tp_group = pg_collection.cp, pg_collection.tp
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.softmax_offset: torch.nn.Parameter | None = None  # Transformer Engine's name of the sinks, [H]
         if config.softmax_type == "learnable":
@@ -112,6 +112,15 @@ class PackedAttention(MegatronModule):
             ks, vs = self._gather(k_TGD, v_TGC, sizes, groups)
         parts = zip(q_THD.split(sizes), ks, vs, groups, strict=True)
         return torch.cat([self._attend(q, k, v, *group) for q, k, v, group in parts]).flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the sinks to Megatron's checkpoints: each tensor-parallel rank has those of its heads. The signature is Megatron's."""
+        state, groups = self.state_dict(prefix="", keep_vars=True), (metadata or {})
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=groups.get("dp_cp_group")
+        )
 
     def _gather(
         self, k_TGD: Tensor, v_TGC: Tensor, sizes: list[int], groups: list[tuple[int, int]]

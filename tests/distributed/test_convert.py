@@ -93,9 +93,14 @@ def megatron_loads(grid: Grid, path: Path, step: Path) -> list[str]:
     return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
 
 
+def fits(family: str, layout: Layout) -> bool:
+    """Megatron splits no experts with biases (transformer_config.py:2280)."""
+    return family != "gpt_oss" or layout.etp == 1
+
+
 def groups(models: dict[str, Path], layout: Layout) -> Iterator[tuple[Layout, dict[str, Path]]]:
     """The models with experts on a layout, and the others on what is left of it."""
-    yield layout, {family: path for family, path in models.items() if has_experts(family)}
+    yield layout, {family: path for family, path in models.items() if has_experts(family) and fits(family, layout)}
     without = Layout(ranks=layout.tp * layout.pp, tp=layout.tp, pp=layout.pp, vpp=layout.vpp)
     yield without, {family: path for family, path in models.items() if not has_experts(family)}
 
