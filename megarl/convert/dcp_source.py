@@ -7,7 +7,6 @@ executing anything (`dcp_index`), tensors with torch's `weights_only`; `common.p
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,11 +184,6 @@ class DcpSource:
     def totals(self, items: Sequence[PlannedParameter]) -> dict[str, int]:
         """Return the number of parameters that are read, and their total numbers and bytes."""
         return totals([(item.name.shape, item.source) for item in items])
-
-    def summary(self) -> str:
-        """Return what is left out, counted by kind."""
-        counts = Counter(self.left_out.values())
-        return ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items()))
 
 
 def _part_shape(item: PlannedParameter, parts: int) -> tuple[int, ...]:
