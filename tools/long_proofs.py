@@ -86,7 +86,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(40, "fused_logprobs"),
         _distributed(30, "family_stages"),
         _distributed(30, "convert"),
-        _distributed(70, "megatron_checkpoints"),
     ),
     (_tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"), _distributed(70, "learner")),
     (
@@ -127,6 +126,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(360, "replayed_steps"),
         _distributed(45, "checkpoint"),
         _distributed(25, "value_model"),
+        _distributed(70, "megatron_checkpoints"),
     ),
     (_tests(1200, "tests/e2e/test_soak.py"),),
 )

@@ -108,7 +108,7 @@ def fast_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
 
 _UNGROUPED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-_UNKNOWN = {"kimi_k2": "deepseek_v3"}  # model_type that transformers does not know -> the one whose class it is
+KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # model_type that transformers does not know -> the one whose class it is
 
 # model_type, and the fields of its configuration in addition to or instead of those of `_common`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -166,7 +166,7 @@ def build(
         _stir(model)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(out)
-    if FAMILIES[family][0] in _UNKNOWN:
+    if FAMILIES[family][0] in KNOWN_AS:
         written = json.loads((out / "config.json").read_text()) | {"model_type": FAMILIES[family][0]}
         (out / "config.json").write_text(json.dumps(written, indent=2))
     return sum(parameter.numel() for parameter in model.parameters())
@@ -177,7 +177,7 @@ def configuration(family: str, *, layers: int, hidden: int, experts: int, expert
     from transformers import AutoConfig
 
     kind, own = FAMILIES[family]
-    kind = _UNKNOWN.get(kind, kind)
+    kind = KNOWN_AS.get(kind, kind)
     fields = {**_common(layers, hidden), **_mlp(kind, layers, hidden, experts, expert_hidden), **own}
     return AutoConfig.for_model(kind, **{**fields, **changes})
 
@@ -199,7 +199,7 @@ def _common(layers: int, hidden: int) -> dict[str, Any]:
 
 def has_experts(family: str) -> bool:
     """Whether a family's layers are mixtures of experts."""
-    return "num_experts_per_tok" in _mlp(_UNKNOWN.get(FAMILIES[family][0], FAMILIES[family][0]), 1, 1, 1, 1)
+    return "num_experts_per_tok" in _mlp(KNOWN_AS.get(FAMILIES[family][0], FAMILIES[family][0]), 1, 1, 1, 1)
 
 
 def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) -> dict[str, Any]:

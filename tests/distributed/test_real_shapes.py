@@ -19,6 +19,7 @@ from megarl.parallel.backend import choose
 from megarl.parallel.build import transformer_config
 from megarl.plan.parameters import stage_layers
 from tests.published_models import MODELS, Published, description_of
+from tools.make_tiny_model import KNOWN_AS
 
 
 def transformers_shapes(model: Published) -> tuple[dict[str, Shape], int]:
@@ -27,7 +28,7 @@ def transformers_shapes(model: Published) -> tuple[dict[str, Shape], int]:
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(model.kind, **model.config))
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(KNOWN_AS.get(model.kind, model.kind), **model.config))
     saved = revert_weight_conversion(built, built.state_dict())  # it holds a layer's experts in one tensor, and saves them one by one
     return {name: tuple(tensor.shape) for name, tensor in saved.items()}, sum(parameter.numel() for parameter in built.parameters())
 

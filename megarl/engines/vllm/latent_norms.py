@@ -5,12 +5,14 @@ Only vLLM's own processes call `install`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from megarl.models.mla import LATENT_EPSILON
 from megarl.upstream.expect import expect
 
 
+@cache  # a worker may be a fork of the core, which has done it
 def install() -> None:
     """Let vLLM normalise latents with the models' own epsilon, 1e-6: it takes config.json's rms_norm_eps (models/deepseek_v2.py:500, :524),
     which is 1e-5 in Moonlight, Kimi-K2-Thinking and GLM-4.7-Flash.

@@ -142,7 +142,12 @@ class Rank(SimpleNamespace):
 
 
 def rank_of(algorithm: PolicyAlgorithm, plan: StepPlan, parts: Sequence[tuple[list[int], Batch]]) -> Any:
-    rank = Rank(_spec=SimpleNamespace(algorithm=algorithm), _mini_batches=[[batch for _, batch in parts]], _reports_tokens=True, _logp=None)
+    rank = Rank(
+        _spec=SimpleNamespace(algorithm=algorithm),
+        _mini_batches=[[batch for _, batch in parts]],
+        _reports_tokens=True,
+        _logp=lambda _: None,
+    )
     rank._members, rank._grid, rank._sum_over = [plan.responses(samples) for samples, _ in parts], SimpleNamespace(is_last_stage=True), same
     rank._follow, rank._use, rank._flat = lambda *_, **__: nullcontext(), lambda _: rank, lambda: rank._mini_batches[0]
     return rank
