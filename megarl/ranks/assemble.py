@@ -192,6 +192,11 @@ def computed_here(batch: Batch) -> Batch:
     return replace(batch, mask_T=batch.mask_T & ~batch.extra_T["old_logp"].isnan())
 
 
+def _mean(values: Tensor) -> Metric:
+    """The mean of these numbers, to be merged with those of other ranks."""
+    return Mean(float(values.sum()), float(len(values)))
+
+
 def mismatch(batch: Batch) -> dict[str, Metric]:
     """Metrics of how far the engine's log-probs are from the trainer's, over the loss tokens that this rank computed.
 
@@ -202,23 +207,19 @@ def mismatch(batch: Batch) -> dict[str, Metric]:
     old, rollout = batch.extra_T["old_logp"][here_T].double(), batch.extra_T["rollout_logp"][here_T].double()
     if not len(old):
         return {}
-    tokens, d, gap = float(len(old)), old - rollout, (old.exp() - rollout.exp()).abs()
-
-    def mean(value: Tensor) -> Metric:
-        return Mean(float(value.sum()), tokens)
-
+    d, gap = old - rollout, (old.exp() - rollout.exp()).abs()
     bounded = d.clamp(-BOUND, BOUND)
     return {
-        "training/rollout_probs_diff_mean": mean(gap),
+        "training/rollout_probs_diff_mean": _mean(gap),
         "training/rollout_probs_diff_max": Max(float(gap.max())),
-        "training/rollout_probs_diff_std": Std(float(gap.sum()), float(gap.square().sum()), tokens),
-        "training/logprob_gap_mean": mean(d.abs()),
+        "training/rollout_probs_diff_std": Std(float(gap.sum()), float(gap.square().sum()), float(len(gap))),
+        "training/logprob_gap_mean": _mean(d.abs()),
         "training/logprob_gap_max": Max(float(d.abs().max())),
-        "rollout_corr/kl": mean(-d),
-        "rollout_corr/k3_kl": mean(torch.expm1(d) - d),
-        "rollout_corr/ratio_gt_2": mean((d.abs() > math.log(2)).double()),
-        "rollout_corr/rollout_is_mean": mean(d.exp()),
-        "rollout_corr/chi2": mean(torch.expm1(2 * bounded)),
+        "rollout_corr/kl": _mean(-d),
+        "rollout_corr/k3_kl": _mean(torch.expm1(d) - d),
+        "rollout_corr/ratio_gt_2": _mean((d.abs() > math.log(2)).double()),
+        "rollout_corr/rollout_is_mean": _mean(d.exp()),
+        "rollout_corr/chi2": _mean(torch.expm1(2 * bounded)),
     }
 
 
@@ -240,15 +241,12 @@ def mismatch_of_sequences(batch: Batch, sum_over: SumOver | None = None) -> dict
         return {}
     trainer, engine = (-sums_3N[1:, here_N] / batch.count_N[here_N]).unbind()
 
-    def mean(value_N: Tensor) -> Metric:
-        return Mean(float(value_N.sum()), float(len(value_N)))
-
     return {
-        "rollout_corr/training_ppl": mean(trainer.exp()),
-        "rollout_corr/rollout_ppl": mean(engine.exp()),
-        "rollout_corr/log_ppl_diff": mean(trainer - engine),
-        "rollout_corr/log_ppl_abs_diff": mean((trainer - engine).abs()),
-        "rollout_corr/ppl_ratio": mean((trainer - engine).exp()),
+        "rollout_corr/training_ppl": _mean(trainer.exp()),
+        "rollout_corr/rollout_ppl": _mean(engine.exp()),
+        "rollout_corr/log_ppl_diff": _mean(trainer - engine),
+        "rollout_corr/log_ppl_abs_diff": _mean((trainer - engine).abs()),
+        "rollout_corr/ppl_ratio": _mean((trainer - engine).exp()),
     }
 
 
@@ -262,13 +260,10 @@ def teacher_gap(batch: Batch) -> dict[str, Metric]:
     if not len(d):
         return {}
 
-    def mean(value: Tensor) -> Metric:
-        return Mean(float(value.sum()), float(len(d)))
-
     return {
-        "distillation/reverse_kl": mean(d),
-        "distillation/k3_kl": mean(torch.expm1(-d) + d),
-        "distillation/agreement": mean((d <= 0).double()),
+        "distillation/reverse_kl": _mean(d),
+        "distillation/k3_kl": _mean(torch.expm1(-d) + d),
+        "distillation/agreement": _mean((d <= 0).double()),
     }
 
 
