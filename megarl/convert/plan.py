@@ -13,7 +13,7 @@ import torch
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName, boxes, checkpoint_names
 from megarl.models.description import ModelDescription
-from megarl.models.hf import CONFIG
+from megarl.models.hf import CONFIG, stack_of
 from megarl.models.quantized import FLOAT8
 from megarl.models.weight_map import HeadKind, Shape, Weight
 from megarl.parallel.checkpoint.index import Shard, check_cover
@@ -216,15 +216,15 @@ def cut_units(items: Sequence[PlannedParameter], shards: Sequence[int] = ()) -> 
     return [*units, Unit(len(units), tuple(held))]
 
 
-def cut_shards(items: Sequence[PlannedParameter], limit: int, *, stacked: bool = False) -> list[int]:
-    """Divide the items into files of at most `limit` bytes (unless a single item is larger); return the index of each file's first item.
+def cut_shards(items: Sequence[PlannedParameter], limit: int) -> list[int]:
+    """Divide the items into files of at most `limit` bytes; return the index of each file's first item.
 
-    `stacked`: the experts' items of one kind and layer are parts of one tensor (`hf.Stack`).
+    A single item may be larger, and so may the experts' items that are parts of one tensor (`hf.Stack`).
     """
     starts, held = [0], 0
     for index, item in enumerate(items):
         size = item.parameters * DTYPES[item.target].itemsize
-        if held and held + size > limit and not (stacked and item.weight.expert):  # but 0, with which a stack begins
+        if held and held + size > limit and stack_of(item.weight.hf[0])[1] <= 0:  # a stack begins with expert 0
             starts.append(index)
             held = 0
         held += size

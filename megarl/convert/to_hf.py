@@ -56,7 +56,7 @@ class ToHF(Conversion):
         self._directory, self._source, self._cast = conversion_directory(target), source, dtype
         self.items = make_items(source.model, source.head, source.dtype, NAMES[dtype] if dtype is not None else None)
         source.audit(self.items)
-        self._shards = cut_shards(self.items, shard_bytes, stacked=source.model.family.stacked)
+        self._shards = cut_shards(self.items, shard_bytes)
         self.units = cut_units(self.items, self._shards)
         self._slots, self._headers = self._lay_out(self._shards)
 
@@ -72,7 +72,7 @@ class ToHF(Conversion):
             for item in self.items[start:stop]:
                 for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
                     info = TensorInfo(shape, item.target, self._directory.partial / file, at)
-                    stack, index = stack_of(name) if self._source.model.family.stacked and item.weight.expert is not None else (name, -1)
+                    stack, index = stack_of(name)
                     if index >= 0:  # the entry grows with each expert
                         first, shape = entries.get(stack, {"data_offsets": [at]})["data_offsets"][0], (index + 1, *shape)
                         entries[stack] = {"dtype": item.target, "shape": list(shape), "data_offsets": [first, at + info.size]}
@@ -143,8 +143,7 @@ class ToHF(Conversion):
                 os.close(descriptor)
         files = described(self._source.hf, self._cast, self._source.changes)
         if len(self._headers) > 1:
-            place = (lambda name: stack_of(name)[0]) if self._source.model.family.stacked else str
-            index = dict(sorted({place(name): slot.file for name, slot in self._slots.items()}.items()))
+            index = dict(sorted({stack_of(name)[0]: slot.file for name, slot in self._slots.items()}.items()))
             size = sum(slot.info.size for slot in self._slots.values())
             files[INDEX] = (json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n").encode()
         files[CONVERSION] = json.dumps(self._report(hashes), indent=1).encode()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import Absent, ConfigError
 from megarl.models.config_json import check_kinds
 from megarl.models.quantized import FLOAT8, MXFP4, dequantized, from_mxfp4, quantization
-from megarl.models.registry import FAMILIES, completed, family_of
+from megarl.models.registry import completed, find_family
 from megarl.text.strict_json import parse_json, read_json
 
 if TYPE_CHECKING:
@@ -93,7 +93,10 @@ class Stack:
 
 
 def stack_of(name: str) -> tuple[str, int]:
-    """Return the name of the stack that an expert's tensor is a part of in families with `stacked`, and its place there; -1: of none."""
+    """Return the name of the stack that an expert's tensor is a part of, and its place there; -1: of none.
+
+    Such names are those of families with `stacked` alone: in the others, an expert's number is followed by a module and its tensor.
+    """
     match = _PART.fullmatch(name)
     return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, -1)
 
@@ -175,8 +178,8 @@ def _with_stacks(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInf
     """Replace the stacks of a family that stores its experts in such by the experts' tensors; MXFP4's blocks and scales by their values."""
     if not any(".experts." in name for name in held):
         return held
-    config = completed(json_object(path / CONFIG))
-    if (config.get("architectures") or [None])[0] not in FAMILIES or not family_of(config).stacked:
+    family = find_family(json_object(path / CONFIG))
+    if family is None or not family.stacked:
         return held
     found = dict[str, TensorInfo]()
     for name, info in held.items():

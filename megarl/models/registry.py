@@ -38,11 +38,20 @@ MODEL_TYPES = {
 
 def family_of(config: ConfigJson) -> Family:
     """Return the family of a config.json. Raise ConfigError for an architecture that megarl does not support."""
+    family = find_family(config)
+    if family is None:
+        raise ConfigError(f"model.path: architecture {_architecture(config)!r} is not supported (supported: {', '.join(FAMILIES)})")
+    return family
+
+
+def find_family(config: ConfigJson) -> Family | None:
+    """Return the family of a config.json; None for an architecture that megarl does not support."""
+    return FAMILIES.get(_architecture(config))
+
+
+def _architecture(config: ConfigJson) -> Any:
     architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if name not in FAMILIES:
-        raise ConfigError(f"model.path: architecture {name!r} is not supported (supported: {', '.join(FAMILIES)})")
-    return FAMILIES[name]
+    return architectures[0] if isinstance(architectures, list) and architectures else None
 
 
 def completed(given: ConfigJson) -> dict[str, Any]:
@@ -53,10 +62,9 @@ def completed(given: ConfigJson) -> dict[str, Any]:
     Raises:
         ConfigError: a key is null that transformers takes no null for.
     """
-    config, [name] = dict(given), (given.get("architectures") or [None])[:1]
-    if name not in FAMILIES:
+    config, family = dict(given), find_family(given)
+    if family is None:
         return config
-    family = FAMILIES[name]
     for other, key in family.spellings.items():
         if other in config:
             config.setdefault(key, config[other])
