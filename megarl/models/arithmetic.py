@@ -27,9 +27,9 @@ def arithmetic(model: ModelDescription) -> dict[str, Any]:
 
 def _windows(model: ModelDescription) -> dict[str, Any]:
     """Return the sliding window, and each layer's kind of attention; None: all layers see everything, or all the window."""
-    size, layers = model.fields.get("window_size"), model.fields.get("window_attn_skip_freq")
+    layers = model.fields.get("window_attn_skip_freq")
     types = None if layers is None else [SLIDING if windowed else FULL for windowed in layers]
-    return {"sliding_window": None if size is None else size[0] + 1, "layer_types": types}
+    return {"sliding_window": model.window, "layer_types": types}
 
 
 def differences(one: ModelDescription, two: ModelDescription) -> dict[str, tuple[Any, Any]]:

@@ -68,19 +68,20 @@ def window_of(config: ConfigJson) -> int | None:
     return None if config["sliding_window"] is None else number(config, "sliding_window")
 
 
-def layer_types(config: ConfigJson, default: str | list[str]) -> list[str]:
+def layer_types(config: ConfigJson, default: list[str] | None = None) -> list[str]:
     """Return each layer's kind of attention, `FULL` or `SLIDING`.
 
     Args:
         config: config.json.
-        default: the kinds where it does not give `layer_types`, or that of all layers.
+        default: the kinds where it does not give `layer_types`; None: all layers have the window, if there is one.
 
     Raises:
         ConfigError: an unknown kind, a list of another length, or sliding layers without a window.
     """
     layers = number(config, "num_hidden_layers")
-    given = config.get("layer_types")
-    types = given if given is not None else [default] * layers if isinstance(default, str) else default
+    types = config.get("layer_types")
+    if types is None:
+        types = default if default is not None else [FULL if window_of(config) is None else SLIDING] * layers
     unknown = set(types) - {FULL, SLIDING}
     if unknown or len(types) != layers:
         fault = f"has {min(unknown)!r:.200}" if unknown else f"has {len(types)} entries"
@@ -95,8 +96,7 @@ def uniform_layer_types(config: ConfigJson) -> list[str]:
 
     transformers does not read `layer_types` there, and vLLM does (models/llama.py:186), so that one which differs is refused.
     """
-    own = FULL if window_of(config) is None else SLIDING
-    types = layer_types(config, own)
+    types, own = layer_types(config), FULL if window_of(config) is None else SLIDING
     if set(types) != {own}:
         raise ConfigError(
             f"model.path: config.json's layer_types are not all {own!r}, as its sliding_window={config['sliding_window']!r} says, and "

@@ -91,6 +91,12 @@ class ModelDescription:
         return self.family.fields(self.config)
 
     @property
+    def window(self) -> int | None:
+        """The tokens that a query sees in layers with a sliding window, its own among them; None: no layer has one."""
+        size = self.fields.get("window_size")
+        return None if size is None else size[0] + 1
+
+    @property
     def latent(self) -> bool:
         """Whether its attention keeps a latent of keys and values (MLA)."""
         return bool(self.fields.get("multi_latent_attention"))

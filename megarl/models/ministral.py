@@ -25,8 +25,8 @@ def sizes(config: ConfigJson) -> Sizes:
 
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    types = blocks.layer_types(config, blocks.FULL if blocks.window_of(config) is None else blocks.SLIDING)
-    return {**blocks.decoder_fields(config, sizes(config), rope(config)), **blocks.window_fields(config, types)}
+    windows = blocks.window_fields(config, blocks.layer_types(config))
+    return {**blocks.decoder_fields(config, sizes(config), rope(config)), **windows}
 
 
 FAMILY = Family(

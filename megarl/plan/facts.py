@@ -50,8 +50,8 @@ def facts(model: ModelDescription) -> Facts:
         rotary=latents.rotary if latents else int(n.head_dim * model.rope.fraction),
         latents=latents,
         tied=model.tied,
-        window=window[0] + 1 if (window := fields.get("window_size")) else None,
-        windowed=sum(some) / len(some) if (some := fields.get("window_attn_skip_freq")) else float(window is not None),
+        window=model.window,
+        windowed=sum(some) / len(some) if (some := fields.get("window_attn_skip_freq")) else float(model.window is not None),
     )
 
 
