@@ -73,6 +73,14 @@ def megatron_fields() -> dict[str, Any]:
     return fields_of("megatron.core", _SOURCES)
 
 
+def best_of_group(score_function: str | None) -> int:
+    """Return of how many of its experts, the best ones, a group's score is the sum, by the router's score function.
+
+    The two best in DeepSeek-V3 and the others with sigmoid routers, the best in DeepSeek-V2.
+    """
+    return 1 if score_function == "softmax" else 2
+
+
 def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
     """Raise ConfigError for invalid keys or values of `model.megatron`.
 
@@ -83,7 +91,7 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
     if attention not in ATTENTION:
         raise ConfigError(f"model.megatron.attention_backend: {attention!r} is none of {', '.join(ATTENTION)}")
     groups, topk = fixed.get("moe_router_group_topk"), fixed.get("moe_router_topk", 0)
-    best = 1 if fixed.get("moe_router_score_function") == "softmax" else 2  # see `upstream.SortedTopK`
+    best = best_of_group(fixed.get("moe_router_score_function"))
     if overrides.get("moe_router_fusion") and groups and topk // groups != best:
         raise ConfigError(
             f"model.megatron.moe_router_fusion=True: Transformer Engine scores a group by num_experts_per_tok//topk_group={topk}//{groups} "

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.models.megatron_fields import best_of_group
 from megarl.upstream.expect import expect
 
 # Warnings about upstream's own code, printed at every start and on every rank; users cannot act on them.
@@ -196,8 +197,7 @@ def _sorted_topk(moe_utils: Any, router: Any) -> None:
     """moe_utils.py:823 sorts a token's experts only where gradients are enabled. Their weights, and what they put out, are then added in
     another order: log-probs of a pass without gradients (old, reference) differ from the training pass's in their last bits.
 
-    moe_utils.py:656 scores a group by the sum of its topk // group_topk best experts. The models do so by the two best (DeepSeek-V3 and the
-    others with sigmoid routers) or by the best (DeepSeek-V2).
+    moe_utils.py:656 scores a group by the sum of its topk // group_topk best experts, where the models have `best_of_group`.
     """
     expect(moe_utils.group_limited_topk, "topk(topk // group_topk, dim=-1)[0].sum(dim=-1)")
     expect(moe_utils.topk_routing_with_score_function, "torch.topk(scores, k=topk, dim=1, sorted=torch.is_grad_enabled())")
@@ -208,7 +208,7 @@ def _sorted_topk(moe_utils: Any, router: Any) -> None:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
         if self.router_replay is None:
-            self.router_replay = SortedTopK(1 if self.config.moe_router_score_function == "softmax" else 2)
+            self.router_replay = SortedTopK(best_of_group(self.config.moe_router_score_function))
 
     router.__init__ = __init__
 
