@@ -6,10 +6,9 @@ Axes: T predicted tokens.
 
 from __future__ import annotations
 
-from typing import Annotated
+from pydantic import NonNegativeFloat, PositiveFloat
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
-
+from megarl.algorithms.base import Fraction
 from megarl.algorithms.gae import discounted_to_go
 from megarl.algorithms.ops import log_ratio
 from megarl.algorithms.settings import Settings
@@ -26,7 +25,7 @@ class Distillation(Settings):
 
     coef: PositiveFloat = 1.0
     """Weight of the reverse KL to the teacher, per token."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.0
+    gamma: Fraction = 0.0
     """Discount per token of the KL of later tokens; 0: a token answers for itself alone."""
     task_weight: NonNegativeFloat = 0.0
     """Factor of the advantages that the algorithm computes from the reward; 0: the reward is only reported."""

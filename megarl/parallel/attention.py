@@ -117,9 +117,10 @@ class PackedAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Describe the sinks to Megatron's checkpoints: each tensor-parallel rank has those of its heads. The signature is Megatron's."""
-        state, groups = self.state_dict(prefix="", keep_vars=True), (metadata or {})
+        assert metadata is not None
+        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
         return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=groups.get("dp_cp_group")
+            state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=replicas
         )
 
     def _gather(

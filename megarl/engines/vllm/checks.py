@@ -25,9 +25,7 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
     A CPU engine needs `kv_cache_mb`, with room for one longest sequence. A GPU engine takes none.
     """
     check_arguments(settings.engine.args, gpu=gpu)
-    if (
-        model.architecture == "GptOssForCausalLM"
-    ):  # float32 sinks on CPUs, updates of its stacked experts and their fingerprints are to come
+    if model.architecture == "GptOssForCausalLM":  # to come: float32 sinks on CPUs, updates and fingerprints of its stacked experts
         raise ConfigError("model.path: engines for GptOssForCausalLM are not supported yet: it trains without them (sft, rm, dpo)")
     _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350

@@ -47,11 +47,11 @@ def test_its_expected_gradient_is_that_of_the_reverse_kl() -> None:
     logits_V.requires_grad_()
     lp_V, teacher_lp_V = logits_V.log_softmax(0), teacher_V.log_softmax(0)
     [kl] = torch.autograd.grad((lp_V.exp() * (lp_V - teacher_lp_V)).sum(), logits_V, retain_graph=True)
-    batch = batch_of(*[(True,)] * 7).with_extra()
-    place = batch.mask_T.nonzero().squeeze(1)
-    columns = {name: torch.zeros(len(batch), dtype=torch.float64).index_copy(0, place, value) for name, value in
-               (("old_logp", lp_V.detach()), ("teacher_logp", teacher_lp_V))}  # fmt: skip
-    advantage_V = Distillation().advantages(torch.zeros(len(batch)), batch.with_extra(**columns))[place]
+    batch = batch_of(*[(True,)] * 7)
+    place, zeros_T = batch.mask_T.nonzero().squeeze(1), torch.zeros(len(batch), dtype=torch.float64)
+    given = {"old_logp": lp_V.detach(), "teacher_logp": teacher_lp_V}
+    columns = {name: zeros_T.index_copy(0, place, value) for name, value in given.items()}
+    advantage_V = Distillation().advantages(zeros_T, batch.with_extra(**columns))[place]
     [policy] = torch.autograd.grad(-(lp_V.exp().detach() * advantage_V * lp_V).sum(), logits_V)
     torch.testing.assert_close(policy, kl, rtol=1e-12, atol=1e-12)
 
