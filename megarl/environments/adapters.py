@@ -18,17 +18,17 @@ def load(source: dict[str, Any]) -> Callable[[], Any]:
         return _reasoning_gym(source)
     if kind == "textarena":
         return _textarena(source["id"])
-    found, params = named(source["path"]), source["params"]
+    factory, params = named(source["path"]), source["params"]
     if kind == "gymnasium":
-        return lambda: Gymnasium(found(**params))
-    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+        return lambda: Gymnasium(factory(**params))
+    missing = [name for name in ("reset", "step") if not callable(getattr(factory, name, None))]
     if missing:
         raise ValueError(f"path: {source['path']} has no method {' and no '.join(missing)}")
     try:
-        found(**params)
+        factory(**params)
     except Exception as error:  # the user's code may raise anything
         raise ValueError(f"params: {source['path']} refuses {params}: {type(error).__name__}: {error}") from None
-    return lambda: found(**params)
+    return lambda: factory(**params)
 
 
 def named(path: str) -> Any:
@@ -38,10 +38,10 @@ def named(path: str) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
         raise ValueError(f"path: cannot import module {module_name!r}: {type(error).__name__}: {error} ({WHERE})") from None
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ValueError(f"path: module {module_name!r} has no {'class or function' if found is not None else 'attribute'} {name!r}")
-    return found
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ValueError(f"path: module {module_name!r} has no {'class or function' if factory is not None else 'attribute'} {name!r}")
+    return factory
 
 
 class Gymnasium:

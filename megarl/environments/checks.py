@@ -40,10 +40,10 @@ def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] |
     from megarl.environments.own_tools import schemas
     from megarl.environments.tools import SCHEMAS
 
-    source, found = settings.source, dict[str, dict[str, Any]](SCHEMAS)
+    source, schemas_by_name = settings.source, dict[str, dict[str, Any]](SCHEMAS)
     if source.own:
-        found |= zip(source.own, schemas(source.own, settings.step_s, settings.sandbox.model_dump_json()), strict=True)
-    return [found[tool] for tool in source.tools]
+        schemas_by_name |= zip(source.own, schemas(source.own, settings.step_s, settings.sandbox.model_dump_json()), strict=True)
+    return [schemas_by_name[tool] for tool in source.tools]
 
 
 def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, reward: RewardSettings, model: Path) -> None:
@@ -59,8 +59,8 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
         ConfigError: something is refused.
     """
     if settings is None:
-        given = alone(reward.source) | ({} if reward.eval is None else alone(reward.eval, "reward.eval"))
-        for key, source in given.items():
+        sources = alone(reward.source) | ({} if reward.eval is None else alone(reward.eval, "reward.eval"))
+        for key, source in sources.items():
             if isinstance(source, EnvironmentReward):
                 raise ConfigError(f"{key}.type=environment: there is no environment")
         return
@@ -84,11 +84,11 @@ def _check_template(settings: EnvironmentSettings, data: PromptFormat, tokenizer
     check_turns(tokenizer, [answering_role(settings)], "environment", data)
     for schema in tool_schemas(settings) or []:
         name = schema["function"]["name"]
-        asked, arguments = [{"role": "user", "content": "Q"}], data.template_args
-        told, untold = (render_chats(tokenizer, [asked], tools, arguments)[0] for tools in ([schema], None))
-        if told == untold or name not in told:
+        question, arguments = [{"role": "user", "content": "Q"}], data.template_args
+        text, text_without = (render_chats(tokenizer, [question], tools, arguments)[0] for tools in ([schema], None))
+        if text == text_without or name not in text:
             raise ConfigError(f"{KEY}.tools: the model's chat template does not mention {name!r}: the model would never call it")
-        if "<tool_call>" not in told:
+        if "<tool_call>" not in text:
             raise ConfigError(f"{KEY}.tools: the model's chat template uses another call format than <tool_call>JSON</tool_call>")
 
 
@@ -127,9 +127,9 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
         ConfigError: the environment cannot be imported, violates the protocol, fails, or its opening is longer than a prompt may be; or
             the data source is of type `episodes`, and the run has no environment that writes openings.
     """
-    alone = prompts[0].episode is not None  # the environment has to write the opening
+    writes_opening = prompts[0].episode is not None  # the environment has to write the opening
     if settings is None or isinstance(settings.source, ToolsEnvironment):
-        if alone:
+        if writes_opening:
             raise ConfigError(f"{key}.type=episodes: {'there is no environment' if settings is None else 'tools begin none: give prompts'}")
         return
     first = prompts[0]
@@ -140,7 +140,7 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
         try:
             episode = host.open()
             opening = await episode.reset(first.seed, first.task)
-            if opening.messages is None and alone:
+            if opening.messages is None and writes_opening:
                 raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
             if opening.messages is None:
                 conversation = in_tokens(turns.prompted, first.task)

@@ -126,9 +126,9 @@ class _BoundedEpisode:
                 self._room.release()
 
 
-def in_tokens(render: Callable[..., Rendered], *said: Any) -> Rendered:
+def in_tokens(render: Callable[..., Rendered], *arguments: Any) -> Rendered:
     """Return `render(*said)`, of an environment's messages. Raises EnvironmentFailed if the chat template cannot render them."""
     try:
-        return render(*said)
+        return render(*arguments)
     except Exception as error:  # a template may raise anything, for example for an unknown role
         raise EnvironmentFailed(f"bad return: the model's chat template refuses it: {first_line(error)}") from None

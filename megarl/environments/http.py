@@ -102,17 +102,17 @@ class HttpEpisode:
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
         """Begin the episode on the server and return its opening."""
-        found = await self._host.ask("reset", {"seed": seed, "task": task})
-        self._episode = found.get("episode")
+        answer = await self._host.ask("reset", {"seed": seed, "task": task})
+        self._episode = answer.get("episode")
         if self._episode is None:
             raise EnvironmentFailed("bad return: /reset answered without 'episode'")
-        return _read(lambda: read_reset(found.get("observation")))
+        return _read(lambda: read_reset(answer.get("observation")))
 
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
         """Return the server's answer to a turn."""
         body = {"episode": self._episode, "text": text, "tokens": list(tokens), "finished": finished}
-        found = await self._host.ask("step", body)
-        fields = (found.get("observation"), found.get("reward"), found.get("done"), found.get("info") or {})
+        answer = await self._host.ask("step", body)
+        fields = (answer.get("observation"), answer.get("reward"), answer.get("done"), answer.get("info") or {})
         return _read(lambda: read_step(fields))
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ class OwnTools:
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Return a tool's answer, and whether the call succeeded. A call that hangs or ends its process affects no other call."""
         try:
-            given = json.dumps(arguments)
+            text = json.dumps(arguments)
         except RecursionError:
             return f"error: {name}: the arguments are nested too deeply", False
         process = self._idle.get()
@@ -38,7 +38,7 @@ class OwnTools:
             if process is None:
                 process = _ToolProcess(self._paths, self._settings.step_s, self._most, self._settings.sandbox)
                 process.schemas()
-            return process.call(name, given)
+            return process.call(name, text)
         except Gone as gone:
             assert process is not None
             process.kill()
@@ -90,9 +90,9 @@ class _ToolProcess(AskedProcess):
                 return found
         raise Gone(NO_ANSWER)
 
-    def call(self, name: str, given: str) -> tuple[str, bool]:
+    def call(self, name: str, text: str) -> tuple[str, bool]:
         """Return a tool's answer to arguments in JSON, and whether it succeeded. Raises Gone if the process is of no more use."""
-        match self.asked((name, given)):
+        match self.asked((name, text)):
             case [str(said), bool(worked)]:
                 return said, worked
         raise Gone(NO_ANSWER)

@@ -202,10 +202,10 @@ class _EnvironmentProcess(AskedProcess):
         match self.asked(request):
             case ["turn", messages, reward, bool(done), info]:
                 with suppress(ProtocolFault):  # the worker checked it, unless the environment itself wrote the answer
-                    said = None if messages is None else read_messages(messages, request[0])
+                    messages_read = None if messages is None else read_messages(messages, request[0])
                     earned, numbers = read_numbers(reward, info)
-                    if said is not None or done or request[0] != "step":
-                        return Turn(said, earned, done, {printable(name): value for name, value in numbers.items()})
+                    if messages_read is not None or done or request[0] != "step":
+                        return Turn(messages_read, earned, done, {printable(name): value for name, value in numbers.items()})
             case ["failed", str(text)]:
                 raise EnvironmentFailed(printable(text))
         raise Gone(NO_ANSWER)

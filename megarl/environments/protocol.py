@@ -112,11 +112,11 @@ def read_step(returned: Any) -> Turn:
     if not isinstance(returned, tuple | list) or len(returned) not in (3, 4):
         size = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
         raise ProtocolFault(f"step returned a {type(returned).__name__}{size}, not (observation, reward, done)")
-    said, reward, done, info = (*returned, {})[:4]
+    observation, reward, done, info = (*returned, {})[:4]
     if not isinstance(done, bool) and type(done).__name__ not in ("bool_", "bool"):  # NumPy's boolean, whose name depends on the version
         raise ProtocolFault(f"step returned done={done!r:.80} ({type(done).__name__}), not a boolean")
     reward, numbers = read_numbers(reward, info)
-    messages = None if done and (said is None or said == "") else read_messages(said, "step")
+    messages = None if done and (observation is None or observation == "") else read_messages(observation, "step")
     return Turn(messages, reward, bool(done), numbers)
 
 
@@ -138,17 +138,17 @@ def _is_number(value: Any, largest: float) -> bool:
     return size is not None and bool(size <= largest)
 
 
-def read_messages(said: Any, method: str) -> list[Message]:
+def read_messages(observation: Any, method: str) -> list[Message]:
     """Return an observation as chat messages; a text becomes a message of the user. Raises ProtocolFault for anything else, or no text."""
-    if isinstance(said, str):
-        said = [{"role": "user", "content": said}]
-    if not isinstance(said, list) or not said:
-        raise ProtocolFault(f"{method} returned {said!r:.80} ({type(said).__name__}), not a text or a list of chat messages")
-    for message in said:
+    if isinstance(observation, str):
+        observation = [{"role": "user", "content": observation}]
+    if not isinstance(observation, list) or not observation:
+        raise ProtocolFault(f"{method} returned {observation!r:.80} ({type(observation).__name__}), not a text or a list of chat messages")
+    for message in observation:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ProtocolFault(f"{method} returned {message!r:.80}, and a message has a text 'role' and a text 'content'")
         if message["role"] == "assistant":
             raise ProtocolFault(f"{method} returned a message of the assistant, whom the policy plays")
-    if not any(message["content"].strip() for message in said):
+    if not any(message["content"].strip() for message in observation):
         raise ProtocolFault(f"{method} returned no text")
-    return [{"role": message["role"], "content": message["content"]} for message in said]
+    return [{"role": message["role"], "content": message["content"]} for message in observation]

@@ -139,10 +139,10 @@ def main() -> None:
     parser.add_argument("environment", metavar="MODULE:CLASS")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    given = parser.parse_args()
+    options = parser.parse_args()
     sys.path.insert(0, os.getcwd())
-    server = EnvironmentServer((given.host, given.port), find(given.environment))
-    print(f"{given.environment} on http://{given.host}:{server.server_address[1]}", flush=True)
+    server = EnvironmentServer((options.host, options.port), find(options.environment))
+    print(f"{options.environment} on http://{options.host}:{server.server_address[1]}", flush=True)
     server.serve_forever()
 
 

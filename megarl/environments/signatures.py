@@ -22,14 +22,14 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
     Raises:
         ValueError: the function has no docstring, an annotation that cannot be resolved, or a parameter that a call cannot name.
     """
-    said = inspect.getdoc(function)
-    if not said:
+    docstring = inspect.getdoc(function)
+    if not docstring:
         raise ValueError("has no docstring, which would tell the model what it does")
     try:
         hints = get_type_hints(function)
     except (NameError, TypeError) as error:
         raise ValueError(f"its types are not known: {error}") from None
-    meaning, _, rest = said.partition("Args:\n")
+    meaning, _, rest = docstring.partition("Args:\n")
     described = _arguments(rest)
     properties, required = dict[str, Any](), list[str]()
     for parameter in inspect.signature(function).parameters.values():
@@ -44,23 +44,23 @@ def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
 def _arguments(rest: str) -> dict[str, str]:
     """Return the parameters' descriptions from the text below `Args:`, up to the next line that is not indented."""
-    found, name = dict[str, str](), ""
+    descriptions, name = dict[str, str](), ""
     for line in rest.splitlines():
         if line and not line.startswith(" "):
             break
         if match := ARGUMENT.fullmatch(line):
-            name, found[match[1]] = match[1], match[2]
+            name, descriptions[match[1]] = match[1], match[2]
         elif name and line.strip():
-            found[name] += f" {line.strip()}"
-    return found
+            descriptions[name] += f" {line.strip()}"
+    return descriptions
 
 
 def _json(hint: Any) -> dict[str, Any]:
     """Return the JSON schema of an annotation; empty for a type without a counterpart in JSON."""
     origin, inside = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
-        known = [one for one in inside if one is not NoneType]
-        return _json(known[0]) if len(known) == 1 else {}
+        kinds = [one for one in inside if one is not NoneType]
+        return _json(kinds[0]) if len(kinds) == 1 else {}
     if origin is Literal:
         return {"type": NAMES[type(inside[0])], "enum": list(inside)}
     items = {"items": _json(inside[0])} if origin is list and inside else {}

@@ -27,14 +27,14 @@ Tools = dict[str, tuple[Callable[..., Any], dict[str, Any]]]
 
 def load(paths: Sequence[str]) -> Tools:
     """Return the tools at these paths. Raises ValueError, starting with the key within `environment.source`, if one is not a valid tool."""
-    found: Tools = {}
+    tools_by_name: Tools = {}
     for path in paths:
         try:
             function, name = named(path), path.partition(":")[2]
-            found[name] = function, schema_of(function, name)
+            tools_by_name[name] = function, schema_of(function, name)
         except ValueError as error:
             raise ValueError(f"tools: {path}: {str(error).removeprefix('path: ')}") from None
-    return found
+    return tools_by_name
 
 
 def work(channel: Channel, answer: Answer) -> None:
@@ -45,41 +45,41 @@ def work(channel: Channel, answer: Answer) -> None:
         return
     answer("tools", [schema for _, schema in tools.values()])
     while True:
-        name, given = pickle.loads(channel.receive())
-        said, worked = _call(tools[name][0], name, given, seconds)
-        answer(_cut(said, most), worked)
+        name, arguments_text = pickle.loads(channel.receive())
+        output, worked = _call(tools[name][0], name, arguments_text, seconds)
+        answer(_cut(output, most), worked)
 
 
-def _call(function: Callable[..., Any], name: str, given: str, seconds: float) -> tuple[str, bool]:
+def _call(function: Callable[..., Any], name: str, arguments_text: str, seconds: float) -> tuple[str, bool]:
     """Call a function with arguments in JSON. The same call draws the same random numbers.
 
     Returns:
         The answer (a text as it is, anything else as JSON) or an error message, and whether the call succeeded.
     """
-    random.seed(f"{name} {given}")
+    random.seed(f"{name} {arguments_text}")
     numpy.random.seed(random.getrandbits(32))
     try:
-        arguments = json.loads(given)
+        arguments = json.loads(arguments_text)
         inspect.signature(function).bind(**arguments)
     except (TypeError, RecursionError) as error:
         return f"error: {name}: {error}"[:MAX_TEXT], False
     try:
         with in_time(seconds):
             returned = waited(function(**arguments))
-            said = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
+            output = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
     except Late:
         return f"error: not done after {seconds:g} s", False
     except BaseException as error:  # including SystemExit: one call must not end the process
         return f"error: {type(error).__name__}: {error}"[:MAX_TEXT], False
-    return said, True
+    return output, True
 
 
-def _cut(said: str, most: int) -> str:
+def _cut(output: str, most: int) -> str:
     """Cut a text to `most` characters and to the size of one message, and mark it if anything is cut off."""
-    kept = said[:most]
-    while (size := len(json.dumps(kept))) > ROOM:
-        kept = kept[: len(kept) * ROOM // size]
-    return kept if len(kept) == len(said) else f"{kept}... (cut off)"
+    beginning = output[:most]
+    while (size := len(json.dumps(beginning))) > ROOM:
+        beginning = beginning[: len(beginning) * ROOM // size]
+    return beginning if len(beginning) == len(output) else f"{beginning}... (cut off)"
 
 
 if __name__ == "__main__":

@@ -93,11 +93,11 @@ class ToolsEpisode:
         answers: list[Message] = []
         for number, call in enumerate(calls[: MAX_CALLS + 1]):
             if number == MAX_CALLS:
-                said, worked = f"error: {len(calls)} calls in one turn, more than {MAX_CALLS}", False
+                output, worked = f"error: {len(calls)} calls in one turn, more than {MAX_CALLS}", False
             else:
-                said, worked = await self._host.call(call)
+                output, worked = await self._host.call(call)
             self._calls, self._errors = self._calls + 1, self._errors + (not worked)
-            answers.append({"role": "tool", "content": said or "(nothing was printed)"})
+            answers.append({"role": "tool", "content": output or "(nothing was printed)"})
         return Turn(answers or None, 0.0, not answers, {"tool_calls": float(self._calls), "tool_errors": float(self._errors)})
 
     async def close(self) -> None:
@@ -115,9 +115,9 @@ def read_call(text: str, tools: Sequence[str]) -> tuple[str, dict[str, Any]]:
         raise ValueError('a call has a text "name" and an object "arguments"')
     if name not in tools:
         raise ValueError(f"there is no tool {name!r:.80} (there are: {', '.join(tools)})")
-    known = ARGUMENTS.get(name)  # the arguments of a user's function are checked in its process
-    if known is not None and (list(arguments) != [known] or not isinstance(arguments[known], str)):
-        raise ValueError(f"{name} takes one argument, the text {known!r}")
+    argument = ARGUMENTS.get(name)  # the arguments of a user's function are checked in its process
+    if argument is not None and (list(arguments) != [argument] or not isinstance(arguments[argument], str)):
+        raise ValueError(f"{name} takes one argument, the text {argument!r}")
     return name, arguments
 
 
@@ -141,8 +141,8 @@ def run_python(code: str, seconds: float, most: int, sandbox: SandboxSettings) -
                 match json.loads(message):
                     case [str()] if not ready:
                         ready, deadline = True, time.monotonic() + seconds + GRACE_S
-                    case [str(said)]:
-                        return (said if len(said) <= most else said[:most] + "... (cut off)"), True
+                    case [str(output)]:
+                        return (output if len(output) <= most else output[:most] + "... (cut off)"), True
                     case _:
                         raise BadMessage("no text")
             if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):

@@ -42,9 +42,9 @@ def work(channel: Channel, answer: Answer) -> None:
         except BaseException as error:  # including SystemExit: one episode must not end the process
             answer("failed", f"{type(error).__name__}: {error}"[:MAX_TEXT])
         else:
-            said = ["turn", turn.messages, turn.reward, turn.done, dict(turn.info)]
-            size = len(json.dumps(said))
-            answer(*said) if size <= ANSWER_BYTES else answer("failed", f"bad return: {size} bytes, more than {ANSWER_BYTES}")
+            fields = ["turn", turn.messages, turn.reward, turn.done, dict(turn.info)]
+            size = len(json.dumps(fields))
+            answer(*fields) if size <= ANSWER_BYTES else answer("failed", f"bad return: {size} bytes, more than {ANSWER_BYTES}")
 
 
 class _Draws:
@@ -66,9 +66,9 @@ class _Draws:
             random.seed(seed)
             numpy.random.seed(seed % (1 << 32))
         elif number in self._states:
-            python, others = self._states[number]
+            python, numpy_state = self._states[number]
             random.setstate(python)
-            numpy.random.set_state(others)
+            numpy.random.set_state(numpy_state)
         try:
             yield
         finally:
@@ -78,12 +78,12 @@ class _Draws:
                 self._states[number] = random.getstate(), numpy.random.get_state()
 
 
-def _play(make: Callable[[], Any], episodes: dict[int, Any], what: str, number: int, *given: Any) -> Turn:
+def _play(make: Callable[[], Any], episodes: dict[int, Any], what: str, number: int, *arguments: Any) -> Turn:
     if what == "reset":
         episodes[number] = environment = make()
-        return begin(environment, *given)
+        return begin(environment, *arguments)
     if what == "step":
-        return read_step(waited(episodes[number].step(*given)))
+        return read_step(waited(episodes[number].step(*arguments)))
     environment = episodes.pop(number, None)
     with suppress(Exception):  # the episode is over, so an error affects nothing
         end(environment)

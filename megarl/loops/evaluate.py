@@ -56,9 +56,11 @@ def evaluate(when: str, sets: Sequence[HeldOut], engines: Engines, reward: Rewar
     results, metrics = list[SetResult](), list[dict[str, Metric]]()
     for one in sets:
         with run.phase("eval"):
-            result, found, records = _ask(one, engines, reward, run, seed)
+            result, set_metrics, records = _ask(one, engines, reward, run, seed)
         results.append(result)
-        metrics.append({name.replace("eval/", f"eval/{one.name}{'_base' if when == 'base' else ''}/", 1): x for name, x in found.items()})
+        metrics.append(
+            {name.replace("eval/", f"eval/{one.name}{'_base' if when == 'base' else ''}/", 1): x for name, x in set_metrics.items()}
+        )
         run.keep(step, records, f"{one.name}_base" if when == "base" else one.name)
     return run.evaluated(when, results, merge(metrics), step)
 
@@ -80,10 +82,10 @@ def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) ->
     result = estimated(one.name, score_Pn, greedy_P)
     records = [
         record(one.prompts[response.prompt], response, score, greedy=number > 0)
-        for number, said in enumerate(judged)
-        for response, score in zip(said.responses, said.scores, strict=True)
+        for number, answers in enumerate(judged)
+        for response, score in zip(answers.responses, answers.scores, strict=True)
     ]
-    metrics = merge([reward_failures(said.scores) for said in judged]) | _beside(judged[0])
+    metrics = merge([reward_failures(answers.scores) for answers in judged]) | _beside(judged[0])
     return result, metrics | ({} if result.stderr is None else {"eval/stderr": Last(result.stderr)}), records
 
 

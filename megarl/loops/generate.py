@@ -77,17 +77,17 @@ class GenerateJob:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the verb. Raises ConfigError for unusable input, RolloutError if the engine fails."""
-    given = parser().parse_args(list(arguments))
+    options = parser().parse_args(list(arguments))
     try:
         with naming_files("generate"):
-            job = check(given)
+            job = check(options)
     except ConfigError as error:
         raise ConfigError(_in_options(str(error))) from None
     with Speaker(job) as speaker:
-        if given.chat:
+        if options.chat:
             chat(speaker)
         else:
-            answer(speaker, given.out)
+            answer(speaker, options.out)
     return 0
 
 
@@ -124,71 +124,71 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def check(given: argparse.Namespace) -> GenerateJob:
+def check(options: argparse.Namespace) -> GenerateJob:
     """Check everything that can be checked before the engine starts. Raises ConfigError, in the terms of a configuration."""
-    if sum((given.prompt is not None, given.file is not None, given.chat)) != 1:
+    if sum((options.prompt is not None, options.file is not None, options.chat)) != 1:
         raise ConfigError("generate: give a PROMPT, --file FILE or --chat")
-    if given.out is not None and (given.chat or given.out.exists() or not given.out.absolute().parent.is_dir()):
-        why = "a chat is not written" if given.chat else "already exists" if given.out.exists() else "its directory does not exist"
-        raise ConfigError(f"--out {given.out}: {why}")
-    if given.chat and given.n != 1:
-        raise ConfigError(f"--n {given.n}: a chat has one response a turn")
-    if given.chat and given.template is not None:
+    if options.out is not None and (options.chat or options.out.exists() or not options.out.absolute().parent.is_dir()):
+        why = "a chat is not written" if options.chat else "already exists" if options.out.exists() else "its directory does not exist"
+        raise ConfigError(f"--out {options.out}: {why}")
+    if options.chat and options.n != 1:
+        raise ConfigError(f"--n {options.n}: a chat has one response a turn")
+    if options.chat and options.template is not None:
         raise ConfigError("--template: a chat goes through the model's chat template")
-    if not 0 <= given.temperature < math.inf:
-        raise ConfigError(f"--temperature {given.temperature:g}: must be 0 or more")
-    if given.top_k is not None and abs(given.top_k) >= 1 << 31:
-        raise ConfigError(f"--top-k {given.top_k}: an integer of {given.top_k.bit_length()} bits, more than 31")
-    if not 0 <= given.seed < 1 << 32:
-        raise ConfigError(f"--seed {given.seed}: must be 0 or more, and below 2^32")
+    if not 0 <= options.temperature < math.inf:
+        raise ConfigError(f"--temperature {options.temperature:g}: must be 0 or more")
+    if options.top_k is not None and abs(options.top_k) >= 1 << 31:
+        raise ConfigError(f"--top-k {options.top_k}: an integer of {options.top_k.bit_length()} bits, more than 31")
+    if not 0 <= options.seed < 1 << 32:
+        raise ConfigError(f"--seed {options.seed}: must be 0 or more, and below 2^32")
     for option, texts in (
-        ("PROMPT", [given.prompt]),
-        ("--system", [given.system]),
-        ("--template", [given.template]),
-        ("--template-args", [given.template_args]),
-        ("--stop", given.stop),
+        ("PROMPT", [options.prompt]),
+        ("--system", [options.system]),
+        ("--template", [options.template]),
+        ("--template-args", [options.template_args]),
+        ("--stop", options.stop),
     ):
         if any("\ud800" <= letter <= "\udfff" for text in texts or () for letter in text or ""):  # stand for bytes that are not UTF-8
             raise ConfigError(f"{option}: is not UTF-8")
-    gpu = gpus_here() > 0 and not given.cpu
-    if given.tp > 1 and gpu and given.tp > gpus_here():
-        raise ConfigError(f"--tp {given.tp}: this machine has {gpus_here()} GPUs")
-    model = given.model.absolute()
+    gpu = gpus_here() > 0 and not options.cpu
+    if options.tp > 1 and gpu and options.tp > gpus_here():
+        raise ConfigError(f"--tp {options.tp}: this machine has {gpus_here()} GPUs")
+    model = options.model.absolute()
     description, tokenizer = check_checkpoint(model, drop_mtp=True), load_tokenizer(model)
-    if given.system is not None and (given.template is not None or not tokenizer.chat_template):
+    if options.system is not None and (options.template is not None or not tokenizer.chat_template):
         raise ConfigError("--system: is part of a chat, and the prompt goes through no chat template")
-    if given.chat and not tokenizer.chat_template:
+    if options.chat and not tokenizer.chat_template:
         raise ConfigError("--chat: the tokenizer has no chat template")
-    room, form = description.room, _format(given, tokenizer)
+    room, form = description.room, _format(options, tokenizer)
     renderer = Renderer(tokenizer, form, room - 1, "the model's room")
-    prompts = renderer.all(iter(()) if given.chat else _rows(given))
-    renderer.intake.tell(len(prompts), "PROMPT" if given.file is None else f"--file {given.file}", "")
+    prompts = renderer.all(iter(()) if options.chat else _rows(options))
+    renderer.intake.tell(len(prompts), "PROMPT" if options.file is None else f"--file {options.file}", "")
     longest = max((len(prompt.ids) for prompt in prompts), default=room // 2)
-    response = min(RESPONSE, room - longest) if given.max_tokens is None else given.max_tokens
-    if given.chat:
+    response = min(RESPONSE, room - longest) if options.max_tokens is None else options.max_tokens
+    if options.chat:
         longest = room - response
     check_room(description, max(1, longest) + response, f"--max-tokens {response} with its prompt")
-    settings = _settings(given, longest, response, min(TOGETHER, given.n * max(1, len(prompts))))
-    dtype = given.dtype or ("bfloat16" if gpu else "float32")
+    settings = _settings(options, longest, response, min(TOGETHER, options.n * max(1, len(prompts))))
+    dtype = options.dtype or ("bfloat16" if gpu else "float32")
     if not gpu:
         settings = engine_type(settings).with_cache(description, dtype, settings, CACHE_MB)
     check_engine(description, dtype, settings, gpu=gpu)
-    sampling = Sampling(given.n, given.temperature, response, given.seed).within(settings)
+    sampling = Sampling(options.n, options.temperature, response, options.seed).within(settings)
     return GenerateJob(model, tokenizer, form, prompts, settings, sampling, dtype, gpu)
 
 
-def _format(given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
-    through_chat = given.template is None and bool(tokenizer.chat_template)
-    arguments = mapping(given.template_args, "--template-args")
+def _format(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
+    through_chat = options.template is None and bool(tokenizer.chat_template)
+    arguments = mapping(options.template_args, "--template-args")
     if arguments and not through_chat:
         raise ConfigError("--template-args: the prompt goes through no chat template")
-    return PromptFormat(chat=through_chat, template=given.template or "{prompt}", system=given.system, template_args=arguments)
+    return PromptFormat(chat=through_chat, template=options.template or "{prompt}", system=options.system, template_args=arguments)
 
 
-def _settings(given: argparse.Namespace, longest: int, response: int, together: int) -> RolloutSettings:
+def _settings(options: argparse.Namespace, longest: int, response: int, together: int) -> RolloutSettings:
     names = ("tp", "top_p", "top_k", "min_p", "stop")
-    tree = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    lengths = {"max_prompt_tokens": longest, "max_response_tokens": response, "samples_per_prompt": given.n}
+    tree = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    lengths = {"max_prompt_tokens": longest, "max_response_tokens": response, "samples_per_prompt": options.n}
     try:
         return RolloutSettings.model_validate({**tree, **lengths, "max_num_seqs": max(1, together)})
     except ValidationError as error:
@@ -202,16 +202,16 @@ def _in_options(message: str) -> str:
     return re.sub(rf"\b({keys})(=?)", lambda found: OPTIONS[found[1]] + (" " if found[2] else ""), message)
 
 
-def _rows(given: argparse.Namespace) -> Iterator[Row]:
-    if given.prompt is not None:
-        yield Row("PROMPT", checked(given.prompt, "PROMPT"), "", {})
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    if options.prompt is not None:
+        yield Row("PROMPT", checked(options.prompt, "PROMPT"), "", {})
         return
-    place, filled = "", given.file.suffix != ".jsonl"
-    for place, row in read_rows(given.file, "FILE"):
-        prompt = checked(at(row, given.prompt_key, place, "FILE.prompt_key"), place, filled)
+    place, filled = "", options.file.suffix != ".jsonl"
+    for place, row in read_rows(options.file, "FILE"):
+        prompt = checked(at(row, options.prompt_key, place, "FILE.prompt_key"), place, filled)
         yield Row(place, prompt, "", {}, tools_of(row, place, filled), arguments_of(row, place))
     if not place:
-        raise ConfigError(f"--file: {given.file} holds no prompts")
+        raise ConfigError(f"--file: {options.file} holds no prompts")
 
 
 class Speaker:
@@ -251,9 +251,9 @@ class Speaker:
 
     def responses(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[list[dict[str, Any]]]:
         """Return `sampling.n` responses to each prompt, each with text, finish_reason and length in tokens."""
-        job, asked = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
+        job, token_prompts = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
         sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
-        said, ends = self._runner.run(generate(self._responder, asked, sampling, job.settings.timeout_s)), end_tokens(job.model)
+        answers, ends = self._runner.run(generate(self._responder, token_prompts, sampling, job.settings.timeout_s)), end_tokens(job.model)
         return [
             [
                 {
@@ -263,7 +263,7 @@ class Speaker:
                 }
                 for sample in one.samples
             ]
-            for one in said
+            for one in answers
         ]
 
 
@@ -317,7 +317,7 @@ def _spoken(who: str, text: str) -> Iterator[str]:
 
 def chat(speaker: Speaker) -> None:
     """Chat with the model until the input ends."""
-    job, said = speaker.job, list[Message]()
+    job, messages = speaker.job, list[Message]()
     renderer = Renderer(job.tokenizer, job.format, job.settings.max_prompt_tokens, "the model's room")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # input that is not UTF-8
@@ -328,17 +328,17 @@ def chat(speaker: Speaker) -> None:
             say("")
             return
         if line.strip() == "/new":
-            said = []
+            messages = []
         if not line.strip() or line.strip() == "/new":
             continue
-        said.append({"role": "user", "content": line})
+        messages.append({"role": "user", "content": line})
         try:
-            [prompt] = renderer.prompts([Row("chat", list(said), "", {})], [0])
+            [prompt] = renderer.prompts([Row("chat", list(messages), "", {})], [0])
         except ConfigError as error:
-            said.pop()
+            messages.pop()
             say(f"megarl: {escaped(str(error))} (/new starts over)")
             continue
         [[response]] = speaker.responses([prompt], job.sampling.seed + turn)
-        said.append({"role": "assistant", "content": response["response"]})
+        messages.append({"role": "assistant", "content": response["response"]})
         cut = " [cut by --max-tokens]" if response["finish_reason"] == "length" else ""
         say(*_spoken("model", response["response"] + cut))

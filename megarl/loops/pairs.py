@@ -69,25 +69,25 @@ def write_pairs(
     partial, found = path.with_name(path.name + ".partial"), list[dict[str, Metric]]()
     with partial.open("w", encoding="utf-8") as file:
         for call, first in enumerate(range(0, len(prompts), settings.prompts_per_call)):
-            asked = prompts[first : first + settings.prompts_per_call]
+            batch = prompts[first : first + settings.prompts_per_call]
             sampling = Sampling(
                 rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, call_seed(config.seed, number, call)
             )
             with run.phase("rollout"):
-                responses = engines.generate(asked, sampling)
-            known = answers(asked) if settings.answers else []
+                responses = engines.generate(batch, sampling)
+            known = answers(batch) if settings.answers else []
             with run.phase("reward"):
-                scores = reward.scores(asked, [*responses, *known])
+                scores = reward.scores(batch, [*responses, *known])
                 run.failures(scores)
             found.append({"missing": missing(scores[: len(responses)])})
-            groups = grouped(len(asked), responses, scores[: len(responses)])
-            right = grouped(len(asked), known, scores[len(responses) :])
-            for prompt, said, answer in zip(asked, groups, right, strict=True):
+            groups = grouped(len(batch), responses, scores[: len(responses)])
+            right = grouped(len(batch), known, scores[len(responses) :])
+            for prompt, said, answer in zip(batch, groups, right, strict=True):
                 draw = random.Random(f"{config.seed}/{number}/{prompt.id}")
                 rows = list(pairs_of(prompt, [*answer, *said], settings.per_prompt, draw))
                 found.append(counted(rows, said))
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            run.progress(path.stem, first + len(asked), len(prompts))
+            run.progress(path.stem, first + len(batch), len(prompts))
     metrics = merge(found)
     if not metrics["pairs"].value():
         partial.unlink()

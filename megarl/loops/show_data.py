@@ -124,16 +124,16 @@ def main(arguments: Sequence[str]) -> int:
     which = top.add_mutually_exclusive_group()
     which.add_argument("--rows", type=int, default=ROWS, metavar="N", help=f"the first N rows of each source ({ROWS})")
     which.add_argument("--row", metavar="K", help="one row, as error messages name it: 17, rows.jsonl:17; the others are not checked")
-    given = top.parse_intermixed_args(list(arguments))
-    if given.rows < 1:
-        raise ConfigError(f"data: --rows {given.rows}: must be 1 or more")
-    root: Any = find(VERBS[verb_of(tree_of(given.config, given.overrides))].config)
-    config = load(given.config, given.overrides, root)
+    options = top.parse_intermixed_args(list(arguments))
+    if options.rows < 1:
+        raise ConfigError(f"data: --rows {options.rows}: must be 1 or more")
+    root: Any = find(VERBS[verb_of(tree_of(options.config, options.overrides))].config)
+    config = load(options.config, options.overrides, root)
     sources, colours = list(sources_of(config)), os.isatty(1) and "NO_COLOR" not in os.environ
-    chosen = [(one, None) for one in sources] if given.row is None else list(_with_row(sources, given.row))
+    selection = [(one, None) for one in sources] if options.row is None else list(_with_row(sources, options.row))
     reader = Reader(config, load_tokenizer(config.model.path))
-    for one, row in chosen:
-        lines = _first_rows(reader, one, given.rows) if row is None else _one_row(reader, one, row)
+    for one, row in selection:
+        lines = _first_rows(reader, one, options.rows) if row is None else _one_row(reader, one, row)
         say(*coloured(lines, colours))
     return 0
 

@@ -33,9 +33,9 @@ def train(config: TrainConfig) -> None:
     """
     if has_finished(config):
         return
-    begun = time.monotonic()
+    start = time.monotonic()
     data = check_train(config)
-    checked = f"model, reward and {len(data.train):,} prompts: checked in {time.monotonic() - begun:.1f} s"
+    checked = f"model, reward and {len(data.train):,} prompts: checked in {time.monotonic() - start:.1f} s"
     print(f"{config.name}: {checked}", file=sys.stderr, flush=True)
     run_steps(config, "train", data, learn)
 

@@ -85,12 +85,12 @@ def head_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool)
     """
     n, tp = facts.n, shape.layout.tp
     columns = -(-n.vocab // tp)
-    kept = {"norms": _norms(n.hidden, 1, shape)}
+    parts = {"norms": _norms(n.hidden, 1, shape)}
     if value:
-        return {**kept, "logits": 4 * (shape.shard * n.hidden + n.hidden + shape.rows)}
+        return {**parts, "logits": 4 * (shape.shard * n.hidden + n.hidden + shape.rows)}
     if fp32 and shape.item < 4:
-        kept["norms"] += 4 * shape.rows * n.hidden + 4 * columns * n.hidden  # input and weight, cast
-    return {**kept, "logits": shape.rows * columns * (4 if fp32 else shape.item)}
+        parts["norms"] += 4 * shape.rows * n.hidden + 4 * columns * n.hidden  # input and weight, cast
+    return {**parts, "logits": shape.rows * columns * (4 if fp32 else shape.item)}
 
 
 def layer_working_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) -> int:
@@ -183,13 +183,13 @@ def _mlp(width: int, shape: MicroBatchShape) -> int:
 
 def _router(facts: Facts, shape: MicroBatchShape) -> int:
     """The router: scores, probabilities and the map of chosen experts, and where each token goes."""
-    chosen = facts.topk * (8 + 4 + 8)
+    choices = facts.topk * (8 + 4 + 8)
     everywhere = facts.n.experts * (4 * 3 + 1 + 8 if shape.spec == "te" else 4 + 1)
-    return shape.shard * (chosen + everywhere)
+    return shape.shard * (choices + everywhere)
 
 
 def _experts(facts: Facts, shape: MicroBatchShape) -> int:
     """The experts: their tokens, both projections and the weighted activation (in plain torch, its parts too), input of the last one."""
     width = facts.n.expert_ffn // shape.layout.etp
-    kept = facts.n.hidden + width * (3 if shape.spec == "te" else 6)
-    return routed(facts, shape) * (kept * shape.item + 4)
+    width_per_token = facts.n.hidden + width * (3 if shape.spec == "te" else 6)
+    return routed(facts, shape) * (width_per_token * shape.item + 4)

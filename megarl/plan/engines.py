@@ -77,34 +77,41 @@ def weight_parts(
         expert_parallel: whether each rank holds whole experts.
         fp8: whether linear layers and experts are quantised.
     """
-    its = facts(model)
-    ranks, held, routed = dp * tp, 0.0, 0.0
+    description = facts(model)
+    ranks, split_bytes, expert_bytes = dp * tp, 0.0, 0.0
     for one in model.mappings("lm"):
         if one.alias and one.megatron == OUTPUT:
             continue  # embedding and output share one table
-        layers = 1 if "{layer}" not in one.megatron else its.n.layers if one.layers is None else len(one.layers)
+        layers = 1 if "{layer}" not in one.megatron else description.n.layers if one.layers is None else len(one.layers)
         item = 4 if one.float32 else FP8_BYTES if fp8 and one.linear else ITEM[dtype]
         if "{expert}" not in one.megatron:
             shared = ".shared_experts." in one.megatron and splits_tokens(model, tp, dp, expert_parallel=expert_parallel)
-            held += _elements(one.op, 1 if shared else tp) * layers * item
+            split_bytes += _elements(one.op, 1 if shared else tp) * layers * item
         elif expert_parallel:  # the first ranks have one more, if they do not divide (fused_moe/expert_map_manager.py:67)
-            routed += _elements(one.op, 1) * -(-its.n.experts // ranks) * layers * item
+            expert_bytes += _elements(one.op, 1) * -(-description.n.experts // ranks) * layers * item
         else:
-            routed += _elements(one.op, ranks) * its.n.experts * layers * item
-    return round(held) + absorbed_bytes(its, tp, dtype), round(routed)
+            expert_bytes += _elements(one.op, ranks) * description.n.experts * layers * item
+    return round(split_bytes) + absorbed_bytes(description, tp, dtype), round(expert_bytes)
 
 
-def absorbed_bytes(its: Facts, tp: int, dtype: str) -> int:
+def absorbed_bytes(description: Facts, tp: int, dtype: str) -> int:
     """Bytes of the up-projection of the latents once more, transposed (mla_attention.py: W_UV, W_UK_T); 0 without latents.
 
     Args:
-        its: the model.
+        description: the model.
         tp: tensor parallel size of the engine.
         dtype: the dtype of these copies, which are never quantised.
     """
-    if its.latents is None:
+    if description.latents is None:
         return 0
-    return its.n.heads // tp * (its.latents.plain + its.latents.value) * its.latents.key_value * its.n.layers * ITEM[dtype]
+    return (
+        description.n.heads
+        // tp
+        * (description.latents.plain + description.latents.value)
+        * description.latents.key_value
+        * description.n.layers
+        * ITEM[dtype]
+    )
 
 
 def splits_tokens(model: ModelDescription, tp: int, dp: int, *, expert_parallel: bool) -> bool:
@@ -131,17 +138,17 @@ def _elements(op: Op, tp: int) -> int:
     return prod(op.packed_shape) // tp
 
 
-def cache_bytes(its: Facts, tp: int, dtype: str) -> int:
+def cache_bytes(description: Facts, tp: int, dtype: str) -> int:
     """Bytes of the KV cache for one token on one rank. Latents are replicated on every rank.
 
     Args:
-        its: the model.
+        description: the model.
         tp: the number of ranks of the engine.
         dtype: the dtype of keys and values.
     """
-    if its.latents is not None:
-        return its.n.layers * (its.latents.key_value + its.latents.rotary) * ITEM[dtype]
-    return 2 * its.n.layers * max(1, its.n.groups // tp) * its.n.head_dim * ITEM[dtype]
+    if description.latents is not None:
+        return description.n.layers * (description.latents.key_value + description.latents.rotary) * ITEM[dtype]
+    return 2 * description.n.layers * max(1, description.n.groups // tp) * description.n.head_dim * ITEM[dtype]
 
 
 def plan_engine(model: ModelDescription, settings: RolloutSettings, dtype: str, memory: float) -> EngineMemory:
@@ -153,32 +160,32 @@ def plan_engine(model: ModelDescription, settings: RolloutSettings, dtype: str, 
         dtype: the dtype of the engine.
         memory: the GPU's memory in bytes.
     """
-    its, tp, dp = facts(model), settings.tp, settings.dp
+    description, tp, dp = facts(model), settings.tp, settings.dp
     apart, fp8 = settings.expert_parallel, settings.quantization == "fp8"
-    held, routed = weight_parts(model, tp, dtype, dp, expert_parallel=apart, fp8=fp8)
-    scores = settings.max_num_seqs * its.n.vocab * 4 * 3  # logits in float32, sorted and normalised
-    overhead = OVERHEAD + scores + (dp - 1) * _gathered(its, settings, dtype)
-    cache = memory * settings.gpu_memory_fraction - held - routed - overhead
+    split_bytes, expert_bytes = weight_parts(model, tp, dtype, dp, expert_parallel=apart, fp8=fp8)
+    scores = settings.max_num_seqs * description.n.vocab * 4 * 3  # logits in float32, sorted and normalised
+    overhead = OVERHEAD + scores + (dp - 1) * _gathered(description, settings, dtype)
+    cache = memory * settings.gpu_memory_fraction - split_bytes - expert_bytes - overhead
     longest = settings.max_prompt_tokens + settings.max_response_tokens
     return EngineMemory(
         tp=tp,
         dp=dp,
         share=settings.gpu_memory_fraction,
-        weights=held + routed,
-        experts=routed,
+        weights=split_bytes + expert_bytes,
+        experts=expert_bytes,
         split=splits_tokens(model, tp, dp, expert_parallel=apart),
         overhead=overhead,
-        token=cache_bytes(its, tp, dtype),
+        token=cache_bytes(description, tp, dtype),
         cache=cache,
         longest=longest,
     )
 
 
-def _gathered(its: Facts, settings: RolloutSettings, dtype: str) -> int:
+def _gathered(description: Facts, settings: RolloutSettings, dtype: str) -> int:
     """Bytes that the prompt tokens of one more data-parallel rank take on every rank.
 
     The tokens of all ranks meet at the experts: hidden states, and two workspaces with a row for each expert of each token (vLLM's
     fused_moe/experts/triton_moe.py: workspace_shapes; modular_kernel.py: _allocate_buffers no longer cuts them into chunks).
     """
-    inner = its.n.expert_ffn if settings.expert_parallel else its.n.expert_ffn // settings.devices
-    return settings.step_tokens * (2 * its.topk * max(its.n.hidden, 2 * inner) + 2 * its.n.hidden) * ITEM[dtype]
+    inner = description.n.expert_ffn if settings.expert_parallel else description.n.expert_ffn // settings.devices
+    return settings.step_tokens * (2 * description.topk * max(description.n.hidden, 2 * inner) + 2 * description.n.hidden) * ITEM[dtype]

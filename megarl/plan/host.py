@@ -68,13 +68,13 @@ class NodeMemory:
 
 
 def plan_host(
-    config: TrainConfig, its: Facts, critic: Facts, groups: list[GroupMemory], engine_gpus: int, nodes: int, *, shared: bool
+    config: TrainConfig, policy: Facts, critic: Facts, groups: list[GroupMemory], engine_gpus: int, nodes: int, *, shared: bool
 ) -> NodeMemory:
     """Plan the busiest node: ranks on all its GPUs, and engines if they share these GPUs, or if it is the only node.
 
     Args:
         config: the run's configuration.
-        its: the policy.
+        policy: the policy.
         critic: the critic's model, or the policy's if it has none of its own.
         groups: the groups of ranks.
         engine_gpus: the number of GPUs of all engines.
@@ -82,27 +82,27 @@ def plan_host(
         shared: whether engines are on the ranks' GPUs.
     """
     ranks = sum(group.layout.ranks for group in groups)
-    here, there = min(NODE, ranks), min(NODE, engine_gpus)
+    node_ranks, node_engines = min(NODE, ranks), min(NODE, engine_gpus)
     stages = [stage for group in groups for stage in group.stages]
     waiting = max((stage.host or (stage.waiting if shared else 0)) + stage.offloaded for stage in stages)
     return NodeMemory(
-        ranks=here * RANK,
-        staging=here * (config.save.staging_mb << 20) if config.save.every or config.save.minutes else 0,
-        waiting=here * waiting,
-        routes=here * max(routes(config, its, critic, group) for group in groups),
-        engines=there * ENGINE if shared or nodes == 1 else 0,
+        ranks=node_ranks * RANK,
+        staging=node_ranks * (config.save.staging_mb << 20) if config.save.every or config.save.minutes else 0,
+        waiting=node_ranks * waiting,
+        routes=node_ranks * max(routes(config, policy, critic, group) for group in groups),
+        engines=node_engines * ENGINE if shared or nodes == 1 else 0,
         store=config.cluster.object_store_mb << 20,
-        payload=payload(config, its),
+        payload=payload(config, policy),
     )
 
 
-def payload(config: TrainConfig, its: Facts) -> Payload:
+def payload(config: TrainConfig, policy: Facts) -> Payload:
     """Return what the engines of a run put into the object stores."""
     rollout = config.rollout
     return Payload(
         store=config.cluster.object_store_mb << 20,
         nodes=-(-rollout.replicas * rollout.devices // NODE) if config.cluster.gpus else 1,
-        step=_step(rollout, config.train.prompts_per_step, config.routing.reported, its) * contexts(config),
+        step=_step(rollout, config.train.prompts_per_step, config.routing.reported, policy) * contexts(config),
         batches=batches(rollout.mode, rollout.max_lag),
     )
 
@@ -129,7 +129,7 @@ def _rewrites(model: Path, role: str, system: str | None, arguments: str) -> boo
         return True
 
 
-def routes(config: TrainConfig, its: Facts, critic: Facts, group: GroupMemory) -> int:
+def routes(config: TrainConfig, policy: Facts, critic: Facts, group: GroupMemory) -> int:
     """The most bytes of routed experts that a rank of a group holds in a step, if all responses have the greatest length.
 
     A rank holds the experts of its own stage's layers, for all tokens of its responses, on each tensor-parallel and context-parallel rank
@@ -137,30 +137,30 @@ def routes(config: TrainConfig, its: Facts, critic: Facts, group: GroupMemory) -
 
     Args:
         config: the run's configuration.
-        its: the policy.
+        policy: the policy.
         critic: the critic.
         group: the group of ranks.
     """
     roles, settings, train = group.name.split("+"), config.routing, config.train
-    asked = train.prompts_per_step * config.rollout.samples_per_prompt
+    responses = train.prompts_per_step * config.rollout.samples_per_prompt
     parts = contexts(config)
     longest = parts * (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens - 1)  # a context's last token is never fed
-    tokens = train.mini_batches * -(-(asked // train.mini_batches) // group.layout.dp) * longest
-    sampled = min(tokens, ceil(asked * settings.sample) * parts * train.micro_batch_tokens)
+    tokens = train.mini_batches * -(-(responses // train.mini_batches) // group.layout.dp) * longest
+    sampled = min(tokens, ceil(responses * settings.sample) * parts * train.micro_batch_tokens)
 
-    def chosen(model: Facts) -> list[int]:
+    def experts_each(model: Facts) -> list[int]:
         """The number of a token's routed experts on each stage."""
         stages = stage_layers(model.n.layers, group.layout, config.model.megatron)
         return [model.topk * sum(model.has_experts(layer) for piece in pieces for layer in piece) for pieces in stages]
 
-    held = [0] * group.layout.pp
+    stage_experts = [0] * group.layout.pp
     if "policy" in roles:
-        held = [each * (sampled if settings.replay == "off" else tokens) for each in chosen(its)]
+        stage_experts = [each * (sampled if settings.replay == "off" else tokens) for each in experts_each(policy)]
     elif "reference" in roles and settings.replay == "r3" and settings.reference:
-        held = [each * tokens for each in chosen(its)]
+        stage_experts = [each * tokens for each in experts_each(policy)]
     if "critic" in roles and settings.critic:
-        held = [one + each * tokens for one, each in zip(held, chosen(critic), strict=True)]
-    return max(held) * EXPERT
+        stage_experts = [one + each * tokens for one, each in zip(stage_experts, experts_each(critic), strict=True)]
+    return max(stage_experts) * EXPERT
 
 
 def batches(mode: str, max_lag: int | None) -> int:
@@ -168,9 +168,9 @@ def batches(mode: str, max_lag: int | None) -> int:
     return {"sync": 1, "ahead": 2, "budget": 3, "free": 2 + (max_lag or 0)}[mode]
 
 
-def _step(rollout: RolloutSettings, prompts: int, reported: float, its: Facts) -> float:
+def _step(rollout: RolloutSettings, prompts: int, reported: float, policy: Facts) -> float:
     """Bytes of the tokens and log-probs of all responses, and of their routed experts as far as these are reported."""
-    layers = its.n.layers - its.n.dense if its.n.experts else 0
+    layers = policy.n.layers - policy.n.dense if policy.n.experts else 0
     tokens = (rollout.max_prompt_tokens + rollout.max_response_tokens) * MEAN_LENGTH
-    experts = layers * its.topk * (1 if its.n.experts <= 256 else 2) * reported
+    experts = layers * policy.topk * (1 if policy.n.experts <= 256 else 2) * reported
     return prompts * rollout.samples_per_prompt * tokens * (4 + 4 + experts)

@@ -44,27 +44,27 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plan. Returns 0, even if something does not fit."""
-    given = parser().parse_intermixed_args(arguments)
-    for option, value in (("--gpus", given.gpus), ("--gpu-gb", given.gpu_gb)):
+    options = parser().parse_intermixed_args(arguments)
+    for option, value in (("--gpus", options.gpus), ("--gpu-gb", options.gpu_gb)):
         if value is not None and not 0 < value <= MAX_NUMBER:
             raise ConfigError(f"plan: {option} {value}: must be above 0, and {MAX_NUMBER:,} at most")
-    root: Any = find(VERBS[given.verb].config)
-    config: RunSettings = load(given.config, given.overrides, root)
-    memory = given.gpu_gb or (DEVICES[given.device].memory_gb if given.device else config.cluster.gpu_memory_gb or MEMORY_GB)
-    device = DEVICES[given.device] if given.device else device_of(memory)
+    root: Any = find(VERBS[options.verb].config)
+    config: RunSettings = load(options.config, options.overrides, root)
+    memory = options.gpu_gb or (DEVICES[options.device].memory_gb if options.device else config.cluster.gpu_memory_gb or MEMORY_GB)
+    device = DEVICES[options.device] if options.device else device_of(memory)
     models = models_of(config)
     check_fields(config.model.megatron, fixed_fields(models["model"], config.model.dtype, config.layout))
     for key, optimizer in optimizers(config).items():
         check_optimizer(key, optimizer)
-    plan = build(config, models, device, memory, given.gpus)
-    found = search(config, models, device, memory, plan.gpus)
-    closest = nearest(config, models, device, memory, plan.gpus) if plan.faults and not found else None
-    say(json.dumps(_plain(plan, found), indent=1)) if given.json else _show(plan, found, closest)
+    plan = build(config, models, device, memory, options.gpus)
+    layouts = search(config, models, device, memory, plan.gpus)
+    closest = nearest(config, models, device, memory, plan.gpus) if plan.faults and not layouts else None
+    say(json.dumps(_plain(plan, layouts), indent=1)) if options.json else _show(plan, layouts, closest)
     return 0
 
 
-def _plain(plan: Plan, found: Sequence[FittingLayout]) -> dict[str, Any]:
-    layouts = [{**asdict(one), "layout": one.layout.model_dump()} for one in found]
+def _plain(plan: Plan, fitting: Sequence[FittingLayout]) -> dict[str, Any]:
+    layouts = [{**asdict(one), "layout": one.layout.model_dump()} for one in fitting]
     groups = [
         {
             "name": group.name,
@@ -77,13 +77,13 @@ def _plain(plan: Plan, found: Sequence[FittingLayout]) -> dict[str, Any]:
     return {**asdict(plan), "groups": groups, "layouts": layouts}
 
 
-def _show(plan: Plan, found: Sequence[FittingLayout], closest: str | None) -> None:
+def _show(plan: Plan, layouts: Sequence[FittingLayout], closest: str | None) -> None:
     from rich.console import Console
 
     from megarl.plan.show import tables
 
-    shown, text = os.isatty(1), io.StringIO()
-    console = Console(file=text, force_terminal=shown, width=None if shown else 160, highlight=False)
-    for part in tables(plan, found, closest):
+    terminal, text = os.isatty(1), io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=None if terminal else 160, highlight=False)
+    for part in tables(plan, layouts, closest):
         console.print(part, soft_wrap=isinstance(part, str), markup=False)
     say(text.getvalue().rstrip("\n"))

@@ -61,8 +61,8 @@ def stage_layers(layers: int, layout: Layout, megatron: Mapping[str, Any]) -> li
         [stage][chunk] -> layers.
     """
     chunks, last = layout.vpp or 1, layout.pp - 1
-    given = {0: _number(megatron, "num_layers_in_first_pipeline_stage"), last: _number(megatron, "num_layers_in_last_pipeline_stage")}
-    uneven = {stage: count for stage, count in given.items() if count}
+    counts = {0: _number(megatron, "num_layers_in_first_pipeline_stage"), last: _number(megatron, "num_layers_in_last_pipeline_stage")}
+    uneven = {stage: count for stage, count in counts.items() if count}
     between = layout.pp - len(uneven)
     each = (layers - sum(uneven.values())) // between if between else 0
     sizes = [uneven.get(stage, each) // chunks for stage in range(layout.pp)]

@@ -100,20 +100,20 @@ class _Model:
 
 
 def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, stage: int, work: Work) -> StageMemory:
-    held = [
+    model_states = [
         states(model.chunks[stage], layout, settings.dtype, trained=model.role.trained, offloaded=model.role.offloaded) for model in models
     ]
-    everything = sum(held, States(0))
-    kept: dict[str, float] = {"sync buckets": work.kept_bytes} if stage < work.senders and work.kept_bytes else {}
+    everything = sum(model_states, States(0))
+    buckets: dict[str, float] = {"sync buckets": work.kept_bytes} if stage < work.senders and work.kept_bytes else {}
     phases: dict[str, dict[str, float]] = {}
-    for model, own in zip(models, held, strict=True):
+    for model, own_states in zip(models, model_states, strict=True):
         doing = "update" if model.role.trained else "forward"
-        there = own if work.offload else everything
-        phases[f"{model.role.name} {doing}"] = _parts(there) | _activations(model, layout, settings, stage, work) | kept
+        resident = own_states if work.offload else everything
+        phases[f"{model.role.name} {doing}"] = _parts(resident) | _activations(model, layout, settings, stage, work) | buckets
         if model.role.trained:  # Megatron copies the weights into its buffers
-            phases[f"{model.role.name} start"] = {"weights": there.weights + own.weights, "gradients": there.gradients}
+            phases[f"{model.role.name} start"] = {"weights": resident.weights + own_states.weights, "gradients": resident.gradients}
     if stage < work.senders and work.sync_bytes:
-        phases["sync"] = _parts(held[0] if work.offload else everything) | {"sync": work.sync_bytes}
+        phases["sync"] = _parts(model_states[0] if work.offload else everything) | {"sync": work.sync_bytes}
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     context = CONTEXT if work.gpu else 0
     return StageMemory(
@@ -122,15 +122,15 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         parameters=sum(chunk.elements for chunk in models[0].chunks[stage]),
         phase=phase,
         parts={**phases[phase], "context": context},
-        resident=(held[0] if work.offload else everything).total + context,
+        resident=(model_states[0] if work.offload else everything).total + context,
         waiting=everything.total - everything.gradients,
         host=everything.total - everything.gradients if work.offload else 0,
         offloaded=everything.host,
     )
 
 
-def _parts(held: States) -> dict[str, float]:
-    return {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
+def _parts(memory: States) -> dict[str, float]:
+    return {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
 
 
 def recompute_of(settings: ModelSettings) -> Recompute:
@@ -141,7 +141,7 @@ def recompute_of(settings: ModelSettings) -> Recompute:
 
 
 def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: int, work: Work) -> dict[str, float]:
-    role, its, layers = model.role, model.facts, model.layers[stage]
+    role, description, layers = model.role, model.facts, model.layers[stage]
     spec: Spec = "local" if not work.gpu else "te" if work.fused and settings.dtype != "float32" else "cuda"  # as `backend` chooses
     imbalance = IMBALANCE if work.gpu and layout.ep > 1 else 1.0  # a rank that holds all experts has exactly the tokens of its shard
     shape = MicroBatchShape(-(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, spec, imbalance)
@@ -149,8 +149,8 @@ def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: 
     # Without gradients, one layer's activations exist at a time, as when everything but the layers' inputs is recomputed.
     recompute = recompute_of(settings) if role.trained else Recompute("full")
     flying = in_flight(layout, stage, work.micro_batches)
-    kept: dict[str, float] = {**stage_bytes(its, shape, layers, flying, recompute, head, working=work.gpu and role.trained)}
+    parts: dict[str, float] = {**stage_bytes(description, shape, layers, flying, recompute, head, working=work.gpu and role.trained)}
     if not role.trained:
-        kept.pop("layer inputs", None)
-    logits, working = kept.pop("logits", 0), kept.pop("working set", 0)
-    return {"activations": sum(kept.values()), "logits": logits, "working set": working}
+        parts.pop("layer inputs", None)
+    logits, working = parts.pop("logits", 0), parts.pop("working set", 0)
+    return {"activations": sum(parts.values()), "logits": logits, "working set": working}

@@ -20,10 +20,10 @@ def ways(config: RunSettings, gpus: int) -> list[RunSettings]:
         gpus: the number of GPUs.
     """
     few = isinstance(config, TrainConfig) and gpus < config.layout.ranks + config.rollout.replicas * config.rollout.devices
-    found = [sharing(config) if few else config]
+    configurations = [sharing(config) if few else config]
     for remedy in (sharing, recomputed, offloaded):
-        found += [tried for one in found if (tried := remedy(one)) not in found]
-    return found
+        configurations += [tried for one in configurations if (tried := remedy(one)) not in configurations]
+    return configurations
 
 
 def sharing(config: RunSettings) -> RunSettings:

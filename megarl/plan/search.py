@@ -66,18 +66,18 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
     """
     model = models["model"]
     for engines, way in product(_engines(config, model, memory_gb), ways(config, gpus)):
-        found = []
+        layouts = []
         for tried, plan in _plans(way, models, device, memory_gb, gpus, engines):
             if not plan.faults and plan.times is not None:
                 worst = max(group.worst.total for group in plan.groups)
                 engine, replicas = plan.engine, tried.rollout.replicas if isinstance(tried, TrainConfig) else 0
                 tp, dp, live = (engine.tp, engine.dp, engine.live) if engine is not None else (0, 0, 0.0)
                 host, changes = plan.host.total if plan.host is not None else 0, overrides(config, tried)
-                found.append(FittingLayout(tried.layout, replicas, tp, dp, worst, host, live, plan.times.step, changes))
-        if found:
-            quickest = min(one.seconds for one in found)
-            found.sort(key=lambda one: (int(10 * (one.seconds / quickest - 1)), len(one.changes), one.seconds, one.bytes))
-            return found[:most]
+                layouts.append(FittingLayout(tried.layout, replicas, tp, dp, worst, host, live, plan.times.step, changes))
+        if layouts:
+            quickest = min(one.seconds for one in layouts)
+            layouts.sort(key=lambda one: (int(10 * (one.seconds / quickest - 1)), len(one.changes), one.seconds, one.bytes))
+            return layouts[:most]
     return []
 
 

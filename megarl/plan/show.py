@@ -14,12 +14,12 @@ from megarl.plan.whole import Plan
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "working set", "sync", "sync buckets", "context")
 
 
-def tables(plan: Plan, found: Sequence[FittingLayout], closest: str | None = None) -> Iterator[Table | str]:
+def tables(plan: Plan, layouts: Sequence[FittingLayout], closest: str | None = None) -> Iterator[Table | str]:
     """What `megarl plan` prints, from top to bottom.
 
     Args:
         plan: the plan of the configuration.
-        found: the result of `search`.
+        layouts: the result of `search`.
         closest: the result of `nearest`, if nothing fits.
     """
     ranks = sum(group.layout.ranks for group in plan.groups)
@@ -37,9 +37,9 @@ def tables(plan: Plan, found: Sequence[FittingLayout], closest: str | None = Non
     if plan.times is not None:
         yield _times(plan)
         yield _assumptions(plan)
-    if found:
-        yield _found(found)
-        yield from (f"{number}: {' '.join(one.changes) or 'the configuration as it is'}" for number, one in enumerate(found, 1))
+    if layouts:
+        yield _found(layouts)
+        yield from (f"{number}: {' '.join(one.changes) or 'the configuration as it is'}" for number, one in enumerate(layouts, 1))
     yield from (f"assumed: {note}" for note in plan.notes)
     if plan.host is not None and plan.host.payload.warning is not None:
         yield f"warning: {plan.host.payload.warning}"
@@ -144,12 +144,14 @@ def _assumptions(plan: Plan) -> str:
     )
 
 
-def _found(found: Sequence[FittingLayout]) -> Table:
-    engines = ["GB node", "engines", "live"] if found[0].replicas else []
+def _found(layouts: Sequence[FittingLayout]) -> Table:
+    engines = ["GB node", "engines", "live"] if layouts[0].replicas else []
     sizes = ("ranks", "tp", "pp", "cp", "ep", "dp")
     table = _table("layouts that fit, fastest first", "", *sizes, "GB rank", *engines, "s step")
-    for number, one in enumerate(found, 1):
-        theirs = [f"{one.host / GB:.0f}", f"{one.replicas} x {_shape(one.engine_tp, one.engine_dp)}", f"{one.live:.0f}"] if engines else []
+    for number, one in enumerate(layouts, 1):
+        engine_cells = (
+            [f"{one.host / GB:.0f}", f"{one.replicas} x {_shape(one.engine_tp, one.engine_dp)}", f"{one.live:.0f}"] if engines else []
+        )
         layout = [str(getattr(one.layout, size)) for size in sizes]
-        table.add_row(str(number), *layout, f"{one.bytes / GB:.1f}", *theirs, f"{one.seconds:.0f}")
+        table.add_row(str(number), *layout, f"{one.bytes / GB:.1f}", *engine_cells, f"{one.seconds:.0f}")
     return table

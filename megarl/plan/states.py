@@ -41,8 +41,8 @@ def states(chunks: Sequence[ChunkParameters], layout: Layout, dtype: str, offloa
         offloaded: share of the parameters whose moments are in host memory, beside pinned copies of the main weights and the gradients.
         trained: whether the model is trained, and so has gradients and an optimizer.
     """
-    held = [_chunk(chunk, layout, ITEM[dtype], offloaded, trained=trained) for chunk in chunks]
-    return sum(held, States(0))
+    chunk_states = [_chunk(chunk, layout, ITEM[dtype], offloaded, trained=trained) for chunk in chunks]
+    return sum(chunk_states, States(0))
 
 
 def _chunk(chunk: ChunkParameters, layout: Layout, item: int, offloaded: float, *, trained: bool) -> States:
@@ -60,5 +60,5 @@ def _chunk(chunk: ChunkParameters, layout: Layout, item: int, offloaded: float, 
 def _pinned(parameters: SizeCounts) -> float:
     """Bytes per element of pinned float32 copies of these parameters: torch rounds the memory of each up to a power of two
     (CachingHostAllocatorImpl::allocate)."""
-    taken = sum((1 << (4 * size - 1).bit_length()) * times for size, times in parameters)
-    return taken / max(1, count(parameters))
+    memory = sum((1 << (4 * size - 1).bit_length()) * times for size, times in parameters)
+    return memory / max(1, count(parameters))

@@ -51,8 +51,8 @@ def receiver_bytes(model: ModelDescription, sync: SyncSettings, dtype: str, roll
         senders: the number of ranks that send; the first has the embedding, and the last the output layer.
     """
     n = model.sizes
-    held = -(-n.experts // rollout.devices) if rollout.expert_parallel else n.experts / rollout.devices
-    layer = 3 * held * n.expert_ffn * n.hidden * (FP8_BYTES if rollout.quantization == "fp8" else ITEM[dtype])
+    experts = -(-n.experts // rollout.devices) if rollout.expert_parallel else n.experts / rollout.devices
+    layer = 3 * experts * n.expert_ffn * n.hidden * (FP8_BYTES if rollout.quantization == "fp8" else ITEM[dtype])
     buckets = min(senders, 2) * _bucket(model, sync, dtype) + max(0, senders - 2) * (sync.most_bucket_mb << 20)
     return buckets + (round(layer) + HASHED) * sync.verify
 

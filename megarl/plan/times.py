@@ -41,23 +41,23 @@ class StepTimes:
         return (max(self.generate, ranks) if self.ahead else self.generate + ranks) + self.sync
 
 
-def active_parameters(its: Facts, elements: int) -> float:
+def active_parameters(model: Facts, elements: int) -> float:
     """The number of parameters that a token is multiplied with: without the embedding, and only the experts that it is routed to."""
-    n = its.n
-    inactive = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * (n.experts - its.topk) if n.experts else 0
-    return elements - inactive - (0 if its.tied else n.vocab * n.hidden)
+    n = model.n
+    inactive = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * (n.experts - model.topk) if n.experts else 0
+    return elements - inactive - (0 if model.tied else n.vocab * n.hidden)
 
 
-def forward_flops(its: Facts, elements: int, length: float) -> float:
+def forward_flops(model: Facts, elements: int, length: float) -> float:
     """FLOPs of one token's forward pass: two for each active parameter, and causal attention.
 
     Args:
-        its: the model.
+        model: the model.
         elements: the number of its parameters.
         length: the number of tokens of the sequence.
     """
-    n, width = its.n, its.n.head_dim if its.latents is None else (its.n.head_dim + its.latents.value) / 2
-    return 2 * active_parameters(its, elements) + 4 * n.layers * n.heads * width * length / 2
+    n, width = model.n, model.n.head_dim if model.latents is None else (model.n.head_dim + model.latents.value) / 2
+    return 2 * active_parameters(model, elements) + 4 * n.layers * n.heads * width * length / 2
 
 
 def micro_batches(train: StepSettings, rollout: RolloutSettings, layout: Layout) -> int:
@@ -73,7 +73,7 @@ def micro_batches(train: StepSettings, rollout: RolloutSettings, layout: Layout)
 
 def plan_times(
     config: TrainConfig,
-    its: Facts,
+    model: Facts,
     elements: int,
     engine: EngineMemory,
     device: Device,
@@ -87,7 +87,7 @@ def plan_times(
 
     Args:
         config: the run's configuration.
-        its: the policy.
+        model: the policy.
         elements: the number of its parameters.
         engine: a GPU of its engines.
         device: the type of every GPU.
@@ -99,14 +99,14 @@ def plan_times(
     layout, train, rollout = config.layout, config.train, config.rollout
     tokens = _tokens(train, rollout)
     passes = 1 + config.algorithm.needs_reference + (config.critic is not None)
-    forward = _forward(tokens, _length(rollout), its, elements, layout, device)
+    forward = _forward(tokens, _length(rollout), model, elements, layout, device)
     bubble = 1 + (layout.pp - 1) / (micro_batches(train, rollout, layout) * (layout.vpp or 1))
     factor = 3 + (config.model.recompute == "full")
     critic = 0 if config.critic is None else config.critic.epochs
     updates = forward * factor * (train.epochs + critic) * bubble
-    updates += train.mini_batches * train.epochs * (_reduced(elements, its, layout, device) + _in_host_memory(offloaded))
+    updates += train.mini_batches * train.epochs * (_reduced(elements, model, layout, device) + _in_host_memory(offloaded))
     return StepTimes(
-        generate=_generate(rollout, train.prompts_per_step, its, elements, engine, device),
+        generate=_generate(rollout, train.prompts_per_step, model, elements, engine, device),
         score=forward * passes * bubble,
         update=updates,
         # Each sender's stream goes to all engines at once; GPUs of a node, each with a link of its own, pass on what one of them receives.
@@ -116,25 +116,25 @@ def plan_times(
     )
 
 
-def plan_learning(config: LearnConfig, its: Facts, elements: int, device: Device, offloaded: float) -> StepTimes:
+def plan_learning(config: LearnConfig, model: Facts, elements: int, device: Device, offloaded: float) -> StepTimes:
     """Estimate the phases of a step of a supervised stage.
 
     Args:
         config: the configuration of the stage.
-        its: the model.
+        model: the model.
         elements: the number of its parameters.
         device: the type of every GPU.
         offloaded: bytes of a rank's optimizer that works in host memory.
     """
     layout, learn, length = config.layout, config.learn, config.learn.max_tokens * MEAN_LENGTH
     tokens = learn.batch_size * length * (1 if isinstance(config, SftConfig) else 2)
-    forward = _forward(tokens, length, its, elements, layout, device)
+    forward = _forward(tokens, length, model, elements, layout, device)
     bubble = 1 + (layout.pp - 1) / (max(1, round(tokens / layout.dp / learn.micro_batch_tokens)) * (layout.vpp or 1))
     return StepTimes(
         generate=0,
         score=forward * bubble if isinstance(config, DpoConfig) and config.algorithm.needs_reference else 0,
         update=forward * (3 + (config.model.recompute == "full")) * bubble
-        + _reduced(elements, its, layout, device)
+        + _reduced(elements, model, layout, device)
         + _in_host_memory(offloaded),
         sync=0,
         park=0,
@@ -142,10 +142,10 @@ def plan_learning(config: LearnConfig, its: Facts, elements: int, device: Device
     )
 
 
-def _forward(tokens: float, length: float, its: Facts, elements: int, layout: Layout, device: Device) -> float:
+def _forward(tokens: float, length: float, model: Facts, elements: int, layout: Layout, device: Device) -> float:
     """Seconds of a forward pass over a step's tokens, without the pipeline's bubble."""
-    computed = tokens * forward_flops(its, elements, length) / layout.ranks / (device.flops * TRAIN_MFU)
-    return computed + tokens / layout.dp * _exchanged(its, layout, device)
+    computed = tokens * forward_flops(model, elements, length) / layout.ranks / (device.flops * TRAIN_MFU)
+    return computed + tokens / layout.dp * _exchanged(model, layout, device)
 
 
 def _length(rollout: RolloutSettings) -> float:
@@ -156,28 +156,28 @@ def _tokens(train: StepSettings, rollout: RolloutSettings) -> float:
     return train.prompts_per_step * rollout.samples_per_prompt * _length(rollout)
 
 
-def _exchanged(its: Facts, layout: Layout, device: Device) -> float:
+def _exchanged(model: Facts, layout: Layout, device: Device) -> float:
     """Seconds per token of a data-parallel replica in tensor-, expert- and context-parallel collectives, forward, bfloat16."""
-    n, stages = its.n, layout.pp
+    n, stages = model.n, layout.pp
     rows = 1 / layout.cp  # the share of a token on each context-parallel rank
     link = device.link * NETWORK_SHARE
     far = device.network * NETWORK_SHARE
     tensor = 4 * rows * n.hidden * 2 * (layout.tp - 1) / layout.tp / (link if layout.tp <= NODE else far)
-    experts = 2 * rows / layout.tp * its.topk * n.hidden * 2 * layout.etp * (layout.ep - 1) / layout.ep
+    experts = 2 * rows / layout.tp * model.topk * n.hidden * 2 * layout.etp * (layout.ep - 1) / layout.ep
     experts /= link if layout.ep * layout.etp <= NODE else far
     ring = rows * 4 * n.groups * n.head_dim / layout.tp * (layout.cp - 1) / (link if layout.cp * layout.tp <= NODE else far)
     return n.layers / stages * (tensor + experts + ring)
 
 
-def _reduced(elements: int, its: Facts, layout: Layout, device: Device) -> float:
+def _reduced(elements: int, model: Facts, layout: Layout, device: Device) -> float:
     """Seconds of reducing gradients and gathering new weights."""
-    n = its.n
+    n = model.n
     experts = 3 * n.hidden * n.expert_ffn * n.experts * (n.layers - n.dense) if n.experts else 0
     dense, routed = replicas(layout)
-    held = (elements - experts) / (layout.tp * layout.pp) * (dense - 1) / dense
-    held += experts / (layout.etp * layout.ep * layout.pp) * (routed - 1) / routed
+    elements_per_rank = (elements - experts) / (layout.tp * layout.pp) * (dense - 1) / dense
+    elements_per_rank += experts / (layout.etp * layout.ep * layout.pp) * (routed - 1) / routed
     near = layout.ranks <= NODE
-    return held * (4 + 2) / ((device.link if near else device.network) * NETWORK_SHARE)
+    return elements_per_rank * (4 + 2) / ((device.link if near else device.network) * NETWORK_SHARE)
 
 
 def _in_host_memory(offloaded: float) -> float:
@@ -187,22 +187,22 @@ def _in_host_memory(offloaded: float) -> float:
     return offloaded * (28 / 16 / HOST_MEMORY + 8 / 16 / HOST_BANDWIDTH)
 
 
-def _generate(rollout: RolloutSettings, prompts: int, its: Facts, elements: int, engine: EngineMemory, device: Device) -> float:
+def _generate(rollout: RolloutSettings, prompts: int, model: Facts, elements: int, engine: EngineMemory, device: Device) -> float:
     """Seconds of generation: prompts by their FLOPs, responses by what an engine reads in each decoding step, weights and KV cache.
 
     If its attention is data parallel, add the exchange of tokens with the experts.
     """
-    n, ranks = its.n, engine.devices
+    n, ranks = model.n, engine.devices
     sequences = prompts * rollout.samples_per_prompt / rollout.replicas
     response = rollout.max_response_tokens * MEAN_LENGTH
-    held = max(1.0, engine.cache / (engine.token * _length(rollout)))  # by the cache of a data-parallel rank
-    live = min(sequences, engine.dp * min(rollout.max_num_seqs, held))
-    active, exchanged = active_parameters(its, elements), _met(its, engine, device)
-    routed = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * its.topk
+    cached_sequences = max(1.0, engine.cache / (engine.token * _length(rollout)))  # by the cache of a data-parallel rank
+    live = min(sequences, engine.dp * min(rollout.max_num_seqs, cached_sequences))
+    active, exchanged = active_parameters(model, elements), _met(model, engine, device)
+    routed = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * model.topk
     computed = active + (IMBALANCE - 1) * routed * (rollout.expert_parallel and ranks > 1)  # whole experts are unequally busy
 
     def each(running: float) -> float:
-        touched = min(1.0, running * its.topk / n.experts) if n.experts else 0.0
+        touched = min(1.0, running * model.topk / n.experts) if n.experts else 0.0
         read = engine.weights - engine.experts * (1 - touched) + running / engine.dp * engine.token * _length(rollout)
         compute = 2 * computed * running / ranks / (device.flops * PREFILL_MFU)
         return max(read / (device.bandwidth * DECODE_SHARE), compute) + running * exchanged
@@ -214,7 +214,7 @@ def _generate(rollout: RolloutSettings, prompts: int, its: Facts, elements: int,
     return full * each(live) + tail * each(live * TAIL) + read_s
 
 
-def _met(its: Facts, engine: EngineMemory, device: Device) -> float:
+def _met(model: Facts, engine: EngineMemory, device: Device) -> float:
     """Seconds per token in which the tokens of all data-parallel ranks are gathered where their experts are, and the results go back.
 
     Between nodes each GPU receives as much as the network of those GPUs of its node brings that gather the same tokens.
@@ -223,5 +223,5 @@ def _met(its: Facts, engine: EngineMemory, device: Device) -> float:
         return 0.0
     together = NODE if engine.split else max(1, NODE // engine.tp)
     rate = device.link if engine.devices <= NODE else min(device.link, together * device.network)
-    moved = 2 * its.n.hidden * 2 * (engine.dp - 1) / engine.dp  # both ways, in bfloat16
-    return (its.n.layers - its.n.dense) * moved / (rate * NETWORK_SHARE)
+    moved = 2 * model.n.hidden * 2 * (engine.dp - 1) / engine.dp  # both ways, in bfloat16
+    return (model.n.layers - model.n.dense) * moved / (rate * NETWORK_SHARE)

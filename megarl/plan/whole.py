@@ -60,8 +60,8 @@ class Plan:
         """Bytes in use on a GPU of an engine during a weight update."""
         if self.engine is None:
             return 0
-        held = self.engine.weights + self.engine.overhead + self.beside if self.shared else self.memory * self.engine.share
-        return held + self.receiver
+        occupied = self.engine.weights + self.engine.overhead + self.beside if self.shared else self.memory * self.engine.share
+        return occupied + self.receiver
 
     @property
     def need(self) -> float:
@@ -75,15 +75,15 @@ class Plan:
 
 def models_of(config: RunSettings) -> Models:
     """Read the policy's config.json, as "model", and that of each role with another model, by role. Raises ConfigError."""
-    found = {"model": ModelDescription.read(config.model.path)}
+    models = {"model": ModelDescription.read(config.model.path)}
     if isinstance(config, TrainConfig):
         if config.critic is not None and config.critic.path is not None:
-            found["critic"] = ModelDescription.read(config.critic.path)
+            models["critic"] = ModelDescription.read(config.critic.path)
         if config.distillation is not None:
-            found["teacher"] = ModelDescription.read(config.distillation.teacher)
+            models["teacher"] = ModelDescription.read(config.distillation.teacher)
         if (judge := model_of(config.reward.source)) is not None:
-            found["reward"] = ModelDescription.read(judge[1].path)
-    return found
+            models["reward"] = ModelDescription.read(judge[1].path)
+    return models
 
 
 def build(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int | None = None, *, remedies: bool = True) -> Plan:
@@ -103,9 +103,9 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     model, memory = models["model"], memory_gb * GB
     groups = _groups(config, models)
     engine = receiver = host = None
-    engines, beside, kept, shared = 0, 0.0, 0, False
-    its, elements = facts(model), model_elements(model)
-    asked = sum(group.layout.ranks for group in groups)
+    engines, beside, update_bytes, shared = 0, 0.0, 0, False
+    policy, elements = facts(model), model_elements(model)
+    needed_gpus = sum(group.layout.ranks for group in groups)
     offloaded = max(stage.offloaded for group in groups for stage in group.stages)
     if isinstance(config, TrainConfig):
         dtype, shared = config.rollout.dtype or config.model.dtype, config.placement.engines == "shared"
@@ -117,30 +117,30 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         if shared:  # a rank sends from a GPU on which an engine receives
             receiver += _sender_bytes(config, model)
             beside = max(stage.resident for stage in groups[0].stages)
-            kept = kept_bytes(model, config.sync, config.model.dtype)
+            update_bytes = kept_bytes(model, config.sync, config.model.dtype)
         else:
-            asked += engines
-        host = plan_host(config, its, facts(models.get("critic", model)), groups, engines, -(-asked // NODE), shared=shared)
+            needed_gpus += engines
+        host = plan_host(config, policy, facts(models.get("critic", model)), groups, engines, -(-needed_gpus // NODE), shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
         sent, ahead = sent_bytes(model, config.rollout, dtype), config.rollout.mode != "sync"
-        times = plan_times(config, its, elements, engine, device, waiting, offloaded, sent, ahead=ahead)
+        times = plan_times(config, policy, elements, engine, device, waiting, offloaded, sent, ahead=ahead)
     else:
         assert isinstance(config, LearnConfig)
-        times = plan_learning(config, its, elements, device, offloaded)
+        times = plan_learning(config, policy, elements, device, offloaded)
     plan = Plan(
         architecture=model.architecture,
         parameters=elements,
-        active=active_parameters(its, elements),
+        active=active_parameters(policy, elements),
         device=device,
         memory=memory,
-        gpus=gpus if gpus is not None else asked,
+        gpus=gpus if gpus is not None else needed_gpus,
         shared=shared,
         groups=groups,
         engine=engine,
         engines=engines,
         receiver=receiver or 0,
         beside=beside,
-        kept=kept,
+        kept=update_bytes,
         host=host,
         times=times,
         notes=[],
@@ -151,7 +151,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
             f"rollout.tp={engine.tp}: nodes of more than {NODE} GPUs, since the tp GPUs of a data-parallel rank are on one node; "
             "rollout.dp may span nodes"
         )
-    plan.faults.extend(_faults(plan, asked, config if remedies else None, models))
+    plan.faults.extend(_faults(plan, needed_gpus, config if remedies else None, models))
     room = config.cluster.host_memory_gb
     if host is not None and room is not None and host.total > room * GB:
         plan.faults.append(f"cluster.host_memory_gb={room:g}: {host.needs}")
@@ -201,24 +201,24 @@ def _sender_bytes(config: TrainConfig, model: ModelDescription) -> int:
     return sender_bytes(model, config.sync, config.model.dtype, fp8=config.rollout.quantization == "fp8")
 
 
-def _faults(plan: Plan, asked: int, config: RunSettings | None, models: Models) -> list[str]:
+def _faults(plan: Plan, needed_gpus: int, config: RunSettings | None, models: Models) -> list[str]:
     """A line for each thing that does not fit, with what it needs and what there is."""
     has = f"and a GPU has {plan.memory / GB:g} GB"
-    found = [
+    faults = [
         f"layout: rank {stage.rank} (pipeline stage {stage.stage}) of {group.name} needs {(stage.total + plan.asleep) / GB:.1f} GB in the "
         f"phase '{stage.phase}', {has}{_remedies(plan, config, models, number) if config is not None else ''}"
         for number, group in enumerate(plan.groups)
         if (stage := group.worst).total + plan.asleep > plan.memory
     ]
-    if plan.gpus < asked:
+    if plan.gpus < needed_gpus:
         what = "ranks" if plan.shared or plan.engine is None else "ranks and engines"
-        found.append(f"layout: {what} need {asked} GPUs, but there are {plan.gpus}")
+        faults.append(f"layout: {what} need {needed_gpus} GPUs, but there are {plan.gpus}")
     if plan.engine is not None:
-        ours = _engine_faults(plan, plan.engine, has)
-        if ours and isinstance(config, TrainConfig):
-            ours[0] += _engine_remedies(plan, config, models)
-        found += ours
-    return found
+        engine_faults = _engine_faults(plan, plan.engine, has)
+        if engine_faults and isinstance(config, TrainConfig):
+            engine_faults[0] += _engine_remedies(plan, config, models)
+        faults += engine_faults
+    return faults
 
 
 def _engine_remedies(plan: Plan, config: TrainConfig, models: Models) -> str:
@@ -233,8 +233,8 @@ def _engine_remedies(plan: Plan, config: TrainConfig, models: Models) -> str:
 
     experts = facts(models["model"]).n.experts
     larger = next((tried for tried in spread(config) if fits(tried)), None) if experts else None
-    found = [tried for tried in (larger, quantized(config)) if tried is not None and tried != config and fits(tried)]
-    return "; it would fit with " * bool(found) + ", or with ".join(" ".join(overrides(config, tried)) for tried in found)
+    fitting = [tried for tried in (larger, quantized(config)) if tried is not None and tried != config and fits(tried)]
+    return "; it would fit with " * bool(fitting) + ", or with ".join(" ".join(overrides(config, tried)) for tried in fitting)
 
 
 def _remedies(plan: Plan, config: RunSettings, models: Models, number: int) -> str:
@@ -245,35 +245,35 @@ def _remedies(plan: Plan, config: RunSettings, models: Models, number: int) -> s
 
     now = needs(config)
     each = {" ".join(overrides(config, tried)): needs(tried) for tried in (parked(config), recomputed(config), offloaded(config))}
-    found = {how: size for how, size in each.items() if size < now}
+    savings = {how: size for how, size in each.items() if size < now}
     together = needs(parked(recomputed(offloaded(config))))
-    if found and together < min(found.values()):
-        found["all of it"] = together
-    return "; it would need " * bool(found) + ", ".join(f"{size / GB:.1f} GB with {how}" for how, size in found.items())
+    if savings and together < min(savings.values()):
+        savings["all of it"] = together
+    return "; it would need " * bool(savings) + ", ".join(f"{size / GB:.1f} GB with {how}" for how, size in savings.items())
 
 
 def _engine_faults(plan: Plan, engine: EngineMemory, has: str) -> list[str]:
-    found, share = [], plan.memory * engine.share
-    held = f"weights {engine.weights / GB:.1f} GB and buffers {engine.overhead / GB:.1f} GB"
+    faults, share = [], plan.memory * engine.share
+    contents = f"weights {engine.weights / GB:.1f} GB and buffers {engine.overhead / GB:.1f} GB"
     if not engine.room:
-        found.append(
-            f"{engine.size}: {held} leave "
+        faults.append(
+            f"{engine.size}: {contents} leave "
             f"{max(0, engine.cache) / GB:.1f} of rollout.gpu_memory_fraction={engine.share:g} of a GPU's {plan.memory / GB:g} GB, and one "
             f"sequence of {engine.longest} tokens takes {engine.token * engine.longest / GB:.1f} GB of keys and values"
         )
     waits = ASLEEP + plan.kept
     if plan.shared and share + waits > plan.memory:
-        found.append(
+        faults.append(
             f"rollout.gpu_memory_fraction={engine.share:g}: {share / GB:.1f} GB beside {waits / GB:.1f} GB of a rank that waits, {has}"
         )
     if plan.update > plan.memory and plan.shared:
-        found.append(
-            f"{engine.size}: in a weight update a GPU holds an engine's {held}, a rank's {plan.beside / GB:.1f} GB and "
+        faults.append(
+            f"{engine.size}: in a weight update a GPU holds an engine's {contents}, a rank's {plan.beside / GB:.1f} GB and "
             f"{plan.receiver / GB:.1f} GB of buckets, {plan.update / GB:.1f} GB together, {has}"
         )
     elif plan.update > plan.memory:
-        found.append(
+        faults.append(
             f"rollout.gpu_memory_fraction={engine.share:g}: a weight update takes {plan.receiver / GB:.1f} GB on a GPU of an engine beside "
             f"{share / GB:.1f} GB, {has}"
         )
-    return found
+    return faults

@@ -38,8 +38,8 @@ def answer_faults(settings: RewardSettings, answers: Sequence[Answer]) -> dict[i
         except BadGold as error:
             faults.update(dict.fromkeys(same, str(error)))
     if any(isinstance(one, MathReward) for one in sources):
-        chosen = [unclear[number * len(unclear) // CHECKED] for number in range(CHECKED)] if len(unclear) > CHECKED else unclear
-        for same, fault in zip(chosen, _parsed(settings, [answers[same[0]] for same in chosen]), strict=True):
+        sample = [unclear[number * len(unclear) // CHECKED] for number in range(CHECKED)] if len(unclear) > CHECKED else unclear
+        for same, fault in zip(sample, _parsed(settings, [answers[same[0]] for same in sample]), strict=True):
             faults.update(dict.fromkeys([] if fault is None else same, str(fault)))
     return dict(sorted(faults.items()))
 

@@ -143,21 +143,21 @@ class HttpScorer:
 
         Raises RewardUnavailable after a permanent fault, `source.attempts` attempts of one batch, or `source.deadline_s` seconds.
         """
-        asked = [n for n, request in enumerate(requests) if request.finished or not self._require_finished]
+        numbers = [n for n, request in enumerate(requests) if request.finished or not self._require_finished]
         size = self._source.batch_size
-        batches = [asked[first : first + size] for first in range(0, len(asked), size)]
+        batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
         scores = [Score(0.0, scored=False)] * len(requests)
         call = _ScoreCall(time.monotonic(), len(batches))
         pool = ThreadPoolExecutor(self._connections)
-        done = queue.SimpleQueue[Future[list[Score]]]()  # in the order in which they end
+        finished = queue.SimpleQueue[Future[list[Score]]]()  # in the order in which they end
         try:
             answers = {pool.submit(self._batch, [requests[n] for n in batch], call): batch for batch in batches}
             for answer in answers:
-                answer.add_done_callback(done.put)
+                answer.add_done_callback(finished.put)
             while call.answered < call.batches:
                 self._look()
                 try:
-                    answer = done.get(timeout=LOOK_S)
+                    answer = finished.get(timeout=LOOK_S)
                 except queue.Empty:
                     continue
                 # The first that fails is the cause: only then are the others stopped.

@@ -33,6 +33,6 @@ class JudgedScorer(_Held):
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Return one score per request, in order."""
-        found = [request.judged for request in requests if request.judged is not None]
-        assert len(found) == len(requests), "the ranks have read all responses"
-        return found
+        scores = [request.judged for request in requests if request.judged is not None]
+        assert len(scores) == len(requests), "the ranks have read all responses"
+        return scores

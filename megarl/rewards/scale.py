@@ -33,10 +33,10 @@ class ScoreRange:
         return self.lowest <= score <= self.highest
 
 
-def write_range(model: Path, found: ScoreRange) -> None:
+def write_range(model: Path, score_range: ScoreRange) -> None:
     """Write the range into the directory of a reward model."""
     partial = model / f".{RANGE_FILE}"
-    partial.write_text(json.dumps(asdict(found)) + "\n")
+    partial.write_text(json.dumps(asdict(score_range)) + "\n")
     partial.replace(model / RANGE_FILE)
 
 
@@ -46,13 +46,13 @@ def read_range(model: Path, key: str) -> ScoreRange | None:
     if not path.is_file():
         return None
     try:
-        held = read_json(path, 1 << 20)
-        found = ScoreRange(float(held["lowest"]), float(held["highest"]))
+        fields = read_json(path, 1 << 20)
+        score_range = ScoreRange(float(fields["lowest"]), float(fields["highest"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {path}: {type(error).__name__}: {error}") from None
-    if not (math.isfinite(found.lowest) and math.isfinite(found.highest) and found.lowest <= found.highest):
-        raise ConfigError(f"{key}: {path}: lowest={found.lowest:g} and highest={found.highest:g} are not a range")
-    return found
+    if not (math.isfinite(score_range.lowest) and math.isfinite(score_range.highest) and score_range.lowest <= score_range.highest):
+        raise ConfigError(f"{key}: {path}: lowest={score_range.lowest:g} and highest={score_range.highest:g} are not a range")
+    return score_range
 
 
 @dataclass(frozen=True)

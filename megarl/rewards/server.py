@@ -160,9 +160,9 @@ class RewardServer:
                 samples += self._scoring[-1].read
             scores = await self._scorer.call(partial(self._model.scores, samples))
             for asked in self._scoring:
-                mine, scores = scores[: len(asked.read)], scores[len(asked.read) :]
+                own_scores, scores = scores[: len(asked.read)], scores[len(asked.read) :]
                 if not asked.scores.done():  # otherwise its client has disconnected
-                    asked.scores.set_result(mine)
+                    asked.scores.set_result(own_scores)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         try:
@@ -316,5 +316,5 @@ def _error(status: int, reason: str) -> web.Response:
 
 async def _ended() -> None:
     """Wait until every other task of the loop has ended, at most 3 * END_S seconds."""
-    if others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others, timeout=3 * END_S)
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(tasks, timeout=3 * END_S)

@@ -39,9 +39,9 @@ def open_scorer(settings: RewardSettings, log: Path | None = None, key: str = "r
     if not isinstance(source, SumReward):
         return _without_processes(source, settings, key, look) or processes.ProcessScorer(settings, log, look)
     keys = alone(source, key)
-    found = [(part, _without_processes(part.source, settings, place, look)) for part, place in zip(source.parts, keys, strict=True)]
-    others = [(part, scorer) for part, scorer in found if scorer is not None]
-    verifiers = processes.ProcessScorer(settings, log, look) if len(others) < len(found) else None
+    parts = [(part, _without_processes(part.source, settings, place, look)) for part, place in zip(source.parts, keys, strict=True)]
+    others = [(part, scorer) for part, scorer in parts if scorer is not None]
+    verifiers = processes.ProcessScorer(settings, log, look) if len(others) < len(parts) else None
     return verifiers if verifiers is not None and not others else SumScorer(verifiers, others)
 
 

@@ -69,18 +69,18 @@ def load_gold_check(source: dict[str, Any]) -> Verifier:
 
 
 def _sum(parts: list[dict[str, Any]]) -> Verifier:
-    made = list[tuple[str, float, Verifier]]()
+    parts_loaded = list[tuple[str, float, Verifier]]()
     for number, part in enumerate(parts):
         if part["source"]["type"] not in VERIFIERS:
             continue  # megarl.rewards.weighted adds it
         try:
-            made.append((part["name"], part["weight"], load(part["source"])))
+            parts_loaded.append((part["name"], part["weight"], load(part["source"])))
         except ValueError as error:
             raise ValueError(f"parts.{number}.source.{error}") from None
 
     def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
         total, said = 0.0, dict[str, float]()
-        for name, weight, verifier in made:
+        for name, weight, verifier in parts_loaded:
             value, inner = verifier(prompt, response, answer, meta)
             total += weight * value
             said |= {name: value} | {f"{name}/{key}": number for key, number in inner.items()}
@@ -103,15 +103,15 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
         return reasoning_gym.create_dataset(name, **json.loads(params))
 
     def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        given = response.strip()
+        final_answer = response.strip()
         if pattern is not None:
-            found = [match.group(pattern.groups and 1) for match in pattern.finditer(response)]
-            if not found or found[-1] is None:  # None: the last match was made without the group
+            matches = [match.group(pattern.groups and 1) for match in pattern.finditer(response)]
+            if not matches or matches[-1] is None:  # None: the last match was made without the group
                 return 0.0, {"raw": 0.0}
-            given = found[-1].strip()
+            final_answer = matches[-1].strip()
         scorer = dataset(meta["source_dataset"], json.dumps(meta["source_params"], sort_keys=True))
         entries = [{"question": prompt, "answer": text, "metadata": meta} for text in texts_of(answer)]
-        raw = max(_finite(float(scorer.score_answer(given, entry)), "reasoning-gym's scorer returned") for entry in entries)
+        raw = max(_finite(float(scorer.score_answer(final_answer, entry)), "reasoning-gym's scorer returned") for entry in entries)
         return float(raw >= threshold), {"raw": raw}
 
     return verify
@@ -136,8 +136,8 @@ def _function(path: str) -> Verifier:
     style, passed = _keywords(function, path)
 
     def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        ours = (prompt, response, answer, meta)
-        values: tuple[Any, ...] = ours if style is OURS else (meta.get("data_source"), response, answer, meta.get("extra_info"))
+        arguments = (prompt, response, answer, meta)
+        values: tuple[Any, ...] = arguments if style is OURS else (meta.get("data_source"), response, answer, meta.get("extra_info"))
         return read_return(function(**{name: value for name, value in zip(style, values, strict=True) if name in passed}))
 
     return verify
@@ -153,8 +153,8 @@ def _keywords(function: Callable[..., Any], path: str) -> tuple[tuple[str, ...],
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY or (parameter.name not in passed and parameter.default is parameter.empty):
-            known = f"{', '.join(OURS)} (or verl's {', '.join(VERL)})"
-            raise ValueError(f"path: {path} asks for {parameter.name!r}, and is given the keywords {known}")
+            keywords = f"{', '.join(OURS)} (or verl's {', '.join(VERL)})"
+            raise ValueError(f"path: {path} asks for {parameter.name!r}, and is given the keywords {keywords}")
     return style, passed
 
 

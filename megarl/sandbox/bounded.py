@@ -66,7 +66,7 @@ def in_time(seconds: float) -> Iterator[None]:
     An alarm interrupts most code, which saves starting a new process; if it does not, the run kills this one. If the block swallows the
     alarm with a bare `except:` and ends after the limit, Late is raised at its end.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
 
     def ring(signum: int, frame: FrameType | None) -> None:
         raise Late
@@ -77,5 +77,5 @@ def in_time(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    if time.monotonic() - begun >= seconds:
+    if time.monotonic() - start >= seconds:
         raise Late

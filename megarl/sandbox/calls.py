@@ -114,19 +114,19 @@ def allow_only(families: Sequence[int]) -> None:
 def in_c(instructions: Sequence[Instruction]) -> tuple[bytes, object]:
     """Return a filter as the kernel reads it (struct sock_fprog), and the buffer that it points to, which must be kept alive."""
     code = b"".join(struct.pack("=HBBI", *one) for one in instructions)
-    kept = ctypes.create_string_buffer(code, len(code))
-    return struct.pack("HP", len(instructions), ctypes.addressof(kept)), kept
+    buffer = ctypes.create_string_buffer(code, len(code))
+    return struct.pack("HP", len(instructions), ctypes.addressof(buffer)), buffer
 
 
 def program(families: Sequence[int]) -> list[Instruction]:
     """Return the filter's instructions, which run for every system call. Calls with another architecture's numbers are denied."""
-    given = [(LOAD, 0, 0, FIRST), *_one_of(families)] if families else [(RETURN, 0, 0, DENY)]
-    paired = given if families else [(LOAD, 0, 0, SECOND), (AND, 0, 0, TYPE), *_one_of(PAIRS)]
+    families_allowed = [(LOAD, 0, 0, FIRST), *_one_of(families)] if families else [(RETURN, 0, 0, DENY)]
+    paired = families_allowed if families else [(LOAD, 0, 0, SECOND), (AND, 0, 0, TYPE), *_one_of(PAIRS)]
     return [
         *((LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, AUDIT_ARCH[platform.machine()]), (RETURN, 0, 0, DENY)),
         *((LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, DENY)),
         *(one for call in DENIED for one in of(call, [(RETURN, 0, 0, DENY)])),
-        *of("socket", given),
+        *of("socket", families_allowed),
         *of("socketpair", paired),
         *of("fcntl", [(LOAD, 0, 0, SECOND), *_none_of(OWNER_BY_FCNTL)]),
         *of("ioctl", [(LOAD, 0, 0, SECOND), *_none_of(OWNER_BY_IOCTL)]),

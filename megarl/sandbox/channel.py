@@ -30,11 +30,11 @@ class Channel:
 
     def send(self, message: bytes, within_s: float | None = None) -> None:
         """Send a message. Raises TimeoutError if the other end does not accept it in time, and ConnectionError if that is closed."""
-        left = memoryview(LENGTH.pack(len(message)) + message)
+        unsent = memoryview(LENGTH.pack(len(message)) + message)
         deadline = None if within_s is None else time.monotonic() + within_s
-        while left:
+        while unsent:
             try:
-                left = left[self._end.send(left, socket.MSG_NOSIGNAL) :]
+                unsent = unsent[self._end.send(unsent, socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
                 if not self._wait(select.POLLOUT, deadline):
                     raise TimeoutError from None

@@ -145,23 +145,23 @@ def _keep(channel: Channel, asked_about_signals: bool) -> None:
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become its children
     prctl(PR_SET_DUMPABLE, 0)  # so that no sandbox of this user can write into the memory of the keeper or of the child
-    here, there = socket.socketpair()
+    own_end, child_end = socket.socketpair()
     child = os.fork()
     if child == 0:
-        here.close()
+        own_end.close()
         end_with_parent(signal.SIGKILL)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         os.setsid()  # so that no process of the child's session can join the keeper's process group
-        with there:
+        with child_end:
             if asked_about_signals:
-                socket.send_fds(there, [b"."], [asks := listener()])
+                socket.send_fds(child_end, [b"."], [asks := listener()])
                 os.close(asks)  # otherwise the child could answer the notifications itself
         return
     channel.close()
-    there.close()
+    child_end.close()
     signal.signal(END, lambda number, frame: _end(128 + number))
-    with here:
-        for asks in socket.recv_fds(here, 1, 1)[1]:
+    with own_end:
+        for asks in socket.recv_fds(own_end, 1, 1)[1]:
             threading.Thread(target=judge, args=(asks,), daemon=True).start()
     while True:
         pid, status = os.wait()

@@ -38,9 +38,9 @@ def give_up_capabilities() -> None:
 
     With PR_SET_NO_NEW_PRIVS set, nothing restores them.
     """
-    libc, header, held = ctypes.CDLL(None, use_errno=True), struct.pack("Ii", CAPABILITY_VERSION_3, 0), ctypes.create_string_buffer(24)
-    libc.capget(header, held)
-    _, permitted, *_ = struct.unpack("6I", held)
-    kept = permitted & CAP_DAC_READ_SEARCH
-    if libc.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)):
+    libc, header, sets = ctypes.CDLL(None, use_errno=True), struct.pack("Ii", CAPABILITY_VERSION_3, 0), ctypes.create_string_buffer(24)
+    libc.capget(header, sets)
+    _, permitted, *_ = struct.unpack("6I", sets)
+    capability = permitted & CAP_DAC_READ_SEARCH
+    if libc.capset(header, struct.pack("6I", capability, capability, 0, 0, 0, 0)):
         raise OSError(ctypes.get_errno(), "capset")

@@ -56,8 +56,8 @@ def meaning(granted: Level, network: bool) -> str:
         return (
             f"landlock (no files but code{sockets and ', '}{sockets}{signals and ', but' + signals[5:]}; this machine grants no namespaces)"
         )
-    left = ("files" if sockets else "files and network") + signals
-    return f"limits alone{sockets and ', '}{sockets}: code that a response gets to run has this user's {left}"
+    reach = ("files" if sockets else "files and network") + signals
+    return f"limits alone{sockets and ', '}{sockets}: code that a response gets to run has this user's {reach}"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def closed(places: Sequence[Path]) -> Path | None:
     return next((place for place in places if place.stat().st_mode & (more := 0o005 if place.is_dir() else 0o004) != more), None)
 
 
-def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, here: Path) -> list[str]:
+def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, directory: Path) -> list[str]:
     """Return bubblewrap's command line: private namespaces, a file tree of `places` and writable scratch directories, and no privileges
     except that of switching to another user if the program `drops`.
 
@@ -114,9 +114,9 @@ def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, here: Pa
         program: the result of `bubblewrap`, possibly with `drops` turned off.
         places: files and directories that are visible, read-only, under their own names.
         network: share the machine's network, and show the files for resolving names and the certificates.
-        here: the directory in which the process starts.
+        directory: the directory in which the process starts.
     """
-    kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if program.drops else ("--unshare-user-try",)
+    privileges = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if program.drops else ("--unshare-user-try",)
     resolver = [word for place in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl") for word in ("--ro-bind-try", place, place)]
     share = resolver if network else ["--unshare-net"]
     scratch = ["--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs"]
@@ -125,9 +125,9 @@ def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, here: Pa
     binds = [word for place in places for word in ("--ro-bind", str(place), str(place))]
     return [
         *(program.name, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session"),
-        *("--cap-drop", "ALL", *kept, *(("--proc", "/proc") if program.proc else ())),
+        *("--cap-drop", "ALL", *privileges, *(("--proc", "/proc") if program.proc else ())),
         *("--dev", "/dev", *scratch, "/dev/shm", *scratch, "/tmp", *paved, *binds, *share),
-        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(here), "--"),
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(directory), "--"),
     ]
 
 
@@ -144,10 +144,10 @@ def readable(modules: Sequence[str], more: Sequence[Path]) -> list[Path]:
             places.add(entry)
     for module in modules:
         places |= set(_files(module.partition(".")[0]))
-    found = [place for place in places if os.path.exists(place)]  # False also for what this process may not access
-    shown = {*found, *(place.resolve() for place in found)}
+    existing = [place for place in places if os.path.exists(place)]  # False also for what this process may not access
+    visible = {*existing, *(place.resolve() for place in existing)}
     # Omit links inside other places: they are visible with those, and their targets are listed; bubblewrap would mount over the target.
-    return sorted(place for place in shown if not (place.is_symlink() and shown.intersection(place.parents)))
+    return sorted(place for place in visible if not (place.is_symlink() and visible.intersection(place.parents)))
 
 
 def _files(module: str) -> Iterator[Path]:

@@ -70,16 +70,16 @@ class _Way:
 
 
 def _way(settings: SandboxSettings, code: Sequence[str]) -> _Way:
-    places, said = readable(code, settings.readable), meaning(level(), settings.network)
+    places, description = readable(code, settings.readable), meaning(level(), settings.network)
     program = bubblewrap() if level() == Level.NAMESPACES else None
     if program is None:
-        return _Way(places, None, said)
+        return _Way(places, None, description)
     private = closed(places)
     drops = program.drops and private is None
     if exempt() and not drops:
         why = f"{private} is closed to other users" if private is not None else "root cannot become another user here"
-        said += f"; as root, and with no bound on the number of its processes: {why}"
-    return _Way(places, replace(program, drops=drops), said)
+        description += f"; as root, and with no bound on the number of its processes: {why}"
+    return _Way(places, replace(program, drops=drops), description)
 
 
 class SandboxedProcess:
@@ -96,18 +96,18 @@ class SandboxedProcess:
             code: dotted names of the modules that it imports besides megarl.
             log: the file to which its output is appended; None: stderr.
         """
-        way, home, here = _way(settings, code), "/tmp", Path.cwd()
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours, ANSWER_BYTES)
+        way, home, directory = _way(settings, code), "/tmp", Path.cwd()
+        own_end, process_end = socket.socketpair()
+        self.channel = Channel(own_end, ANSWER_BYTES)
         self._scratch = Scratch("sandbox-") if level() < Level.NAMESPACES else None
         if self._scratch is not None:
             (inner := self._scratch.path / "home").mkdir()  # so that the process cannot reach the lock of the scratch directory
             home = str(inner)
-        if not any(here.is_relative_to(place) for place in way.places):
-            here = Path(home)
+        if not any(directory.is_relative_to(place) for place in way.places):
+            directory = Path(home)
         self.guarantee = way.guarantee
         """How the process is isolated, for the console."""
-        command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", module, str(process_end.fileno())]
         environment = {
             **{name: os.environ[name] for name in ("LD_LIBRARY_PATH", *settings.env) if name in os.environ},
             **{"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home},
@@ -117,13 +117,13 @@ class SandboxedProcess:
         try:
             with withheld():
                 self._child = subprocess.Popen(
-                    command if way.program is None else [*shut_in(way.program, way.places, settings.network, here), *command],
-                    pass_fds=[theirs.fileno()],
+                    command if way.program is None else [*shut_in(way.program, way.places, settings.network, directory), *command],
+                    pass_fds=[process_end.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    cwd=here if self._scratch is not None else "/",
+                    cwd=directory if self._scratch is not None else "/",
                     start_new_session=True,  # Ctrl-C is handled by this process alone
                 )
         except BaseException:
@@ -132,7 +132,7 @@ class SandboxedProcess:
                 self._scratch.remove()
             raise
         finally:
-            theirs.close()
+            process_end.close()
         self._prints = threading.Thread(target=_show, args=(self._child.stdout, log), name="sandbox-prints", daemon=True)
         self._prints.start()
         confinement = Confinement(
@@ -210,21 +210,21 @@ def _with_children(pid: int) -> Iterator[int]:
 
 def _show(prints: IO[bytes], log: Path | None) -> None:
     """Copy the output of a process to the log or stderr, line by line, without control characters, at most `PRINTED_BYTES`."""
-    left = PRINTED_BYTES
+    remaining = PRINTED_BYTES
     with prints:
         while line := prints.readline(1 << 12):  # also read what is not shown, or the process would block on a full pipe
-            if left <= 0:
+            if remaining <= 0:
                 continue
-            said = printable(line.decode(errors="replace").rstrip("\n")) + "\n"
-            left -= len(line)
-            if left <= 0:
-                said += f"megarl: warning: a process has printed {PRINTED_BYTES} bytes; the rest is not shown\n"
+            text = printable(line.decode(errors="replace").rstrip("\n")) + "\n"
+            remaining -= len(line)
+            if remaining <= 0:
+                text += f"megarl: warning: a process has printed {PRINTED_BYTES} bytes; the rest is not shown\n"
             with (
                 suppress(OSError),
                 nullcontext(sys.stderr) if log is None else open(log, "a") as out,
             ):  # for example a full disk, or a console that is gone
                 if log is None or os.fstat(out.fileno()).st_size < LOG_BYTES:
-                    out.write(said)
+                    out.write(text)
 
 
 def importable() -> Iterator[str]:

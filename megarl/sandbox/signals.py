@@ -46,8 +46,8 @@ def kept_inside() -> bool:
 
 def listener() -> int:
     """Install the filter for this thread and its children. Return the descriptor that reports their signals. Raises OSError if refused."""
-    asked = [one for call in SIGNALLING for one in of(call, [(RETURN, 0, 0, USER_NOTIF)])]
-    with_length, _kept = in_c([(LOAD, 0, 0, NUMBER), *asked, (RETURN, 0, 0, ALLOW)])
+    notification = [one for call in SIGNALLING for one in of(call, [(RETURN, 0, 0, USER_NOTIF)])]
+    with_length, _kept = in_c([(LOAD, 0, 0, NUMBER), *notification, (RETURN, 0, 0, ALLOW)])
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor: int = libc.syscall(number("seccomp"), SECCOMP_SET_MODE_FILTER, NEW_LISTENER, with_length)
     if descriptor < 0:
@@ -58,14 +58,14 @@ def listener() -> int:
 def judge(listener: int) -> None:
     """Answer the filter's notifications forever: allow signals to descendants of this process, and refuse all others."""
     while True:
-        asked = bytearray(ASKED.size)
+        notification = bytearray(ASKED.size)
         try:
-            fcntl.ioctl(listener, RECEIVE, asked)
+            fcntl.ioctl(listener, RECEIVE, notification)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EINTR):  # the sender has ended, or was interrupted
                 continue
             raise
-        name, _, _, _, _, _, first, *_ = ASKED.unpack(asked)
+        name, _, _, _, _, _, first, *_ = ASKED.unpack(notification)
         [target] = struct.unpack("=i", struct.pack("=I", first & 0xFFFFFFFF))
         refusal = _refusal(target)
         with suppress(OSError):  # the sender has ended
