@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.checkpoints.steps import HF, trusted
 from megarl.checks.machine import check_cluster
-from megarl.cluster.demand import demand
+from megarl.cluster.process_kinds import demand
 from megarl.config import ConfigError, ModelSettings, RolloutSettings, RunSettings, optimizers
 from megarl.errors import Absent
 from megarl.host.unchecked import where_present

@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.demand import demand
 from megarl.cluster.machine import gpus_here
 from megarl.cluster.placement import Node, NoRoom, place
+from megarl.cluster.process_kinds import demand
 from megarl.config import (
     ConfigError,
     ConversationSource,

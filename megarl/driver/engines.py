@@ -14,7 +14,7 @@ import ray
 
 from megarl.cluster import watch
 from megarl.cluster.actor_group import ActorGroup, end
-from megarl.cluster.demand import engine_kind
+from megarl.cluster.process_kinds import engine_kind
 from megarl.config import ClusterSettings, EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.driver.device_turns import Turns

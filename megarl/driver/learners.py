@@ -11,7 +11,7 @@ import ray
 
 from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.cluster.actor_group import ActorGroup, end
-from megarl.cluster.demand import demand
+from megarl.cluster.process_kinds import demand
 from megarl.cluster.reserve import release
 from megarl.config import RunSettings
 from megarl.driver.rank_group import must_move, reserve_workers, start_ranks

@@ -17,7 +17,7 @@ import numpy as np
 
 from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.cluster.actor_group import ActorGroup, end
-from megarl.cluster.demand import Role, assign_roles, demand
+from megarl.cluster.process_kinds import Role, assign_roles, demand
 from megarl.cluster.reserve import release
 from megarl.config import ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of, total_steps
 from megarl.driver.device_turns import Turns

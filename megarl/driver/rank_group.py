@@ -12,9 +12,9 @@ import ray
 
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.allocation import Allocation
-from megarl.cluster.demand import Role, files
 from megarl.cluster.placement import ProcessKind
 from megarl.cluster.preflight import send_away
+from megarl.cluster.process_kinds import Role, files
 from megarl.cluster.reserve import lost_nodes, reserve
 from megarl.cluster.shared_files import check_shared, nodes_of
 from megarl.config import Layout, RunSettings

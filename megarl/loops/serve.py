@@ -19,7 +19,7 @@ from megarl.batch import Sample
 from megarl.checks.without_engines import TOKEN_KEY, check_serve
 from megarl.cluster import watch
 from megarl.cluster.actor_group import ActorGroup, WorkerLate, raise_cause
-from megarl.cluster.demand import demand, files, processes
+from megarl.cluster.process_kinds import demand, files, processes
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
 from megarl.data.answers import text_of

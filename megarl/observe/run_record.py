@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.checkpoints.resume import held_by
+from megarl.checkpoints.may_differ import held_by
 from megarl.config import RunSettings, TrainingSettings
 
 RECORD = "run.json"

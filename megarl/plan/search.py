@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from megarl.cluster.demand import assign_roles
+from megarl.cluster.process_kinds import assign_roles
 from megarl.config import Layout, LearnConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription

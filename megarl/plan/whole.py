@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from megarl.cluster.demand import assign_roles
+from megarl.cluster.process_kinds import assign_roles
 from megarl.config import DpoConfig, LearnConfig, RmConfig, RunSettings, TrainConfig, model_of, optimizers
 from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError

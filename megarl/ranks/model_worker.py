@@ -19,7 +19,7 @@ from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.ops import log_ratio
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
-from megarl.cluster.demand import Role
+from megarl.cluster.process_kinds import Role
 from megarl.config import CriticSettings, DistillationSettings, OptimizerSettings, RoutingSettings, SyncSettings
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, Sum, merge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from megarl.checkpoints.resume import compare, completed
+from megarl.checkpoints.may_differ import compare, completed
 from megarl.config import ConfigError, LearnConfig, TrainConfig, TrainingSettings, steps_key, total_steps, yaml_text
 from megarl.observe import run_record
 

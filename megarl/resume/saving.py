@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, Protocol
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from megarl.checkpoints.files import Content, LargeContent
-from megarl.checkpoints.resume import Contents, compare, completed, held_by
+from megarl.checkpoints.may_differ import Contents, compare, completed, held_by
 from megarl.checkpoints.steps import CHECKPOINTS, HF, Entry, SavedStep, damaged, listing, verified, verify
 from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
 from megarl.errors import Alarmed, DamagedFile, SaveError

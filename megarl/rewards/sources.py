@@ -20,7 +20,7 @@ from megarl.config import (
 )
 from megarl.host.unchecked import where_present
 from megarl.rewards import http, processes
-from megarl.rewards.known import EarnedScorer, JudgedScorer
+from megarl.rewards.precomputed import EarnedScorer, JudgedScorer
 from megarl.rewards.score import Look, Scorer, no_look
 from megarl.rewards.weighted import SumScorer
 from megarl.sandbox import process

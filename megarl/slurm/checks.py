@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.allocation import NODES
-from megarl.cluster.demand import demand
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
+from megarl.cluster.process_kinds import demand
 from megarl.config import ConfigError, RunSettings
 from megarl.errors import Absent
 from megarl.host.http_client import elsewhere

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _reads(config: RunSettings) -> tuple[Path, ...]:
     """The paths that the run's processes read and write, to be mounted in a container."""
-    from megarl.cluster.demand import files
+    from megarl.cluster.process_kinds import files
 
     read, _ = files(config)
     return tuple(dict.fromkeys((config.run_dir, *read.values())))

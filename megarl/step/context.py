@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from megarl.cluster.demand import demand, files, processes
+from megarl.cluster.process_kinds import demand, files, processes
 from megarl.cluster.session import ray_session
 from megarl.config import RunSettings, TrainConfig
 from megarl.driver.engines import Engines, overruled

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from megarl.checks.train import check_train, check_value
 from megarl.cli import command as cli
 from megarl.cluster.actor_group import ActorGroup, WorkerDied
-from megarl.cluster.demand import assign_roles, engine_kind
 from megarl.cluster.placement import ProcessKind
+from megarl.cluster.process_kinds import assign_roles, engine_kind
 from megarl.cluster.server import ProcessStalled
 from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, ValueConfig, load

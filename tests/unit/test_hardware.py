@@ -18,8 +18,8 @@ import ray
 
 from megarl.checks.machine import check_gpus
 from megarl.checks.train import check_train
-from megarl.cluster.demand import demand
 from megarl.cluster.machine import capability_here, gpus_here
+from megarl.cluster.process_kinds import demand
 from megarl.config import ConfigError, TrainConfig, load
 from megarl.observe.metrics import Mean
 from megarl.parallel import backend

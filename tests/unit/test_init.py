@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checks.memory import check_fits
 from megarl.cli import main
-from megarl.cluster.demand import demand
+from megarl.cluster.process_kinds import demand
 from megarl.config import DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
 from tests.unit.examples.test_configurations import QWEN3_30B_A3B, write_headers
 from tools.make_tiny_model import build

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints import places
+from megarl.checkpoints.may_differ import compare, held_by
 from megarl.checkpoints.places import fingerprint
-from megarl.checkpoints.resume import compare, held_by
 from megarl.config import TrainConfig, load
 from tests.e2e.job import RL
 

@@ -24,7 +24,7 @@ PROGRAM = """
     from megarl.cluster.session import ray_session
     from megarl.cluster.shared_files import check_shared, nodes_of
     from megarl.config import ClusterSettings, Layout, RolloutSettings
-    from megarl.cluster.demand import engine_kind, rank_kind
+    from megarl.cluster.process_kinds import engine_kind, rank_kind
 
     address, directory, count, shapes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
 

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from megarl.cluster.demand import engine_kind, rank_kind
 from megarl.cluster.placement import Node, NoRoom, ProcessKind, place
+from megarl.cluster.process_kinds import engine_kind, rank_kind
 from megarl.config import Layout, RolloutSettings
 
 Shape = tuple[list[dict[str, int]], tuple[int, int], list[int]]

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.checks.memory import check_fits
 from megarl.cli import main
-from megarl.cluster.demand import demand
+from megarl.cluster.process_kinds import demand
 from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
 from megarl.plan.devices import DEVICES, GB
 from megarl.plan.search import nearest, search, smallest_engine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoints.files import write_file
-from megarl.checkpoints.resume import held_by
+from megarl.checkpoints.may_differ import held_by
 from megarl.checkpoints.steps import MANIFEST, encode, read_manifest
 from megarl.checks.model import check_weights
 from megarl.cli import main

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoints.resume import MAY_DIFFER, MAY_NOT, compare, completed
+from megarl.checkpoints.may_differ import MAY_DIFFER, MAY_NOT, compare, completed
 from megarl.cli.describe import keys
 from megarl.config import HttpReward, TrainConfig, dump, load, yaml_text
 from megarl.engines.vllm.arguments import argument_fields
