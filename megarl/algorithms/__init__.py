@@ -7,12 +7,17 @@ from pydantic import BeforeValidator, Field
 from megarl.algorithms.base import Loss, PolicyAlgorithm
 from megarl.algorithms.cispo import Cispo
 from megarl.algorithms.dapo import Dapo
+from megarl.algorithms.deepseek_v32 import DeepSeekV32
 from megarl.algorithms.dpo import Dpo
+from megarl.algorithms.dppo import Dppo
 from megarl.algorithms.dr_grpo import DrGrpo
+from megarl.algorithms.gdpo import Gdpo
 from megarl.algorithms.gmpo import Gmpo
 from megarl.algorithms.grpo import Grpo
 from megarl.algorithms.gspo import Gspo
 from megarl.algorithms.lite_ppo import LitePpo
+from megarl.algorithms.luspo import Luspo
+from megarl.algorithms.max_rl import MaxRl
 from megarl.algorithms.ppo import ActorCritic, Ppo
 from megarl.algorithms.raft import Raft
 from megarl.algorithms.reinforce import Reinforce
@@ -21,8 +26,11 @@ from megarl.algorithms.remax import Remax
 from megarl.algorithms.rloo import Rloo
 from megarl.algorithms.sapo import Sapo
 from megarl.algorithms.simpo import SimPo
+from megarl.algorithms.spo import Spo
+from megarl.algorithms.topr import Topr
 from megarl.algorithms.vapo import Vapo
 from megarl.algorithms.vc_ppo import VcPpo
+from megarl.algorithms.vespo import Vespo
 
 Algorithm = Annotated[
     Ppo
@@ -41,7 +49,15 @@ Algorithm = Annotated[
     | ReinforcePp
     | ReinforcePpBaseline
     | LitePpo
-    | Raft,
+    | Raft
+    | Dppo
+    | MaxRl
+    | Gdpo
+    | DeepSeekV32
+    | Luspo
+    | Vespo
+    | Topr
+    | Spo,
     Field(discriminator="type"),
 ]
 

@@ -7,8 +7,8 @@ whole sequences (with a critic, `returns` and `outcomes` too), and `loss` on its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, model_validator
 
@@ -43,6 +43,8 @@ class PolicyAlgorithm(KlToReference):
     needs_critic: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # the driver also samples each prompt once at temperature 0
     reads_advantages: ClassVar[bool] = True  # False: the loss imitates what `keep` has chosen, whatever its advantage
+    needs_parts: ClassVar[bool] = False  # the driver calls `part_advantages` instead of `advantages`
+    sequence_from: ClassVar[Literal["old_logp", "rollout_logp"]] = "old_logp"  # what lp is compared with in the d_T of `sequence_term`
 
     aggregation: Aggregation
     horizon: Annotated[int, Field(ge=1)] | None = None
@@ -76,6 +78,19 @@ class PolicyAlgorithm(KlToReference):
         """
         raise NotImplementedError
 
+    def part_advantages(self, reward_NK: Tensor, weight_K: Tensor, group_N: Tensor) -> Tensor:
+        """Compute one number per response from the reward's parts.
+
+        Args:
+            reward_NK: float64 [N, K], the parts before their weights are applied.
+            weight_K: float64 [K], the weights.
+            group_N: int64 [N], the prompt that each response answers.
+
+        Returns:
+            float32 [N].
+        """
+        raise NotImplementedError
+
     def keep(self, reward_N: Tensor, group_N: Tensor) -> Tensor:
         """Which responses are trained on, bool [N]."""
         return torch.ones_like(group_N, dtype=torch.bool)
@@ -95,7 +110,10 @@ class PolicyAlgorithm(KlToReference):
         return batch.extra_T["advantage"]
 
     def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor | None:
-        """Compute the number per token [T] whose mean over the whole sequence `policy_term` needs, 0 where d = 0; None: not needed."""
+        """Compute the number per token [T] whose mean over the whole sequence `policy_term` needs, 0 where d = 0; None: not needed.
+
+        d is lp - old, or lp - rollout where `sequence_from` says so.
+        """
         return None
 
     @property
@@ -126,7 +144,7 @@ class PolicyAlgorithm(KlToReference):
                 mean_T = mean_T + (own_T - own_T.detach())  # the mean's 1 / |o_i| is the token's weight in the loss
                 mean_T = mean_T.clamp(-self.ratio_bound, self.ratio_bound)
             d_T = d_T.clamp(-self.ratio_bound, self.ratio_bound)
-            value_T = self.policy_loss(Block(lp_T, d_T, block.advantage_T, block.count_T, mean_T))
+            value_T = self.policy_loss(replace(block, lp_T=lp_T, d_T=d_T, mean_T=mean_T))
             [slope_T] = torch.autograd.grad(value_T.sum(), lp_T)
         return Term(value_T.detach().clone(), slope_T.clone())  # the caller may change them in place
 
@@ -145,8 +163,8 @@ class PolicyAlgorithm(KlToReference):
             logp_T: float [T], log-probs of the targets under the current weights, at the sampling temperature.
             entropy_T: float [T], the entropies of the same distributions.
             batch: the entries, any share of a micro-batch. `extra_T` has "old_logp" and "advantage"; "ref_logp" with a KL in the loss,
-                "correction" (`Correction.weights`) with a correction; "sequence_mean" (the mean of `sequence_term` over the loss tokens of
-                the whole sequence) if there is such a term and a sequence is in several micro-batches.
+                "correction" (`Correction.weights`) with a correction, "rollout_logp"; "sequence_mean" (the mean of `sequence_term` over the
+                loss tokens of the whole sequence) if there is such a term and a sequence is in several micro-batches.
             sum_over: sums over the context-parallel ranks that share the sequences.
             kl_coef: the KL coefficient in this step; used only with `kl_in` loss.
 
@@ -186,7 +204,8 @@ class PolicyAlgorithm(KlToReference):
         mean_T = part.extra_T.get("sequence_mean") if mean_N is None else part.spread(mean_N)
         mean_T = None if mean_T is None else mean_T.masked_fill(~part.mask_T, 0.0)
         count_T = part.spread(part.count_N.clamp(min=1).to(lp_T.dtype))
-        term = self.policy_term(Block(lp_T, d_T, part.extra_T["advantage"], count_T, mean_T))
+        block = Block(lp_T, d_T, part.extra_T["advantage"], count_T, mean_T, part.extra_T["rollout_logp"], part.mask_T)
+        term = self.policy_term(block)
         shown.add(term.counts)
         shown.drift(d_T, self.ratio_bound)
         if mean_T is not None and term.clips_T is not None:
@@ -200,7 +219,7 @@ class PolicyAlgorithm(KlToReference):
         """Compute the mean of `sequence_term` over whole sequences [N], in one collective; without such a term None, and no collective."""
         total_N = torch.zeros(len(batch.length_N), dtype=lp_T.dtype, device=lp_T.device)
         for here, part in blocks(batch):
-            own_T = self.sequence_term(log_ratio(lp_T[here], part.extra_T["old_logp"], part), part.extra_T["advantage"])
+            own_T = self.sequence_term(log_ratio(lp_T[here], part.extra_T[self.sequence_from], part), part.extra_T["advantage"])
             if own_T is None:
                 return None
             total_N.index_add_(0, part.seq_T, own_T)

@@ -16,10 +16,11 @@ Baseline = Annotated[
     Literal["group", "leave_one_out"], Field(description="Subtracted from a reward: the mean of its group, or of the other rewards in it.")
 ]
 Scale = Annotated[
-    Literal["none", "group", "batch"],
+    Literal["none", "group", "batch", "others", "group_population", "batch_centred", "mean"],
     Field(
-        description="The standard deviation by which centred rewards are divided: of the group's rewards, or of all rewards of the step "
-        "(batch). none: no division."
+        description="By what centred rewards are divided: the standard deviation (n - 1) of the group's rewards (group), of the other "
+        "responses' (others), of the step's (batch), of the step's centred ones (batch_centred); that of the group with n "
+        "(group_population); or the group's mean (mean; an advantage is 0 if it is not above 0). none: no division."
     ),
 ]
 
@@ -35,11 +36,23 @@ class GroupRelative(PolicyAlgorithm):
     """Added to the standard deviation."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        return self.normalised(reward_N, group_N).float()
+
+    def normalised(self, reward_N: Tensor, group_N: Tensor) -> Tensor:
+        """Centred rewards over their scale, float64 [N]."""
         centred_N = (group_centred if self.baseline == "group" else leave_one_out)(reward_N, group_N)
         if self.scale == "none":
-            return centred_N.float()
-        std_N = group_mean_std(reward_N, group_N)[1] if self.scale == "group" else batch_std(reward_N)
-        return (centred_N / (std_N + self.scale_eps)).float()
+            return centred_N
+        mean_N, std_N, size_N = group_mean_std(reward_N, group_N)
+        if self.scale == "mean":
+            return torch.where(mean_N > 0, centred_N / (mean_N + self.scale_eps), 0 * mean_N)
+        if self.scale == "group_population":
+            std_N = std_N * ((size_N - 1) / size_N).sqrt()
+        elif self.scale == "others":
+            std_N = std_of_others(reward_N, group_N)
+        elif self.scale != "group":
+            std_N = batch_std(reward_N if self.scale == "batch" else centred_N)
+        return centred_N / (std_N + self.scale_eps)
 
 
 def group_mean_std(reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +66,8 @@ def group_mean_std(reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, T
     size = zero.index_add(0, index, torch.ones_like(reward))
     mean = zero.index_add(0, index, reward) / size
     square = zero.index_add(0, index, (reward - mean[index]) ** 2)
-    std = (square / (size - 1).clamp(min=1)).sqrt()
+    low, high = (zero.scatter_reduce(0, index, reward, how, include_self=False) for how in ("amin", "amax"))
+    std = torch.where(low == high, 0.0, (square / (size - 1).clamp(min=1)).sqrt())  # a mean of equal numbers may be rounded
     return mean[index], std[index], size[index]
 
 
@@ -70,6 +84,22 @@ def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
     """
     size = group_mean_std(reward_N, group_N)[2]
     return group_centred(reward_N, group_N) * size / (size - 1).clamp(min=1)
+
+
+def std_of_others(reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """The standard deviation (n - 1) of the other rewards of each response's group, float64 [N]; 0 where there are fewer than two others.
+
+    Their squares about their own mean are S - (R - mean)^2 G / (G - 1), with S the group's; they are summed directly, since the difference
+    would not be exactly 0 for equal rewards.
+    """
+    reward, std_N = reward_N.double(), torch.zeros(len(reward_N), dtype=torch.float64)
+    for group in torch.unique(group_N):
+        member_M = (group_N == group).nonzero().squeeze(1)
+        if len(member_M) > 2:
+            others = reward[member_M].expand(len(member_M), -1)[~torch.eye(len(member_M), dtype=torch.bool)].view(len(member_M), -1)
+            same = (others == others[:, :1]).all(1)
+            std_N[member_M] = others.std(1).masked_fill(same, 0.0)
+    return std_N
 
 
 def batch_std(value_N: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from megarl.algorithms.ops import Aggregation, Block, Term, bounded_ratio, clipp
 from megarl.lazy_torch import Tensor
 
 
-class Gspo(GroupRelative):
+class SequenceClipped(GroupRelative):
     """s_i = exp((1/|o_i|) sum_t d_{i,t}); loss = (1/B) sum_i max(-s_i A_i, -clip(s_i, 1-low, 1+high) A_i).
 
     Written per token: every token of a sequence carries the sequence's loss, and the gradient of the ratio s_i * exp(lp_t - sg(lp_t)),
@@ -22,9 +22,6 @@ class Gspo(GroupRelative):
     split a sequence: `mean_T` comes from `PolicyAlgorithm._sequence_means`, with one sum over the context-parallel ranks. A token's
     correction weight scales that token's share of value and gradient.
     """
-
-    type: Literal["gspo", "gspo_token"] = "gspo"
-    aggregation: Aggregation = "seq-mean-token-mean"
 
     clip_low: Fraction = 3e-4
     """The sequence's ratio is clipped below at 1 - clip_low."""
@@ -39,3 +36,10 @@ class Gspo(GroupRelative):
         assert block.mean_T is not None
         ratio = bounded_ratio(block.mean_T, self.ratio_bound)
         return clipped_surrogate(ratio, block.advantage_T, self.clip_low, self.clip_high, self.dual_clip)
+
+
+class Gspo(SequenceClipped):
+    """loss = (1/B) sum_i max(-s_i A_i, -clip(s_i, 1-low, 1+high) A_i) with s_i = exp((1/|o_i|) sum_t d_{i,t})."""
+
+    type: Literal["gspo", "gspo_token"] = "gspo"
+    aggregation: Aggregation = "seq-mean-token-mean"

@@ -47,6 +47,8 @@ class Block:
     advantage_T: Tensor
     count_T: Tensor  # loss tokens of the whole sequence, at least 1; mean_T * count_T is the sum over it
     mean_T: Tensor | None  # mean over the whole sequence, across ranks, of the algorithm's `sequence_term`, if it has one
+    roll_T: Tensor  # log-prob that the rollout engine reported
+    mask_T: Tensor  # bool [T], the loss tokens
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megarl.algorithms.ops import Averaging
 from megarl.config.data import DataSettings, EvalSet, PreferenceData, SftData, check_sets
 from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, DistillationSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
-from megarl.config.rewards import RewardSettings, model_of
+from megarl.config.rewards import RewardSettings, SumReward, model_of
 from megarl.config.rollout import SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import RunSettings, TrainingSettings
@@ -92,6 +92,7 @@ class TrainConfig(TrainingSettings):
         refuse_all(
             lambda: check_sets(self.data, self.eval),
             self._check_batch,
+            self._check_parts,
             self._check_truncated,
             self._check_critic,
             self._check_best,
@@ -126,6 +127,20 @@ class TrainConfig(TrainingSettings):
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt}: algorithm.type={self.algorithm.type} compares the answers "
                 f"to one prompt and needs at least {self.algorithm.min_group}"
             )
+
+    def _check_parts(self) -> None:
+        """Raise ValueError if the algorithm needs the parts of a reward that has none, or has them on another scale."""
+        if not self.algorithm.needs_parts:
+            return
+        if not isinstance(self.reward.source, SumReward):
+            raise ValueError(
+                f"reward.source.type={self.reward.source.type}: algorithm.type={self.algorithm.type} normalises the parts of a reward "
+                "one by one; give a sum"
+            )
+        if self.reward.normalise is not None:
+            raise ValueError(f"reward.normalise: algorithm.type={self.algorithm.type} normalises the parts of the reward itself")
+        if self.reward.overlong is not None and "overlong" in {part.name for part in self.reward.source.parts}:
+            raise ValueError("reward.source.parts: a part is named overlong, as the punishment of reward.overlong is; give it another name")
 
     def _check_truncated(self) -> None:
         """Raise ValueError if truncated responses are left out of the baseline and not of the loss."""

@@ -268,7 +268,9 @@ class ModelWorker(MegatronWorker):
         whole = concat([batch.without(*EXPERTS) for batch in scored], self._members[first : first + len(batches)])
         # What this context-parallel rank has of it.
         share = computed_here(replace(whole, extra_T={**whole.extra_T, "old_logp": whole.extra_T["logp"]}))
-        own_T = algorithm.sequence_term(log_ratio(share.extra_T["logp"], whole.extra_T["old_logp"], share), whole.extra_T["advantage"])
+        own_T = algorithm.sequence_term(
+            log_ratio(share.extra_T["logp"], whole.extra_T[algorithm.sequence_from], share), whole.extra_T["advantage"]
+        )
         assert own_T is not None
         mean_T = whole.spread(self._sum_over(share.sequence_sum(own_T)) / whole.count_N.clamp(min=1))
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()

@@ -61,6 +61,8 @@ class StepPlan:
     weight_N: np.ndarray  # float32: weight of a loss token of the response in its mini-batch's loss
     positive_weight_N: np.ndarray | None = None  # float32: the same in a second, imitation term
     value_weight_N: np.ndarray | None = None  # float32: weight of a loss token in the critic's loss
+    part_NK: np.ndarray | None = None  # float64: the reward's parts, before their weights; None: the algorithm does not need them
+    weight_K: np.ndarray | None = None  # float64: the parts' weights
     turn_weight: float = 0.0  # weight of an environment's turn rewards in the reward; 0: there are none, or they are not known by turn
     sample_S: Sequence[tuple[int, int]] | None = None  # (response, which of its contexts) of each sample; None: each response has one
 
@@ -201,9 +203,25 @@ def plan_step(config: TrainConfig, groups: Sequence[Group], dp: int, capacity: i
         weight_N=weight_N.float().numpy(),
         positive_weight_N=None if positive_N is None else positive_N.float().numpy(),
         value_weight_N=None if value_N is None else value_N.float().numpy(),
+        **(reward_parts(config, groups) if algorithm.needs_parts else {}),
         turn_weight=turn_weight(config.reward),
         sample_S=sample_S if len(sample_S) > len(responses) else None,
     )
+
+
+def reward_parts(config: TrainConfig, groups: Sequence[Group]) -> dict[str, np.ndarray]:
+    """The parts of a sum of rewards and their weights, with the overlong punishment (of weight 1) where there is one.
+
+    A part that a response cut off by the length limit was not scored for is 0, as it is in the sum. A reward that is no sum has no parts.
+    """
+    reward, scores = config.reward, [score for group in groups for score in group.scores]
+    if not isinstance(reward.source, SumReward):
+        return {}
+    weight_of = {part.name: part.weight for part in reward.source.parts} | ({} if reward.overlong is None else {"overlong": 1.0})
+    return {
+        "part_NK": np.array([[score.parts.get(name, 0.0) for name in weight_of] for score in scores]),
+        "weight_K": np.array(list(weight_of.values())),
+    }
 
 
 def turn_weight(reward: RewardSettings) -> float:
@@ -290,7 +308,11 @@ def response_advantages(
     if algorithm.needs_greedy:
         assert greedy is not None, "the greedy response to each prompt was sampled"
         greedy_N = torch.tensor([math.nan if reward is None else reward for reward in greedy], dtype=torch.float64)[group_N][part_N]
-    advantage_N[part_N] = algorithm.advantages(reward_N[part_N], group_N[part_N], greedy_N).float()
+    if plan.part_NK is not None and plan.weight_K is not None:
+        part_NK, weight_K = torch.from_numpy(plan.part_NK), torch.from_numpy(plan.weight_K)
+        advantage_N[part_N] = algorithm.part_advantages(part_NK[part_N], weight_K, group_N[part_N])
+    else:
+        advantage_N[part_N] = algorithm.advantages(reward_N[part_N], group_N[part_N], greedy_N).float()
     return advantage_N.numpy()
 
 

@@ -93,6 +93,44 @@ def reinforce(algorithm: Any, s: Sequence) -> Tensor:
     return -bounded(algorithm, s.lp - s.old_logp).exp().detach() * s.advantage * s.lp
 
 
+def masked_ppo(algorithm: Any, s: Sequence) -> Tensor:
+    """`ppo`, without the sequences that have become much less likely than the rollout policy found them."""
+    if algorithm.off_policy_delta is not None and s.advantage[0] < 0 and float((s.rollout_logp - s.lp).mean()) > algorithm.off_policy_delta:
+        return 0 * s.lp
+    return ppo(algorithm, s)
+
+
+def dppo(algorithm: Any, s: Sequence) -> Tensor:
+    rows = []
+    for lp, roll, advantage in zip(s.lp, s.rollout_logp, s.advantage, strict=True):
+        pi, mu = (math.exp(min(0.0, float(p.detach()))) for p in (lp, roll))
+        rest = 0.0 if mu == 1 else (1 - mu) * (math.log((1 - mu) / (1 - pi)) if pi < 1 else math.inf)
+        kl = mu * math.log(mu / pi) + rest
+        far = {"tv": abs(pi - mu), "kl": kl}[algorithm.divergence]
+        leaves = (advantage > 0 and pi > mu and far > algorithm.delta_high) or (advantage < 0 and pi < mu and far > algorithm.delta_low)
+        ratio = bounded(algorithm, lp - roll).exp()
+        if algorithm.ratio_cap is not None and ratio > algorithm.ratio_cap:
+            ratio = algorithm.ratio_cap * (lp - lp.detach()).exp()
+        rows.append(0 * lp if leaves else -ratio * advantage)
+    return torch.stack(rows)
+
+
+def vespo(algorithm: Any, s: Sequence) -> Tensor:
+    w = bounded(algorithm, (s.lp - s.rollout_logp).sum()).exp().detach()
+    k, decay = (getattr(algorithm, f"{name}_{'negative' if s.advantage[0] < 0 else 'positive'}") for name in ("k", "lambda"))
+    return -(w**k) * torch.exp(decay * (1 - w)) * s.advantage * s.lp
+
+
+def topr(algorithm: Any, s: Sequence) -> Tensor:
+    w = bounded(algorithm, (s.lp - s.rollout_logp).sum()).exp().clamp(0, 1).detach() if s.advantage[0] < 0 else 1.0
+    return -w * s.advantage * s.lp
+
+
+def spo(algorithm: Any, s: Sequence) -> Tensor:
+    ratio = bounded(algorithm, s.lp - s.old_logp).exp()
+    return s.advantage.abs() * (ratio - 1) ** 2 / (2 * algorithm.eps) - ratio * s.advantage
+
+
 def nll(algorithm: Any, s: Sequence) -> Tensor:
     return -s.lp
 
@@ -108,7 +146,15 @@ POLICY: dict[str, tuple[Callable[[Any, Sequence], Tensor], str]] = {
     "vc_ppo": (ppo, "seq-mean-token-mean"),
     "vapo": (ppo, "token-mean"),
     "grpo": (ppo, "seq-mean-token-mean"),
-    "dapo": (ppo, "token-mean"),
+    "dapo": (masked_ppo, "token-mean"),
+    "gdpo": (ppo, "seq-mean-token-mean"),
+    "deepseek_v32": (masked_ppo, "seq-mean-token-mean"),
+    "max_rl": (reinforce, "seq-mean-token-sum"),
+    "dppo": (dppo, "token-mean"),
+    "luspo": (gspo, "seq-mean-token-sum"),
+    "vespo": (vespo, "seq-mean-token-sum"),
+    "topr": (topr, "seq-mean-token-sum"),
+    "spo": (spo, "seq-mean-token-mean"),
     "dr_grpo": (ppo, "seq-mean-token-sum-norm"),
     "lite_ppo": (ppo, "token-mean"),
     "reinforce_pp": (ppo, "token-mean"),

@@ -32,13 +32,17 @@ def expected(kind: str, rewards: list[float]) -> list[float]:
     for n, (reward, group) in enumerate(zip(rewards, GROUPS, strict=True)):
         members = [r for r, g in zip(rewards, GROUPS, strict=True) if g == group]
         others = [r for m, (r, g) in enumerate(zip(rewards, GROUPS, strict=True)) if g == group and m != n]
-        centred = reward - statistics.fmean(members)
+        centred = reward - statistics.fmean(members) if len(set(members)) > 1 else 0.0
         if kind in ("ppo", "vc_ppo", "vapo", "reinforce_pp"):
             out.append(reward)
         elif kind == "raft":
             out.append(1.0)
         elif kind == "reinforce":
             out.append(reward - statistics.fmean(rewards))
+        elif kind == "topr":
+            out.append(reward - 0.5)
+        elif kind == "max_rl":
+            out.append(centred / (statistics.fmean(members) + 1e-6) if statistics.fmean(members) > 0 else 0.0)
         elif kind == "remax":
             out.append(reward - GREEDY[n])
         elif kind == "rloo":
@@ -49,7 +53,30 @@ def expected(kind: str, rewards: list[float]) -> list[float]:
             out.append(centred / (statistics.stdev(rewards) + 1e-6))
         else:
             out.append(centred / (statistics.stdev(members) + 1e-6) if len(members) > 1 else 0.0)
-    return out
+    return over_the_step(out) if kind == "gdpo" else out
+
+
+def over_the_step(values: list[float]) -> list[float]:
+    return [(value - statistics.fmean(values)) / (statistics.stdev(values) + 1e-6) for value in values]
+
+
+def test_gdpo_normalises_each_part_in_its_group_and_their_sum_over_the_step() -> None:
+    """A part that is the same for a whole group adds nothing there; without normalise_sum the sum is the advantage."""
+    parts, weights = [[float(r) for r in REWARDS[name]] for name in ("real", "zero_one", "tenths")], [1.0, 0.25, 3.0]
+    columns = [expected("grpo", values) for values in parts]
+    sums = [sum(w * column[n] for w, column in zip(weights, columns, strict=True)) for n in range(len(GROUPS))]
+    given = (torch.tensor(parts, dtype=torch.float64).T, torch.tensor(weights), torch.tensor(GROUPS))
+    assert make({"type": "gdpo"}).part_advantages(*given).tolist() == pytest.approx(over_the_step(sums), rel=1e-6, abs=1e-7)
+    assert make({"type": "gdpo", "normalise_sum": False}).part_advantages(*given).tolist() == pytest.approx(sums, rel=1e-6, abs=1e-7)
+
+
+def test_max_rl_is_the_mean_over_right_responses_less_the_mean_over_all() -> None:
+    """With K of G right: 1 / K - 1 / G for a right one and -1 / G for another, times G."""
+    reward_N = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1, 1, -1, -1], dtype=torch.float64)
+    group_N = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3])
+    found = make({"type": "max_rl", "scale_eps": 1e-12}).advantages(reward_N, group_N)
+    right, wrong = 4 * (1 / 2 - 1 / 4), 4 * (-1 / 4)
+    assert found.tolist() == pytest.approx([right, wrong, wrong, right, 0, 0, 0, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,6 +87,10 @@ def test_advantage_of_a_response_is_the_formula(kind: str, rewards: str) -> None
     advantage_N = algorithm.advantages(reward_N, torch.tensor(GROUPS), torch.tensor(GREEDY))
     assert advantage_N.dtype == torch.float32
     assert advantage_N.tolist() == pytest.approx(expected(kind, [float(reward) for reward in REWARDS[rewards]]), rel=1e-6, abs=1e-7)
+
+
+def others_of(values: list[float]) -> list[list[float]]:
+    return [[r for m, r in enumerate(values) if GROUPS[m] == GROUPS[n] and m != n] for n in range(len(values))]
 
 
 @pytest.mark.parametrize("rewards", REWARDS)
@@ -76,6 +107,9 @@ def test_baseline_and_scale_are_the_formulas(rewards: str) -> None:
             "none": [1.0 - 0.01] * len(values),
             "group": [statistics.stdev(group) if len(group) > 1 else 1.0 for group, _ in rows],
             "batch": [statistics.stdev(values)] * len(values),
+            "batch_centred": [statistics.stdev(centred)] * len(values),
+            "group_population": [statistics.pstdev(group) for group, _ in rows],
+            "others": [statistics.stdev(others) if len(others) > 1 else 0.0 for others in others_of(values)],
         }
         for scale, std in stds.items():
             algorithm = make({"type": "rloo", "baseline": baseline, "scale": scale, "scale_eps": 0.01})

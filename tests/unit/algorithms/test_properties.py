@@ -14,7 +14,8 @@ from tests.unit.algorithms.cases import ALGORITHMS, KINDS, ragged, same, weighte
 laws = settings(max_examples=40, deadline=None, derandomize=True)
 few = settings(max_examples=10, deadline=None, derandomize=True)
 
-GROUP_BASELINES = [kind for kind, algorithm in KINDS.items() if issubclass(algorithm, GroupRelative)]
+# MaxRL divides by what a prompt is worth, so a constant counts.
+GROUP_BASELINES = [kind for kind, algorithm in KINDS.items() if issubclass(algorithm, GroupRelative) and kind != "max_rl"]
 REWARD = st.floats(-10, 10).map(lambda reward: round(reward, 3))
 BATCH = st.lists(st.tuples(REWARD, st.integers(0, 4)), min_size=1, max_size=30)
 
@@ -88,7 +89,7 @@ def gradient(name: str, seed: int, lengths: list[int], on_policy: bool) -> tuple
     """The gradient with respect to the log-probs, the weights and the advantages of the loss tokens."""
     algorithm = ALGORITHMS[name]
     batch, logp_T, entropy_T = ragged(seed, lengths)
-    batch = weighted(algorithm, batch.with_extra(old_logp=logp_T) if on_policy else batch)
+    batch = weighted(algorithm, batch.with_extra(old_logp=logp_T, rollout_logp=logp_T) if on_policy else batch)
     x_T = logp_T.clone().requires_grad_()
     loss = algorithm.loss(x_T, entropy_T, batch, same, 0.0)
     (loss.loss_T * batch.extra_T["weight"]).sum().backward()
@@ -109,7 +110,7 @@ def test_on_policy_gradient_is_that_of_reinforce(name: str, seed: int, lengths: 
     torch.testing.assert_close(gradient_T, -advantage_T * weight_T, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", POLICY_GRADIENTS)
+@pytest.mark.parametrize("name", [name for name in POLICY_GRADIENTS if ALGORITHMS[name].type != "spo"])  # it draws the ratio back
 @few
 @given(seed=st.integers(0, 10**6), lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_gradient_never_pushes_the_wrong_way(name: str, seed: int, lengths: list[int]) -> None:

@@ -60,6 +60,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             ({"by": "k4", "hi": 1.0}, "'k1', 'k2' or 'k3'"),
         )
     },
+    "DPPO corrected twice": ({"type": "dppo", "correction": {"type": "tis"}}, "correction.type=tis with type=dppo: its ratio is to the"),
+    "KL as a part": ({"type": "gdpo", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in=reward with type=gdpo"),
     "unknown algorithm": ({"type": "grop"}, "'ppo', 'vc_ppo', 'vapo', 'grpo'"),
     "unknown key": ({"type": "raft", "clip_low": 0.2}, "clip_low\n.*not permitted"),
 }
@@ -98,6 +100,10 @@ def test_defaults_are_the_papers() -> None:
     assert given("gspo", "clip_low", "clip_high") == [3e-4, 4e-4]
     assert given("gmpo", "clip_low", "clip_high") == [0.4, 0.4]
     assert given("cispo", "clip_low", "clip_high") == [1.0, 4.0]
+    assert given("dppo", "divergence", "delta_low", "delta_high", "ratio_cap") == ["tv", 0.15, 0.15, None]
+    assert [getattr(make({"type": "dppo", "divergence": "kl"}), f"delta_{side}") for side in ("low", "high")] == [0.05, 0.05]
+    assert given("luspo", "clip_low", "clip_high") == [2e-3, 2.5e-3]
+    assert given("vespo", "k_positive", "lambda_positive", "k_negative", "lambda_negative") == [2.0, 3.0, 3.0, 2.0]
     assert given("sapo", "tau_positive", "tau_negative") == [1.0, 1.05]
     assert given("rloo", "kl_in") == given("ppo", "kl_in") == ["reward"]
 
@@ -106,6 +112,7 @@ def test_what_each_needs() -> None:
     kinds = {kind: ALGORITHMS[kind] for kind in KINDS}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_critic} == {"ppo", "vc_ppo", "vapo"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_greedy} == {"remax"}
-    alone = {"ppo", "vc_ppo", "vapo", "reinforce", "remax", "reinforce_pp", "raft"}
+    assert {kind for kind, algorithm in kinds.items() if algorithm.needs_parts} == {"gdpo"}
+    alone = {"ppo", "vc_ppo", "vapo", "reinforce", "remax", "reinforce_pp", "raft", "topr"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.min_group == 1} == alone
     assert all(algorithm.needs_reference == (algorithm.kl_coef > 0) for algorithm in ALGORITHMS.values())

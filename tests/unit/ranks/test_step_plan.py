@@ -254,3 +254,19 @@ def test_concat_counts_sequences_on() -> None:
     both = concat([one, two])
     assert both.seq_T.tolist() == [0, 0, 1, 1, 2, 2] and both.count_N.tolist() == [2, 2, 2]
     assert torch.equal(both.extra_T["rollout_logp"], torch.tensor([-1.0, -2.0] * 3))
+
+
+def test_the_parts_of_a_sum_reach_the_advantage(config: TrainConfig) -> None:
+    """With their weights; a part that a cut response was not scored for is 0; a response without a score has no advantage."""
+    source = {
+        "type": "sum",
+        "parts": [{"name": name, "source": {"type": "reasoning_gym"}, "weight": w} for name, w in (("a", 1), ("b", 0.5))],
+    }
+    config = changed(config, algorithm={"type": "gdpo"}, reward={"source": source})
+    scores = [Score(1.0, {"a": 1.0, "b": 0.0}), Score(0.5, {"a": 0.0, "b": 1.0}), Score(0.0, scored=False), Score(None, error="timeout")]
+    responses = [response(0, index) for index in range(4)]
+    plan = plan_of(config, [Group(0, Prompt(0, "", [1], "", {}), responses, scores, None)])
+    found = response_advantages(config.algorithm, plan, None, np.zeros(4), 0.0)
+    std = np.std([1, 0, 0], ddof=1)
+    sums = np.array([(2 / 3 - 0.5 / 3) / std, (-1 / 3 + 0.5 * 2 / 3) / std, (-1 / 3 - 0.5 / 3) / std])
+    assert found.tolist() == pytest.approx([*(sums / sums.std(ddof=1)), 0.0], rel=1e-4, abs=1e-6)
