@@ -141,6 +141,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {"q_lora_rank": 48, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0}),
     "deepseek_v2_lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", **_UNGROUPED}),
     "glm4_moe_lite": ("glm4_moe_lite", {"q_lora_rank": 48, "rms_norm_eps": 1e-2, **_UNGROUPED, **_PLAIN}),
+    "minimax_m2": ("minimax_m2", {"rotary_dim": 16, "bos_token_id": None}),
+    "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [0]}),
+    "olmoe": ("olmoe", {}),
 }
 
 
@@ -213,6 +216,10 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     }
+    if kind == "olmoe":
+        return {"intermediate_size": expert_hidden, "num_experts": experts, "num_experts_per_tok": 2}
+    if kind == "qwen2_moe":
+        return {**routed, "num_experts": experts, "shared_expert_intermediate_size": 2 * expert_hidden}
     if kind == "qwen3_moe":
         return {**routed, "num_experts": experts}
     if kind == "mixtral":
@@ -223,6 +230,9 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         return {**mlp, "rope_parameters": {**yarn, "original_max_position_embeddings": 64}}
     if kind == "ministral":
         return {"layer_types": ["full_attention" if layer % 4 == 1 else "sliding_attention" for layer in range(layers)]}
+    if kind == "minimax_m2":  # its keys as in the published config.json; transformers' class has none of the last two, which vLLM needs
+        chosen = {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
+        return {**chosen, "scoring_func": "sigmoid", "use_routing_bias": True}
     if kind == "glm4_moe":
         return {**sigmoid, "num_mtp_layers": 0}
     if kind in ("deepseek_v3", "deepseek_v2", "glm4_moe_lite"):

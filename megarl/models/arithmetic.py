@@ -10,7 +10,15 @@ from megarl.models.description import ModelDescription
 # Keys that families read and that are sizes of tensors, do not change what a token's logits are, or have another form in `arithmetic`.
 _SIZES = {"vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "kv_lora_rank", "q_lora_rank"}
 _EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"}
-_BESIDE = {"max_position_embeddings", "num_nextn_predict_layers", "layer_types", "mlp_only_layers", "rope_theta", "partial_rotary_factor"}
+_BESIDE = {
+    "max_position_embeddings",
+    "num_nextn_predict_layers",
+    "layer_types",
+    "mlp_only_layers",
+    "rope_theta",
+    "partial_rotary_factor",
+    "rotary_dim",
+}
 _WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}  # which do not count where no layer has a window
 
 

@@ -44,6 +44,7 @@ class _Config(_Section):
     rms_norm_eps: PositiveFloat | None = None
     rope_theta: PositiveFloat | None = None
     partial_rotary_factor: Ratio | None = None
+    rotary_dim: PositiveInt | None = None
     original_max_position_embeddings: PositiveInt | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
@@ -60,6 +61,7 @@ class _Config(_Section):
     routed_scaling_factor: PositiveFloat | None = None
     num_nextn_predict_layers: NonNegativeInt | None = None
     num_mtp_layers: NonNegativeInt | None = None
+    num_mtp_modules: NonNegativeInt | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: TokenIds = []

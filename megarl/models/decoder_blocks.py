@@ -5,7 +5,7 @@ A family's file states which of these it uses and under which names, what it ref
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from megarl.config import ConfigError
 from megarl.models.config_json import ConfigJson
@@ -156,13 +156,13 @@ def norms(n: Sizes) -> tuple[WeightMapping, WeightMapping]:
     )
 
 
-def attention(n: Sizes, *, bias: bool = False, norm: bool = False, fused: bool = False) -> list[WeightMapping]:
+def attention(n: Sizes, *, bias: bool = False, norm: bool | Literal["all_heads"] = False, fused: bool = False) -> list[WeightMapping]:
     """Return the mappings of grouped-query attention, of the norm before it and of that before the MLP.
 
     Args:
         n: the model's sizes.
         bias: query, key and value have biases.
-        norm: each head's query and key are normalised.
+        norm: each head's query and key are normalised, or those of all heads together.
         fused: query, key and value are one tensor.
     """
     before, after = norms(n)
@@ -171,7 +171,10 @@ def attention(n: Sizes, *, bias: bool = False, norm: bool = False, fused: bool =
     mappings = [before, WeightMapping(ours + "linear_qkv.weight", tuple(name + "weight" for name in names), _qkv(n, fused, n.hidden))]
     if bias:
         mappings.append(WeightMapping(ours + "linear_qkv.bias", tuple(name + "bias" for name in names), _qkv(n, fused)))
-    if norm:
+    if norm == "all_heads":
+        widths = {"q": n.heads * n.head_dim, "k": n.groups * n.head_dim}
+        mappings += [WeightMapping(f"{ours}{x}_layernorm.weight", (f"{theirs}{x}_norm.weight",), Plain((widths[x],))) for x in "qk"]
+    elif norm:
         mappings += [WeightMapping(f"{ours}{x}_layernorm.weight", (f"{theirs}{x}_norm.weight",), Plain((n.head_dim,))) for x in "qk"]
     return [
         *mappings,
@@ -226,6 +229,23 @@ def experts(
     ]
 
 
+def expert_bias(n: Sizes, theirs: str, layers: range | None = None) -> WeightMapping:
+    """Return the mapping of the bias that a router adds to the scores by which it chooses experts.
+
+    Args:
+        n: the model's sizes.
+        theirs: Hugging Face's name inside the layer.
+        layers: layers that have it; None: all.
+    """
+    return WeightMapping(LAYER + "mlp.router.expert_bias", (BLOCK + theirs,), Plain((n.experts,)), layers=layers, float32=True)
+
+
+def shared_expert_gate(n: Sizes, layers: range | None = None) -> WeightMapping:
+    """Return the mapping of the gate whose sigmoid scales what the shared expert puts out; `layers`: layers that have it; None: all."""
+    gate = (BLOCK + "mlp.shared_expert_gate.weight",)
+    return WeightMapping(LAYER + "mlp.shared_experts.gate_weight", gate, Plain((1, n.hidden)), layers=layers)
+
+
 def shared_experts(n: Sizes, *, bias: bool) -> list[WeightMapping]:
     """Return the mappings of DeepSeek's and GLM-4.5's MLPs.
 
@@ -236,12 +256,10 @@ def shared_experts(n: Sizes, *, bias: bool) -> list[WeightMapping]:
         bias: the router has an expert bias.
     """
     rest = range(n.dense, n.layers)
-    name = (BLOCK + "mlp.gate.e_score_correction_bias",)
-    biases = [WeightMapping(LAYER + "mlp.router.expert_bias", name, Plain((n.experts,)), layers=rest, float32=True)]
     return [
         *(gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
         *experts(n, layers=rest),
-        *(biases if bias else []),
+        *([expert_bias(n, "mlp.gate.e_score_correction_bias", rest)] if bias else []),
         *gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_experts.", rest),
     ]
 
@@ -344,6 +362,29 @@ def softmax_fields(config: ConfigJson, n: Sizes, *, normalized: bool) -> dict[st
     }
 
 
+def plain_sigmoid_fields(family: str, config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return the TransformerConfig fields of a sigmoid router with a bias and without groups.
+
+    Args:
+        family: its name, for the message.
+        config: config.json.
+        n: the model's sizes.
+
+    Raises:
+        ConfigError: each token is sent to one expert only.
+    """
+    if _chosen(config, n) == 1:  # whose weight the model makes 1, and Megatron leaves as it is (moe_utils.py:868)
+        raise ConfigError(f"model.path: num_experts_per_tok=1 is not supported for {family}")
+    return {
+        "num_moe_experts": n.experts,
+        "moe_ffn_hidden_size": n.expert_ffn,
+        "moe_router_topk": _chosen(config, n),
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+
+
 def sigmoid_fields(family: str, config: ConfigJson, n: Sizes) -> dict[str, Any]:
     """Return the TransformerConfig fields of the router and the MLPs of `shared_experts`.
 
@@ -412,3 +453,12 @@ def shared_sizes(config: ConfigJson) -> dict[str, int | None]:
         "expert_ffn": inner,
         "shared_ffn": inner * number(config, "n_shared_experts"),
     }
+
+
+# --- Megatron's modules ---
+
+
+def norm_over_all_heads(layer: Any, backend: Any) -> None:
+    """Edit a layer's ModuleSpec: queries are normalised over all heads together, and so are keys; see `attention`."""
+    attention = layer.submodules.self_attention.submodules
+    attention.q_layernorm, attention.k_layernorm = backend.all_heads_norms

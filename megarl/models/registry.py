@@ -12,11 +12,14 @@ from megarl.models import (
     glm4_moe_lite,
     gpt_oss,
     llama,
+    minimax_m2,
     ministral,
     mistral,
     mixtral,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
 )
@@ -24,8 +27,8 @@ from megarl.models.config_json import ConfigJson
 from megarl.models.weight_map import Family
 
 _MODULES = (
-    *(qwen3_moe, qwen3, qwen2, llama, mistral, ministral, phi3, mixtral),
-    *(deepseek_v3, deepseek_v2, glm4_moe, glm4_moe_lite, gpt_oss),
+    *(qwen3_moe, qwen3, qwen2, qwen2_moe, llama, mistral, ministral, phi3, mixtral, olmoe),
+    *(deepseek_v3, deepseek_v2, glm4_moe, glm4_moe_lite, gpt_oss, minimax_m2),
 )
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
 # config.json's model_type, by which transformers and vLLM choose their code, is the name of the family's file, or another name of it.

@@ -402,7 +402,7 @@ class Family:
 
     def labels(self, config: ConfigJson, head: HeadKind) -> dict[str, Any]:
         """Return the entries of config.json for `head` on the backbone of `config`, without multi-token prediction layers."""
-        none = {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)}
+        none = {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules") if config.get(key)}
         return {"architectures": [self.heads[head].architecture], **self.heads[head].labels, **none}
 
     def mappings(self, config: ConfigJson, head: HeadKind) -> list[WeightMapping]:

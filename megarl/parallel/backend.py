@@ -98,6 +98,13 @@ class Backend(ABC):
         return TELinear
 
     @property
+    def all_heads_norms(self) -> tuple[type, type]:
+        """The norms of queries and of keys over all heads together, for model families that have them."""
+        from megarl.parallel.heads_norm import AllKeysNorm, AllQueriesNorm
+
+        return AllQueriesNorm, AllKeysNorm
+
+    @property
     @abstractmethod
     def logprob_kernels(self) -> LogprobKernels:
         """The module that computes log-probs, entropies and their gradients from this rank's logits."""

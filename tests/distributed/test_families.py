@@ -55,7 +55,7 @@ def test_logits_equal_those_of_transformers_on_every_layout(pool: Pool, make: Ma
     assert_transformers(pool, make(variant), *(layout for layout in layouts(variant).values() if long or layout.ranks > 1))
 
 
-PARTED = ["qwen2", "deepseek_v3", "ministral", "gpt_oss"]
+PARTED = ["qwen2", "deepseek_v3", "ministral", "gpt_oss", "minimax_m2"]
 
 
 @pytest.mark.parametrize("family", rows([*PARTED, "moonlight", "deepseek_v2", "glm4_moe_lite"], PARTED))
@@ -63,7 +63,19 @@ def test_logits_equal_those_of_transformers_under_context_parallelism(pool: Pool
     assert_transformers(pool, make(family), Layout(ranks=2, cp=2), Layout(ranks=4, cp=2, tp=2))
 
 
-KINDS = ["qwen3_moe", "qwen2", "llama", "phi3", "mixtral", "deepseek_v3", "deepseek_v2", "glm4_moe", "gpt_oss"]  # all kinds of tensors
+KINDS = [
+    "qwen3_moe",
+    "qwen2",
+    "llama",
+    "phi3",
+    "mixtral",
+    "deepseek_v3",
+    "deepseek_v2",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
+    "qwen2_moe",
+]  # all kinds of tensors
 
 
 @pytest.mark.parametrize("variant", rows(VARIANTS, KINDS))
@@ -121,6 +133,13 @@ SPARSE: dict[str, tuple[str, set[str], dict[str, Any]]] = {
     "latent_greedy": ("deepseek_v2_lite", {"topk_method", "routed_scaling_factor", "n_group", "topk_group"}, {}),
     "glm": ("glm4_moe", {"rope_parameters", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor"}, {}),
 }
+SPARSE["minimax"] = ("minimax_m2", {"rope_parameters", "partial_rotary_factor", "use_routing_bias"}, {"rope_theta": 1e6, "rotary_dim": 24})
+SPARSE["qwen2_moe"] = (
+    "qwen2_moe",
+    {"rope_parameters", "norm_topk_prob", "qkv_bias", "layer_types"},
+    {"rope_theta": 1e6},
+)
+SPARSE["olmoe"] = ("olmoe", {"rope_parameters", "clip_qkv", "norm_topk_prob", "rms_norm_eps", "head_dim"}, {"rope_theta": 5e5})
 
 
 @pytest.mark.parametrize("name", SPARSE)

@@ -53,7 +53,19 @@ async def _follows(tmp_path: Path, family: str) -> None:
 
 
 # What runs without --long. A new family joins the names in the parametrization below.
-LONG = ("qwen3", "llama", "mistral", "ministral", "deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite")
+LONG = (
+    "qwen3",
+    "llama",
+    "mistral",
+    "ministral",
+    "deepseek_v3",
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "glm4_moe_lite",
+    "minimax_m2",
+    "qwen2_moe",
+    "olmoe",
+)
 SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "moonlight")
 
 

@@ -183,13 +183,16 @@ def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
 
 def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, Any]:
     """Return what vLLM is to read in config.json instead of what it says, or does not say where vLLM's default is not transformers'."""
-    overrides: dict[str, Any] = {key: model.config[key] for key in ("scoring_func", "topk_method") if key in model.config}
+    given = ("scoring_func", "topk_method", "use_routing_bias")
+    overrides: dict[str, Any] = {key: model.config[key] for key in given if key in model.config}
     if (names := vllm_names(model.config["architectures"])) != model.config["architectures"]:
         overrides["architectures"] = names
     if model.latent and model.sizes.experts:  # vLLM groups experts whatever topk_method says, and knows no mlp_layer_types
         fields = model.fields
         overrides["n_group"], overrides["topk_group"] = fields.get("moe_router_num_groups", 1), fields.get("moe_router_group_topk", 1)
         overrides["first_k_dense_replace"] = model.sizes.dense
+    if "rotary_dim" in model.config:
+        overrides["rotary_dim"] = int(model.sizes.head_dim * model.rope.fraction)
     if settings.fp32_head:
         overrides["head_dtype"] = "float32"
     if model.config.get(QUANTIZATION):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _get_weight_loader
 
 from megarl.engines.vllm.expert_loader import ExpertLoader, expert_names
 from megarl.models.hf import Checkpoint
@@ -24,6 +26,7 @@ from megarl.models.weight_map import FP8
 from megarl.sync.quantize import as_expected
 from megarl.sync.receive import BucketReceiver, Inventory, WeightError
 from megarl.sync.wire import Header, Rendezvous, TensorName, each
+from megarl.upstream.expect import expect
 
 
 class WeightLoader:
@@ -53,6 +56,7 @@ class WeightLoader:
         with set_current_vllm_config(self._config):
             if self._device.type == "cpu":
                 self._kernels = reset_moe_kernels(self._model)
+            _name_partial_loaders(self._model)
             initialize_layerwise_reload(self._model)
         self._inventory = Inventory(expected)
 
@@ -142,6 +146,20 @@ def reset_moe_kernels(model: nn.Module) -> list[tuple[UnquantizedFusedMoEMethod,
     for method in methods:
         method.moe_kernel = None
     return kernels
+
+
+def _name_partial_loaders(model: nn.Module) -> None:
+    """Give loaders of parameters that are `functools.partial`s (MiniMax-M2's norms) a name.
+
+    vLLM 0.30.0's reload recognises the loaders that it has wrapped by their names
+    (vllm/model_executor/model_loader/reload/layerwise.py:145), and a partial has none.
+    """
+    expect(_get_weight_loader, 'return getattr(tensor, "weight_loader", default_weight_loader)')
+    expect(_get_original_loader, 'while loader.__name__ == "online_process_loader":')
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def repack_tied_output(model: nn.Module) -> None:

@@ -31,6 +31,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -125,10 +126,10 @@ def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
 
 
 def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
-    packed = getattr(model, "packed_modules_mapping", {})
+    packed, biases = getattr(model, "packed_modules_mapping", {}), _bias_names(model)
     for path, layer in model.named_modules():
         if isinstance(layer, RoutedExperts):
-            yield from _experts(path, layer)
+            yield from _experts(path, layer, biases)
         elif isinstance(layer, LinearBase):
             yield from _linear(path, layer, packed)
         elif isinstance(layer, ParallelLMHead):
@@ -138,6 +139,8 @@ def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
             yield _vocabulary(f"{path}.weight", layer, layer.weight)
             if tied:
                 yield _vocabulary(f"{path}.weight", layer, _matrix(_output_layer(model)))
+        elif isinstance(layer, MiniMaxText01RMSNormTP):
+            yield _plain([f"{path}.weight"], 0, layer.weight_shard_rank * len(layer.weight), layer.weight)
         elif isinstance(layer, MLAAttention):
             yield from _stale(path, layer)
         else:
@@ -237,11 +240,19 @@ def _input_size(layer: LinearBase | VocabParallelEmbedding) -> int:
     return layer.input_size_per_partition if isinstance(layer, RowParallelLinear) else layer.input_size
 
 
-def _experts(path: str, layer: RoutedExperts) -> Iterator[_Shards | _Packed]:
-    """Yield the experts of one layer: gate, up and down projection of each, in the kernel's layout."""
+def _bias_names(model: nn.Module) -> dict[str, str]:
+    """Return the names of the routers' expert biases by the path of their layer, in which they belong to the router or to the layer."""
+    names = (
+        f"{path}.{_BIAS}" for path, layer in model.named_modules() if _BIAS in layer._parameters and not isinstance(layer, RoutedExperts)
+    )
+    return {name.removesuffix(f".{_BIAS}").removesuffix(".gate"): name for name in names}
+
+
+def _experts(path: str, layer: RoutedExperts, biases: dict[str, str]) -> Iterator[_Shards | _Packed]:
+    """Yield the experts of one layer: gate, up and down projection of each, in the kernel's layout; and its router's bias."""
     for name, parameter in layer.named_parameters(recurse=False):
         if name == _BIAS:  # it belongs to the router, but vLLM's routing reads it here
-            yield _plain([f"{path.removesuffix('.routed_experts').removesuffix('.experts')}.gate.{_BIAS}"], 0, 0, parameter)
+            yield _plain([biases[path.removesuffix(".routed_experts").removesuffix(".experts")]], 0, 0, parameter)
         elif name not in {f"{stack}_weight{scales}" for stack in ("w13", "w2") for scales in parts_of(layer)}:
             raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights and the bias are not known here")
     if isinstance(layer.quant_method, Fp8MoEMethod):

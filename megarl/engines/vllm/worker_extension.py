@@ -24,6 +24,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from megarl.engines.vllm.cpu import experts as cpu_experts
 from megarl.engines.vllm.cpu import logprobs as cpu_logprobs
 from megarl.engines.vllm.cpu import mla as cpu_mla
+from megarl.engines.vllm.cpu import router as cpu_router
 from megarl.engines.vllm.cpu import sleep as cpu_sleep
 from megarl.engines.vllm.requests import BY_POSITION
 from megarl.engines.vllm.weight_loader import WeightLoader
@@ -62,6 +63,7 @@ def enter_engine_process() -> None:
         cpu_experts.install()
         cpu_logprobs.install()
         cpu_mla.install()
+        cpu_router.install()
         _rest()
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             # vLLM's AMX kernels (bf16) do not ask Linux for the tile registers first, and die of SIGILL. Workers inherit the permission.

@@ -20,9 +20,12 @@ from tools.make_tiny_model import configuration
 
 KINDS = {head.architecture: MODEL_TYPES[head.architecture][0] for family in FAMILIES.values() if (head := family.heads["lm"])}
 # What transformers has no key for: it knows only these values.
-FIXED = {"scoring_func", "topk_method"}
+FIXED = {"scoring_func", "topk_method", "use_routing_bias"}
 WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}
-UNREAD = {"glm4_moe_lite": {"num_nextn_predict_layers", "first_k_dense_replace"}}  # what some classes have no key for
+UNREAD = {  # what some classes have no key for, or read for RoPE alone
+    "glm4_moe_lite": {"num_nextn_predict_layers", "first_k_dense_replace"},
+    "minimax_m2": {"num_nextn_predict_layers", "rotary_dim"},
+}
 SCALED: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -103,7 +106,7 @@ def same(config: dict[str, Any]) -> bool:
     ):
         assert ours.get(key, model.config[key]) == (derived[key] if key in derived else getattr(other, key)), key
     assert windows(ours, other, other.num_hidden_layers) == windows(ours, None, other.num_hidden_layers)
-    assert not getattr(other, "mlp_only_layers", None)
+    assert (getattr(other, "mlp_only_layers", None) or []) == (model.config.get("mlp_only_layers") or [])
     if hasattr(other, "mlp_layer_types"):
         assert other.mlp_layer_types == ["dense"] * model.sizes.dense + ["sparse"] * (model.sizes.layers - model.sizes.dense)
     frequencies, factor = rotation(other)
@@ -181,6 +184,7 @@ def test_every_key_that_a_family_reads_has_a_default(architecture: str) -> None:
         "head_dim",
     }
     refused |= {"rope_interleave", *FIXED}
+    refused |= {"attn_type_list", "shared_intermediate_size", "qk_norm_type", "use_qk_norm", "dual_chunk_attention_config"}
     general = {"architectures", "per_layer_config", "quantization_config"}
     assert config.keys_read - family.defaults.keys() <= given | refused | general
 

@@ -167,6 +167,9 @@ OLD: dict[str, dict[str, Any]] = {
         "moe_layer_freq": 1,
     },
     "glm4_moe_lite": {"rope_theta": 10000, "rope_scaling": None, "partial_rotary_factor": 1.0, "mlp_layer_types": None},
+    "qwen2_moe": {"rope_theta": 10000.0, "sliding_window": 32768, "max_window_layers": 28, "layer_types": None},
+    "olmoe": {"rope_theta": 10000.0, "rope_scaling": None},
+    "minimax_m2": {"rope_theta": 5000000, "partial_rotary_factor": None, "use_qk_norm": True, "qk_norm_type": "per_layer"},
     "deepseek_v3": {
         "rope_theta": 10000,
         "rope_scaling": {"type": "yarn", "factor": 8, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -263,6 +266,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "mlp_layer_types=['dense', 'sparse'] are not first_k_dense_replace=0 times 'dense', then 'sparse'",
     ),
     ("glm4_moe_lite", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported for GLM-4.7-Flash"),
+    ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list=[1, 0] is not supported for MiniMax-M2"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False is not supported"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type='per_head' is not supported"),
+    ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False is not supported"),
+    ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported"),
+    ("minimax_m2", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported for MiniMax-M2"),
+    ("minimax_m2", {"rotary_dim": 24}, "rotary_dim=24 is not partial_rotary_factor=0.5 of head_dim=32"),
+    ("qwen2_moe", {"mlp_only_layers": [1]}, "decoder_sparse_step=1 and mlp_only_layers=[1] make other layers dense than the first"),
+    ("qwen2_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers=[0, 1] make other layers dense"),
+    ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False is not supported for Qwen2-MoE"),
+    ("qwen2_moe", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config={'chunk_size': 8} is not supported"),
+    ("qwen2_moe", {"head_dim": 16}, "head_dim=16 is not hidden_size=128 / num_attention_heads=4"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported for OLMoE"),
+    ("olmoe", {"attention_bias": True}, "attention_bias=True is not supported for OLMoE"),
+    ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not supported for OLMoE"),
+    ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported for OLMoE"),
+    ("olmoe", {"head_dim": 16}, "head_dim=16 is not hidden_size=128 / num_attention_heads=4"),
     ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "with partial_rotary_factor=0.5 is not"),
 ]
 
@@ -415,5 +436,5 @@ def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path:
         else:
             assert update[name] == (shape, dtype)
     assert {f"{name}.weight" for name in known.unquantized(hf)} == {
-        name for name in plain if name.endswith((".gate.weight", ".router.weight"))
+        name for name in plain if name.endswith((".gate.weight", ".router.weight", "_gate.weight"))
     }

@@ -1,0 +1,78 @@
+"""OLMoE (https://arxiv.org/abs/2409.02060): attention that normalises queries and keys over all heads together, and in every layer a
+mixture of gated experts, weighted by their probabilities as they are.
+
+transformers has no class for its classifiers, so only megarl can load a saved critic or reward model. Refused: clipped queries, keys and
+values, biases, and what every family refuses (`decoder_blocks.refuse`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+
+NAME = "OLMoE"
+
+DEFAULTS: dict[str, Any] = {  # of transformers' OlmoeConfig
+    "vocab_size": 50304,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "num_experts_per_tok": 8,
+    "num_experts": 64,
+    "norm_topk_prob": False,
+}
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
+    # vLLM 0.30.0 has these two values in its code (models/olmoe.py:94, :164), whatever config.json says.
+    blocks.refuse(NAME, config, attention_bias=False, clip_qkv=None, rms_norm_eps=1e-5, norm_topk_prob=False)
+    experts, inner = blocks.number(config, "num_experts"), blocks.number(config, "intermediate_size")
+    n = blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
+    if n.heads * n.head_dim != n.hidden:  # transformers' norms have the hidden size
+        raise ConfigError(f"model.path: config.json's head_dim={n.head_dim} is not hidden_size={n.hidden} / num_attention_heads={n.heads}")
+    return n
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
+    n = sizes(config)
+    return [blocks.embedding(n), *blocks.attention(n, norm="all_heads"), *blocks.experts(n), blocks.final_norm(n)]
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig."""
+    n = sizes(config)
+    return {**blocks.decoder_fields(config, n, rope(config), norm=True), **blocks.softmax_fields(config, n, normalized=False)}
+
+
+FAMILY = Family(
+    heads={
+        "lm": blocks.lm_head("OlmoeForCausalLM", sizes),
+        "value": scalar_head("OlmoeForSequenceClassification", sizes, known=False),
+    },
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=rope,
+    fields=fields,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+    spellings={"num_local_experts": "num_experts"},
+    layer_spec=blocks.norm_over_all_heads,
+)

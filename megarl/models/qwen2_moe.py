@@ -1,0 +1,103 @@
+"""Qwen1.5-MoE and Qwen2-MoE (https://arxiv.org/abs/2407.10671): grouped-query attention with biases, and a mixture of gated experts beside
+a shared expert, which a gate of its own scales. Layers may be dense (mlp_only_layers, decoder_sparse_step), if they are the first ones.
+
+Refused: other dense layers, and what every family refuses (`decoder_blocks.refuse`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+
+NAME = "Qwen2-MoE"
+
+DEFAULTS: dict[str, Any] = {  # of transformers' Qwen2MoeConfig
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "qkv_bias": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "norm_topk_prob": False,
+}
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
+    blocks.refuse(NAME, config, qkv_bias=True, dual_chunk_attention_config=None)  # vLLM has the biases, whatever config.json says
+    layers, step, only = blocks.number(config, "num_hidden_layers"), blocks.number(config, "decoder_sparse_step"), config["mlp_only_layers"]
+    dense = [layer for layer in range(layers) if layer in (only or ()) or (layer + 1) % step]
+    if dense != list(range(len(dense))) or len(dense) == layers:
+        raise ConfigError(
+            f"model.path: config.json's decoder_sparse_step={step} and mlp_only_layers={only!r:.200} make other layers dense than the "
+            f"first ones, which is not supported for {NAME}"
+        )
+    n = blocks.decoder_sizes(
+        config,
+        ffn=blocks.number(config, "intermediate_size") if dense else None,
+        dense=len(dense),
+        experts=blocks.number(config, "num_experts"),
+        expert_ffn=blocks.number(config, "moe_intermediate_size"),
+        shared_ffn=blocks.number(config, "shared_expert_intermediate_size"),
+    )
+    if n.heads * n.head_dim != n.hidden:  # vLLM derives it
+        raise ConfigError(f"model.path: config.json's head_dim={n.head_dim} is not hidden_size={n.hidden} / num_attention_heads={n.heads}")
+    return n
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
+    n = sizes(config)
+    rest = range(n.dense, n.layers)
+    return [
+        blocks.embedding(n),
+        *blocks.attention(n, bias=True),
+        *(blocks.gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
+        *blocks.experts(n, layers=rest),
+        *blocks.gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_expert.", rest),
+        blocks.shared_expert_gate(n, rest),
+        blocks.final_norm(n),
+    ]
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig."""
+    n = sizes(config)
+    return {
+        **blocks.decoder_fields(config, n, rope(config), bias=True),
+        **blocks.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
+        "moe_layer_freq": [0] * n.dense + [1] * (n.layers - n.dense) if n.dense else 1,
+        "moe_shared_expert_intermediate_size": n.shared_ffn,
+        "moe_shared_expert_gate": True,
+    }
+
+
+FAMILY = Family(
+    heads={"lm": blocks.lm_head("Qwen2MoeForCausalLM", sizes), "value": scalar_head("Qwen2MoeForSequenceClassification", sizes)},
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=rope,
+    fields=fields,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+    spellings={"num_local_experts": "num_experts"},
+)
