@@ -95,7 +95,8 @@ def reinforce(algorithm: Any, s: Sequence) -> Tensor:
 
 def masked_ppo(algorithm: Any, s: Sequence) -> Tensor:
     """`ppo`, without the sequences that have become much less likely than the rollout policy found them."""
-    if algorithm.off_policy_delta is not None and s.advantage[0] < 0 and float((s.rollout_logp - s.lp).mean()) > algorithm.off_policy_delta:
+    apart = float((s.rollout_logp - s.lp.detach()).mean())
+    if algorithm.off_policy_delta is not None and s.advantage[0] < 0 and apart > algorithm.off_policy_delta:
         return 0 * s.lp
     return ppo(algorithm, s)
 
