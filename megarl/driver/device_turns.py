@@ -40,8 +40,10 @@ class Turns:
             self.guard("sleep", lambda: self._leave(keep_weights))
 
     def wake_weights(self) -> None:
-        """Give the engines room on the devices for new weights, beside the ranks."""
+        """Give the engines room on the devices for new weights, beside the policy's."""
         self.to_ranks(keep_weights=False)
+        if self._ranks is not None:
+            self._ranks.call("leave_policy", timeout_s=self._timeout_s)
         self._wake("weights")
 
     def to_engines(self) -> None:

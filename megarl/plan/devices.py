@@ -35,7 +35,13 @@ DEVICES = {
     )
 }
 TRAIN_MFU, PREFILL_MFU = 0.25, 0.35  # share of `flops` that the matrix products of such an MoE reach
-DECODE_SHARE, NETWORK_SHARE = 0.5, 0.6  # of `bandwidth`; of `link` and `network`
+DECODE_SHARE, STREAM_SHARE = 0.6, 0.8  # of `bandwidth`: in decoding, and where weights and gradients pass through
+NETWORK_SHARE = 0.6  # of `link` and `network`
+LAYER_LATENCY = 0.4e-3  # seconds in which a host launches a layer's forward pass, however few its tokens are
+EXCHANGE_LATENCY = 0.1e-3  # seconds that a layer waits for a collective of its tensor- or expert-parallel group, or a step of its ring
+DECODE_LATENCY = 0.1e-3  # seconds of a layer in a decoding step, however few the sequences are
+REDUCE_LATENCY = 0.03e-3  # seconds of one of the two sums over an engine's tensor-parallel group in such a layer
+SEQUENCE_LATENCY = 15e-6  # seconds in which an engine's host schedules and reads a token of one of its sequences
 HOST_BANDWIDTH = 25e9  # bytes per second between a GPU and its host's pinned memory
 HOST_MEMORY = 40e9  # bytes per second of a GPU's share of its host's memory, in Adam's pass
 IMBALANCE = 1.5  # tokens of the busiest rank's experts, relative to the mean

@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan. Returns 0, even if something does not fit."""
+    """Print the plan. Returns 1 if the configuration, one for GPUs, does not fit, and no layout does."""
     options = parser().parse_intermixed_args(arguments)
     for option, value in (("--gpus", options.gpus), ("--gpu-gb", options.gpu_gb)):
         if value is not None and not 0 < value <= MAX_NUMBER:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     layouts = search(config, models, device, memory, plan.gpus)
     closest = nearest(config, models, device, memory, plan.gpus) if plan.faults and not layouts else None
     say(json.dumps(_plain(plan, layouts), indent=1)) if options.json else _show(plan, layouts, closest)
-    return 0
+    return int(config.cluster.gpus and bool(plan.faults) and not layouts)
 
 
 def _plain(plan: Plan, fitting: Sequence[FittingLayout]) -> dict[str, Any]:

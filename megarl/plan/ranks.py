@@ -38,7 +38,7 @@ class StageMemory:
     parameters: int  # of the first role
     phase: str
     parts: dict[str, float]
-    resident: float  # of the models on the device: weights, gradients and optimizer, with CUDA's context
+    sending: float  # of the policy's weights alone, with CUDA's context: what is beside the engines' in a weight update of shared GPUs
     waiting: float  # of all roles, without gradients: what is in host memory while engines use the GPU
     host: float  # of models that wait in host memory by `placement.offload`
     offloaded: float  # of optimizers that work in host memory
@@ -71,6 +71,7 @@ class Work:
     kept_bytes: int = 0  # what its GPU keeps between weight updates
     senders: int = 1  # pipeline stages whose first rank sends
     offload: bool = False  # whether models that wait are in host memory
+    shared: bool = False  # whether engines take turns with these ranks on their GPUs
     gpu: bool = True  # otherwise the layers are those for CPUs, and there is no CUDA context
     fused: bool = True  # whether a GPU has Transformer Engine's layers
 
@@ -113,7 +114,8 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         if model.role.trained:  # Megatron copies the weights into its buffers
             phases[f"{model.role.name} start"] = {"weights": resident.weights + own_states.weights, "gradients": resident.gradients}
     if stage < work.senders and work.sync_bytes:
-        phases["sync"] = _parts(model_states[0] if work.offload else everything) | {"sync": work.sync_bytes}
+        whole = _parts(model_states[0] if work.offload else everything)
+        phases["sync"] = {**({"weights": model_states[0].weights} if work.shared else whole), "sync": work.sync_bytes}
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     context = CONTEXT if work.gpu else 0
     return StageMemory(
@@ -122,7 +124,7 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         parameters=sum(chunk.elements for chunk in models[0].chunks[stage]),
         phase=phase,
         parts={**phases[phase], "context": context},
-        resident=(model_states[0] if work.offload else everything).total + context,
+        sending=model_states[0].weights + context,
         waiting=everything.total - everything.gradients,
         host=everything.total - everything.gradients if work.offload else 0,
         offloaded=everything.host,

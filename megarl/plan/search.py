@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from megarl.cluster.process_kinds import assign_roles
-from megarl.config import Layout, LearnConfig, RolloutSettings, RunSettings, TrainConfig
+from megarl.config import Layout, LearnConfig, RolloutSettings, RunSettings, SftConfig, StepSettings, TrainConfig
+from megarl.config.stages import LearnSettings
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
 from megarl.plan.devices import GB, MEMORY_GB, NODE, Device
@@ -18,9 +19,15 @@ from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.remedies import overrides, quantized, ways
 from megarl.plan.whole import Models, Plan, build, models_of
 
+ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+UNIT = 1024  # tokens, to which the length of micro-batches is rounded up
+MICRO_BATCHES = (1, 2, 4)  # times as long as the longest sequence
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 ENGINES = (1, 2, 4, 8)  # tensor parallel sizes of an engine
 SPREAD, WIDE = (2, 4, 8, 16), (4, 8)  # data parallel sizes of its attention, and tensor parallel sizes, if it has GPUs of several nodes
+
+
+Settings = TypeVar("Settings", bound=RunSettings)
 
 
 class EngineShape(NamedTuple):
@@ -51,10 +58,12 @@ class FittingLayout:
 
 
 def search(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int, *, most: int = 8) -> list[FittingLayout]:
-    """Return the quickest layouts that fit; among those within a tenth of each other, the one with the fewest changes first.
+    """Return the quickest layouts that fit, each with its best engines, micro-batches and pipeline stages. Of those that are within a tenth
+    of the quickest, the one with the fewest pipeline stages comes first, then that with the smallest groups, and so in each further tenth.
 
-    The configuration is tried as it is; if nothing fits, with the first of the remedies (`ways`) with which something does; if none helps,
-    all of that once more with engines spread over nodes (or from the start, if the weights take most of an engine of one node).
+    Layouts are tried with the smallest micro-batches; the quickest of those that fit also with larger ones, and with stages of other sizes.
+    If nothing fits, the first of the remedies (`ways`) with which something does is taken; if none helps, all of that once more with
+    engines spread over nodes (or from the start, if the weights take most of an engine of one node).
 
     Args:
         config: the run's configuration, whose batch and engines' share of memory stay.
@@ -65,20 +74,36 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
         most: the number of layouts to return.
     """
     model = models["model"]
+
+    def fitting(candidates: Iterable[TrainConfig | LearnConfig]) -> list[tuple[FittingLayout, TrainConfig | LearnConfig]]:
+        plans = _plans(candidates, models, device, memory_gb, gpus)
+        fit = [(_fitting(config, tried, plan), tried) for tried, plan in plans if not plan.faults]
+        best = dict[Layout, tuple[FittingLayout, TrainConfig | LearnConfig]]()
+        for one in sorted(fit, key=lambda each: (each[0].seconds, len(each[0].changes), each[0].bytes)):
+            best.setdefault(one[0].layout, one)
+        return list(best.values())
+
     for engines, way in product(_engines(config, model, memory_gb), ways(config, gpus)):
-        layouts = []
-        for tried, plan in _plans(way, models, device, memory_gb, gpus, engines):
-            if not plan.faults and plan.times is not None:
-                worst = max(group.worst.total for group in plan.groups)
-                engine, replicas = plan.engine, tried.rollout.replicas if isinstance(tried, TrainConfig) else 0
-                tp, dp, live = (engine.tp, engine.dp, engine.live) if engine is not None else (0, 0, 0.0)
-                host, changes = plan.host.total if plan.host is not None else 0, overrides(config, tried)
-                layouts.append(FittingLayout(tried.layout, replicas, tp, dp, worst, host, live, plan.times.step, changes))
-        if layouts:
-            quickest = min(one.seconds for one in layouts)
-            layouts.sort(key=lambda one: (int(10 * (one.seconds / quickest - 1)), len(one.changes), one.seconds, one.bytes))
-            return layouts[:most]
+        quickest = fitting(_candidates(_smallest(way), model, gpus, engines))[: 2 * most]
+        if quickest:
+            refined = fitting(other for _, tried in quickest for other in _refinements(config, tried, model))
+            quickest_s = min(one.seconds for one, _ in refined)
+            return sorted((one for one, _ in refined), key=lambda one: _rank(one, quickest_s))[:most]
     return []
+
+
+def _rank(one: FittingLayout, quickest_s: float) -> tuple[float, ...]:
+    layout = one.layout
+    return int(10 * (one.seconds / quickest_s - 1)), layout.pp, layout.cp, layout.tp, one.seconds
+
+
+def _fitting(config: RunSettings, tried: TrainConfig | LearnConfig, plan: Plan) -> FittingLayout:
+    assert plan.times is not None
+    worst = max(group.worst.total for group in plan.groups)
+    engine, replicas = plan.engine, tried.rollout.replicas if isinstance(tried, TrainConfig) else 0
+    tp, dp, live = (engine.tp, engine.dp, engine.live) if engine is not None else (0, 0, 0.0)
+    host = plan.host.total if plan.host is not None else 0
+    return FittingLayout(tried.layout, replicas, tp, dp, worst, host, live, plan.times.step, overrides(config, tried))
 
 
 def nearest(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int) -> str | None:
@@ -93,7 +118,9 @@ def nearest(config: RunSettings, models: Models, device: Device, memory_gb: floa
     """
     last = ways(config, gpus)[-2:]  # with everything that saves memory, engines apart and not
     near, far = _shapes(config, models["model"])
-    plans = [each for way in last for each in _plans(way, models, device, memory_gb, gpus, [*near, *far])]
+    engines = [*near, *far]
+    candidates = (each for way in last for each in _candidates(_smallest(way), models["model"], gpus, engines))
+    plans = list(_plans(candidates, models, device, memory_gb, gpus))
     if not plans:
         return None
     tried, plan = min(plans, key=lambda each: each[1].need)
@@ -151,13 +178,48 @@ def _shapes(config: RunSettings, model: ModelDescription) -> tuple[list[EngineSh
 
 
 def _plans(
-    config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int, engines: Sequence[EngineShape]
+    candidates: Iterable[TrainConfig | LearnConfig], models: Models, device: Device, memory_gb: float, gpus: int
 ) -> Iterator[tuple[TrainConfig | LearnConfig, Plan]]:
-    for tried in _candidates(config, models["model"], gpus, engines):
+    for tried in candidates:
         try:
             yield tried, build(tried, models, device, memory_gb, gpus, remedies=False)
         except ConfigError:  # the layout does not divide the model
             continue
+
+
+def _micro_batches(config: RunSettings) -> tuple[str, StepSettings | LearnSettings, int]:
+    """The section that limits the tokens of a micro-batch, its key, and the tokens that it must have room for."""
+    if isinstance(config, LearnConfig):
+        sides = 1 if isinstance(config, SftConfig) else 2
+        return config.section, config.learn, sides * config.learn.max_tokens
+    assert isinstance(config, TrainConfig)
+    return "train", config.train, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def _with_tokens(config: Settings, tokens: int) -> Settings:
+    key, section, _ = _micro_batches(config)
+    return config.model_copy(update={key: section.model_copy(update={"micro_batch_tokens": tokens})})
+
+
+def _smallest(config: Settings) -> Settings:
+    """The configuration with the smallest micro-batches that have room for its longest sequence, unless its own are smaller."""
+    _, section, longest = _micro_batches(config)
+    return _with_tokens(config, min(section.micro_batch_tokens, -(-longest // UNIT) * UNIT))
+
+
+def _refinements(config: RunSettings, tried: TrainConfig | LearnConfig, model: ModelDescription) -> Iterator[TrainConfig | LearnConfig]:
+    """What fits with small micro-batches and equal stages, with other micro-batches and stages.
+
+    Args:
+        config: the run's configuration.
+        tried: what fits.
+        model: the policy.
+    """
+    smallest, given = _micro_batches(tried)[1].micro_batch_tokens, _micro_batches(config)[1].micro_batch_tokens
+    critic = config.critic.micro_batch_tokens if isinstance(config, TrainConfig) and config.critic is not None else None
+    sizes = [size for size in dict.fromkeys((given, *(smallest * times for times in MICRO_BATCHES))) if critic is None or size <= critic]
+    for fields, tokens in product(_stages(config, tried.layout, model), sizes):
+        yield _with_tokens(tried.model_copy(update={"model": tried.model.model_copy(update={"megatron": fields})}), tokens)
 
 
 def _candidates(
@@ -168,7 +230,7 @@ def _candidates(
     experts = n.experts or 1
 
     def laid_out(layout: Layout) -> dict[str, Any]:
-        fields = _stages(config.model.megatron, config.layout.pp, layout, n.layers)
+        fields = next(_stages(config, layout, model))
         return {"layout": layout, "model": config.model.model_copy(update={"megatron": fields})}
 
     if isinstance(config, LearnConfig):
@@ -204,15 +266,28 @@ def _layouts(ranks: int, experts: int, sequences: int) -> Iterator[Layout]:
             yield layout
 
 
-def _stages(megatron: Mapping[str, Any], pp: int, layout: Layout, layers: int) -> dict[str, Any]:
-    """`model.megatron`, given for `pp` stages, with the first and last stage shortened if the layout's stages do not divide the layers."""
-    fields = dict(megatron)
-    if layout.pp == pp:
-        return fields
-    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    fields = {key: value for key, value in fields.items() if key not in ends}
-    if layers % layout.pp and layout.pp > 2:
-        rest = layers - -(-layers // layout.pp) * (layout.pp - 2)
-        if rest > 1:
-            fields |= {ends[0]: rest - rest // 2, ends[1]: rest // 2}
-    return fields
+def _stages(config: RunSettings, layout: Layout, model: ModelDescription) -> Iterator[dict[str, Any]]:
+    """`model.megatron` for the pipeline stages of a layout: as it is given for so many stages; else with stages as equal as they can be,
+    and then with a shorter last one, which also has the output layer.
+
+    Args:
+        config: the run's configuration.
+        layout: a layout.
+        model: the policy.
+    """
+    fields, layers = dict(config.model.megatron), model.sizes.layers
+    if layout.pp == config.layout.pp:
+        yield fields
+        return
+    fields = {key: value for key, value in fields.items() if key not in ENDS}
+    equal = -(-layers // layout.pp)  # layers of a stage
+    if layers % layout.pp == 0:
+        yield fields
+    elif layers - equal * (layout.pp - 2) < 2:
+        yield fields  # which the model cannot be divided into
+        return
+    for each in (equal, equal + 1) if layout.pp > 1 else ():
+        both = layers - each * (layout.pp - 2)  # layers of the first and the last stage
+        for last in range(min(both // 2, each), max(0, both - each) - 1, -1):
+            if last > 0 and both - last <= each and (last, both - last) != (each, each):
+                yield fields | dict(zip(ENDS, (both - last, last), strict=True))

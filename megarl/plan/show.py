@@ -147,7 +147,14 @@ def _assumptions(plan: Plan) -> str:
 def _found(layouts: Sequence[FittingLayout]) -> Table:
     engines = ["GB node", "engines", "live"] if layouts[0].replicas else []
     sizes = ("ranks", "tp", "pp", "cp", "ep", "dp")
-    table = _table("layouts that fit, fastest first", "", *sizes, "GB rank", *engines, "s step")
+    table = _table(
+        "layouts that fit; of those within a tenth of the fastest, the one with the fewest stages first",
+        "",
+        *sizes,
+        "GB rank",
+        *engines,
+        "s step",
+    )
     for number, one in enumerate(layouts, 1):
         engine_cells = (
             [f"{one.host / GB:.0f}", f"{one.replicas} x {_shape(one.engine_tp, one.engine_dp)}", f"{one.live:.0f}"] if engines else []

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from megarl.config import DpoConfig, Layout, LearnConfig, RolloutSettings, SftConfig, StepSettings, TrainConfig
 from megarl.plan.devices import (
+    DECODE_LATENCY,
     DECODE_SHARE,
+    EXCHANGE_LATENCY,
     HOST_BANDWIDTH,
     HOST_MEMORY,
     IMBALANCE,
@@ -14,11 +16,13 @@ from megarl.plan.devices import (
     NETWORK_SHARE,
     NODE,
     PREFILL_MFU,
-    TRAIN_MFU,
+    REDUCE_LATENCY,
+    SEQUENCE_LATENCY,
     Device,
 )
 from megarl.plan.engines import EngineMemory
 from megarl.plan.facts import Facts
+from megarl.plan.forward import Pipeline, active_parameters, stage_seconds
 from megarl.plan.parameters import replicas
 
 TAIL = 1 / 8  # share of an engine's sequences that still run while the longest responses finish
@@ -39,25 +43,6 @@ class StepTimes:
     def step(self) -> float:
         ranks = self.score + self.update + self.park
         return (max(self.generate, ranks) if self.ahead else self.generate + ranks) + self.sync
-
-
-def active_parameters(model: Facts, elements: int) -> float:
-    """The number of parameters that a token is multiplied with: without the embedding, and only the experts that it is routed to."""
-    n = model.n
-    inactive = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * (n.experts - model.topk) if n.experts else 0
-    return elements - inactive - (0 if model.tied else n.vocab * n.hidden)
-
-
-def forward_flops(model: Facts, elements: int, length: float) -> float:
-    """FLOPs of one token's forward pass: two for each active parameter, and causal attention.
-
-    Args:
-        model: the model.
-        elements: the number of its parameters.
-        length: the number of tokens of the sequence.
-    """
-    n, width = model.n, model.n.head_dim if model.latents is None else (model.n.head_dim + model.latents.value) / 2
-    return 2 * active_parameters(model, elements) + 4 * n.layers * n.heads * width * length / 2
 
 
 def micro_batches(train: StepSettings, rollout: RolloutSettings, layout: Layout) -> int:
@@ -97,17 +82,21 @@ def plan_times(
         ahead: whether engines generate while ranks work.
     """
     layout, train, rollout = config.layout, config.train, config.rollout
-    tokens = _tokens(train, rollout)
+    count, length = micro_batches(train, rollout, layout), _length(rollout)
+    tokens = _tokens(train, rollout) / train.mini_batches / layout.dp / count  # of a micro-batch
+
+    def forward(micro_batches: int, *, training: bool) -> float:
+        stages = stage_seconds(model, elements, layout, config.model.megatron, device, tokens, length, training=training)
+        return Pipeline(stages, micro_batches, layout.vpp or 1).seconds
+
     passes = 1 + config.algorithm.needs_reference + (config.critic is not None)
-    forward = _forward(tokens, _length(rollout), model, elements, layout, device)
-    bubble = 1 + (layout.pp - 1) / (micro_batches(train, rollout, layout) * (layout.vpp or 1))
     factor = 3 + (config.model.recompute == "full")
     critic = 0 if config.critic is None else config.critic.epochs
-    updates = forward * factor * (train.epochs + critic) * bubble
+    updates = forward(count, training=True) * train.mini_batches * factor * (train.epochs + critic)
     updates += train.mini_batches * train.epochs * (_reduced(elements, model, layout, device) + _in_host_memory(offloaded))
     return StepTimes(
         generate=_generate(rollout, train.prompts_per_step, model, elements, engine, device),
-        score=forward * passes * bubble,
+        score=forward(count * train.mini_batches, training=False) * passes,
         update=updates,
         # Each sender's stream goes to all engines at once; GPUs of a node, each with a link of its own, pass on what one of them receives.
         sync=sent / (device.network * NETWORK_SHARE * min(config.senders, rollout.devices, NODE)),
@@ -127,25 +116,18 @@ def plan_learning(config: LearnConfig, model: Facts, elements: int, device: Devi
         offloaded: bytes of a rank's optimizer that works in host memory.
     """
     layout, learn, length = config.layout, config.learn, config.learn.max_tokens * MEAN_LENGTH
-    tokens = learn.batch_size * length * (1 if isinstance(config, SftConfig) else 2)
-    forward = _forward(tokens, length, model, elements, layout, device)
-    bubble = 1 + (layout.pp - 1) / (max(1, round(tokens / layout.dp / learn.micro_batch_tokens)) * (layout.vpp or 1))
+    tokens = learn.batch_size * length * (1 if isinstance(config, SftConfig) else 2) / layout.dp
+    count = max(1, round(tokens / learn.micro_batch_tokens))
+    stages = stage_seconds(model, elements, layout, config.model.megatron, device, tokens / count, length, training=True)
+    forward = Pipeline(stages, count, layout.vpp or 1).seconds
     return StepTimes(
         generate=0,
-        score=forward * bubble if isinstance(config, DpoConfig) and config.algorithm.needs_reference else 0,
-        update=forward * (3 + (config.model.recompute == "full")) * bubble
-        + _reduced(elements, model, layout, device)
-        + _in_host_memory(offloaded),
+        score=forward if isinstance(config, DpoConfig) and config.algorithm.needs_reference else 0,
+        update=forward * (3 + (config.model.recompute == "full")) + _reduced(elements, model, layout, device) + _in_host_memory(offloaded),
         sync=0,
         park=0,
         ahead=False,
     )
-
-
-def _forward(tokens: float, length: float, model: Facts, elements: int, layout: Layout, device: Device) -> float:
-    """Seconds of a forward pass over a step's tokens, without the pipeline's bubble."""
-    computed = tokens * forward_flops(model, elements, length) / layout.ranks / (device.flops * TRAIN_MFU)
-    return computed + tokens / layout.dp * _exchanged(model, layout, device)
 
 
 def _length(rollout: RolloutSettings) -> float:
@@ -154,19 +136,6 @@ def _length(rollout: RolloutSettings) -> float:
 
 def _tokens(train: StepSettings, rollout: RolloutSettings) -> float:
     return train.prompts_per_step * rollout.samples_per_prompt * _length(rollout)
-
-
-def _exchanged(model: Facts, layout: Layout, device: Device) -> float:
-    """Seconds per token of a data-parallel replica in tensor-, expert- and context-parallel collectives, forward, bfloat16."""
-    n, stages = model.n, layout.pp
-    rows = 1 / layout.cp  # the share of a token on each context-parallel rank
-    link = device.link * NETWORK_SHARE
-    far = device.network * NETWORK_SHARE
-    tensor = 4 * rows * n.hidden * 2 * (layout.tp - 1) / layout.tp / (link if layout.tp <= NODE else far)
-    experts = 2 * rows / layout.tp * model.topk * n.hidden * 2 * layout.etp * (layout.ep - 1) / layout.ep
-    experts /= link if layout.ep * layout.etp <= NODE else far
-    ring = rows * 4 * n.groups * n.head_dim / layout.tp * (layout.cp - 1) / (link if layout.cp * layout.tp <= NODE else far)
-    return n.layers / stages * (tensor + experts + ring)
 
 
 def _reduced(elements: int, model: Facts, layout: Layout, device: Device) -> float:
@@ -195,17 +164,21 @@ def _generate(rollout: RolloutSettings, prompts: int, model: Facts, elements: in
     n, ranks = model.n, engine.devices
     sequences = prompts * rollout.samples_per_prompt / rollout.replicas
     response = rollout.max_response_tokens * MEAN_LENGTH
-    cached_sequences = max(1.0, engine.cache / (engine.token * _length(rollout)))  # by the cache of a data-parallel rank
+    held = (rollout.max_prompt_tokens + rollout.max_response_tokens / 2) * MEAN_LENGTH  # tokens of a sequence, halfway through its response
+    cached_sequences = max(1.0, engine.cache / (engine.token * held))  # by the cache of a data-parallel rank
     live = min(sequences, engine.dp * min(rollout.max_num_seqs, cached_sequences))
     active, exchanged = active_parameters(model, elements), _met(model, engine, device)
     routed = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * model.topk
     computed = active + (IMBALANCE - 1) * routed * (rollout.expert_parallel and ranks > 1)  # whole experts are unequally busy
+    waits = n.layers * (DECODE_LATENCY + 2 * REDUCE_LATENCY * (engine.tp > 1) + 2 * EXCHANGE_LATENCY * (engine.dp > 1))
 
     def each(running: float) -> float:
-        touched = min(1.0, running * model.topk / n.experts) if n.experts else 0.0
-        read = engine.weights - engine.experts * (1 - touched) + running / engine.dp * engine.token * _length(rollout)
+        touched = 1 - (1 - model.topk / n.experts) ** running if n.experts else 0.0
+        read = engine.weights - engine.experts * (1 - touched) + running / engine.dp * engine.token * held
         compute = 2 * computed * running / ranks / (device.flops * PREFILL_MFU)
-        return max(read / (device.bandwidth * DECODE_SHARE), compute) + running * exchanged
+        summed = 4 * n.layers * running / engine.dp * n.hidden * 2 * (engine.tp - 1) / engine.tp / (device.link * NETWORK_SHARE)
+        on_device = summed + max(read / (device.bandwidth * DECODE_SHARE), compute) + running * exchanged + waits
+        return on_device + running / engine.dp * SEQUENCE_LATENCY
 
     full = sequences * response / live
     tail = max(0.0, rollout.max_response_tokens - full)  # while only the longest responses run

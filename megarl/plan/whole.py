@@ -16,12 +16,13 @@ from megarl.models.families import check_layout
 from megarl.plan.devices import GB, MEAN_LENGTH, NODE, Device
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.facts import facts
+from megarl.plan.forward import active_parameters
 from megarl.plan.host import NodeMemory, plan_host
 from megarl.plan.parameters import model_elements
 from megarl.plan.ranks import GroupMemory, PlannedModel, Work, plan_group
 from megarl.plan.remedies import offloaded, overrides, parked, quantized, recomputed, spread
 from megarl.plan.sync import kept_bytes, receiver_bytes, sender_bytes, sent_bytes
-from megarl.plan.times import StepTimes, active_parameters, micro_batches, plan_learning, plan_times
+from megarl.plan.times import StepTimes, micro_batches, plan_learning, plan_times
 
 ASLEEP = 2 * GB  # of a process on a GPU while another one uses it: CUDA's context, an engine's buffers
 
@@ -116,7 +117,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         receiver = receiver_bytes(model, config.sync, dtype, config.rollout, config.senders)
         if shared:  # a rank sends from a GPU on which an engine receives
             receiver += _sender_bytes(config, model)
-            beside = max(stage.resident for stage in groups[0].stages)
+            beside = max(stage.sending for stage in groups[0].stages)
             update_bytes = kept_bytes(model, config.sync, config.model.dtype)
         else:
             needed_gpus += engines
@@ -193,6 +194,7 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         kept_bytes=kept_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
         senders=config.senders,
         offload=config.placement.offload,
+        shared=config.placement.engines == "shared",
     )
     return plan_group(roles, layout, config.model, work)
 
@@ -268,7 +270,7 @@ def _engine_faults(plan: Plan, engine: EngineMemory, has: str) -> list[str]:
         )
     if plan.update > plan.memory and plan.shared:
         faults.append(
-            f"{engine.size}: in a weight update a GPU holds an engine's {contents}, a rank's {plan.beside / GB:.1f} GB and "
+            f"{engine.size}: in a weight update a GPU holds an engine's {contents}, a rank's weights {plan.beside / GB:.1f} GB and "
             f"{plan.receiver / GB:.1f} GB of buckets, {plan.update / GB:.1f} GB together, {has}"
         )
     elif plan.update > plan.memory:

@@ -63,7 +63,8 @@ class Model:
             updates: optimizer steps of the whole run, for the learning-rate schedule.
             blank: read no weights, since a checkpoint is loaded next. Until then they are NaN.
         """
-        self._grid, self._backend, self._parking = grid, backend, Parking(backend.parking_buffer)
+        self._grid, self._backend = grid, backend
+        self._weights_parking, self._training_parking = Parking(backend.parking_buffer), Parking(backend.parking_buffer)
         self._head = head
         self.description = ModelDescription.read(path)
         self._config = transformer_config(self.description, settings, layout, backend)
@@ -167,17 +168,34 @@ class Model:
     def park(self) -> None:
         """Move weights and optimizer off the device. Call `wake` before the model is used again."""
         self._wait_for_weights()
+        self._weights_parking.park(self._weights())  # first: in float32 the optimizer has no copies of the weights, but these
         if self._trainable is not None:
-            self._parking.park(self._trainable.gradients(), keep=False)
-            self._parking.park(self._trainable.state())
-        for module in self._modules:
-            self._parking.park([*module.parameters(), *module.buffers()])
+            self._park_training(self._trainable.state())
         self._backend.empty_cache()
+
+    def park_training(self) -> None:
+        """Move all but the weights off the device, and the weights onto it if they are parked: enough for `stream`."""
+        self._wait_for_weights()
+        if self._trainable is not None:
+            weights = {weight.untyped_storage()._cdata for weight in self._weights()}
+            self._park_training([state for state in self._trainable.state() if state.untyped_storage()._cdata not in weights])
+        self._backend.empty_cache()
+        self._weights_parking.wake()
+        self._backend.synchronize()
 
     def wake(self) -> None:
         """Move the model back to the device if it was parked."""
-        self._parking.wake()
+        self._weights_parking.wake()
+        self._training_parking.wake()
         self._backend.synchronize()
+
+    def _weights(self) -> list[Tensor]:
+        return [weight for module in self._modules for weight in (*module.parameters(), *module.buffers())]
+
+    def _park_training(self, state: list[Tensor]) -> None:
+        assert self._trainable is not None
+        self._training_parking.park(self._trainable.gradients(), keep=False)
+        self._training_parking.park(state)
 
     def stream(self, dtype: str | None, *, by_stage: bool) -> Any:
         """Stream the weights as (Hugging Face name, tensor); every rank must iterate to the end.

@@ -308,7 +308,8 @@ class ModelWorker(MegatronWorker):
         from megarl.sync.senders import SenderRounds, SenderStopped
 
         sharing = len(engines) * workers_per_engine if self._spec.shared_devices else 0
-        model, senders = self._use("policy"), settings.senders(self._grid.layout, sharing)
+        model = self._models["policy"] if sharing else self._use("policy")  # `leave_policy` has made it ready
+        senders = settings.senders(self._grid.layout, sharing)
         stream = model.stream(None if quantization else dtype, by_stage=senders > 1)
         if not (self._grid.leads_stage and self._grid.pp_rank < senders):
             collections.deque(stream, maxlen=0)
@@ -341,6 +342,11 @@ class ModelWorker(MegatronWorker):
     def trained(self) -> dict[str, ModelState]:
         """The policy and the critic, as far as this group holds them."""
         return {role: replace(self._models[role].saved(), wake=partial(self._use, role)) for role in self._roles if role in TRAINED}
+
+    def leave_policy(self) -> None:
+        """Move everything but the policy's weights off the device: beside them engines have room for weights of their own."""
+        for role, model in self._models.items():
+            model.park_training() if role == "policy" else model.park()
 
     def park(self) -> None:
         """Move all models off the device; each returns when it is used."""

@@ -9,8 +9,8 @@ from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Mean, Metric
 from megarl.plan.devices import DEVICES
 from megarl.plan.facts import facts
+from megarl.plan.forward import forward_flops
 from megarl.plan.parameters import model_elements
-from megarl.plan.times import forward_flops
 
 PASSES = 3  # a forward, and a backward with twice its FLOPs
 

@@ -120,12 +120,13 @@ def large(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     ("rows", "root", "gpus", "gb"),
     [
         (SUMS, TrainConfig, 8, 80),
+        (SUMS, TrainConfig, 8, 64),
         (SUMS, TrainConfig, 16, 80),
         (SUMS, TrainConfig, 8, 141),
         (TALKS, SftConfig, 16, 80),
         (PAIRS, DpoConfig, 16, 80),
     ],
-    ids=["8 x 80 GB", "16 x 80 GB", "8 x 141 GB", "talks", "pairs"],
+    ids=["8 x 80 GB", "8 x 64 GB", "16 x 80 GB", "8 x 141 GB", "talks", "pairs"],
 )
 def test_of_30_b_it_writes_what_fits(
     folder: Path, large: Path, rows: list[dict[str, Any]], root: type[RunSettings], gpus: int, gb: int, capsys: pytest.CaptureFixture[str]
@@ -141,7 +142,7 @@ def test_of_30_b_it_writes_what_fits(
     if isinstance(config, TrainConfig):
         together = config.placement.engines == "shared"
         assert config.sync.transport == ("cuda_ipc" if together else "nccl") and together == (gpus == 8)
-        assert (optimizers(config)["optimizer"].offloaded == 1) == (gpus * gb == 640), "of 640 GB weights, gradients and Adam take 550"
+        assert (optimizers(config)["optimizer"].offloaded == 1) == (gpus * gb < 550), "so many weights, gradients and Adam take"
     [note] = re.findall(r"^layout:  # of megarl plan, for (.*)$", (folder / "own.yaml").read_text(), re.MULTILINE)
     assert re.match(rf"{gpus} GPUs of {gb} GB: the fullest rank needs \d+\.\d GB", note)
 

@@ -24,7 +24,7 @@ from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
 from megarl.plan.host import contexts
 from megarl.plan.parameters import ChunkParameters, count, model_elements, replicas, shards
-from megarl.plan.ranks import PlannedModel, Work, plan_group
+from megarl.plan.ranks import CONTEXT, PlannedModel, Work, plan_group
 from megarl.plan.search import search
 from megarl.plan.show import tables
 from megarl.plan.states import states
@@ -200,16 +200,19 @@ def test_layouts_that_are_named_fit_and_are_what_their_overrides_make(
 
 
 def test_a_rank_and_an_engine_on_one_gpu_are_both_there_in_a_weight_update(published: Path) -> None:
-    """18 bytes a parameter of the rank, beside the engine's weights; apart they need two GPUs, and each less of its own."""
-    one = ["layout={}", "rollout.replicas=1", "rollout.tp=1", "sync.transport=cuda_ipc", f"model.path={published / 'Qwen3-30B-A3B'}"]
+    """The rank's weights alone, beside the engine's: gradients and optimizer have left. Apart they need two GPUs, and each less of it."""
+    path = published / "Qwen3-30B-A3B"
+    one = ["layout={}", "rollout.replicas=1", "rollout.tp=1", "sync.transport=cuda_ipc", f"model.path={path}"]
     turns, apart = (planned(load(GSPO, [*one, f"placement.engines={how}"], TrainConfig), memory_gb=625) for how in ("shared", "apart"))
     assert (turns.gpus, turns.shared, apart.gpus, apart.shared) == (1, True, 2, False)
-    assert turns.beside == pytest.approx(18 * turns.parameters, rel=0.01) and apart.beside == 0
-    assert apart.faults == [] and turns.notes == []
-    assert turns.engine is not None and len(turns.faults) == 1
-    parts = [turns.engine.weights, turns.engine.overhead, turns.beside, turns.receiver]
-    assert re.findall(r"\d+\.\d", turns.faults[0]) == [f"{size / GB:.1f}" for size in (*parts, sum(parts))]
-    assert turns.faults[0].startswith("rollout.tp=1: in a weight update") and "gpu_memory_fraction" not in turns.faults[0]
+    assert turns.beside == pytest.approx(2 * turns.parameters + CONTEXT, rel=0.01) and apart.beside == 0
+    assert apart.faults == turns.faults == turns.notes == []
+    tight = planned(load(GSPO, [*one, "placement.engines=shared"], TrainConfig), memory_gb=130)
+    assert tight.engine is not None
+    [fault] = [fault for fault in tight.faults if "in a weight update" in fault]
+    parts = [tight.engine.weights, tight.engine.overhead, tight.beside, tight.receiver]
+    assert re.findall(r"\d+\.\d", fault) == [f"{size / GB:.1f}" for size in (*parts, sum(parts))]
+    assert fault.startswith("rollout.tp=1: in a weight update") and "gpu_memory_fraction" not in fault
     assert turns.host is not None and turns.host.waiting == pytest.approx(14 * turns.parameters, rel=0.01)
 
 

@@ -10,8 +10,11 @@ import pytest
 from megarl.checks.memory import check_fits
 from megarl.cli import main
 from megarl.cluster.process_kinds import demand
-from megarl.config import ConfigError, DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
+from megarl.config import ConfigError, DpoConfig, Layout, RunSettings, SftConfig, TrainConfig, load, optimizers
 from megarl.plan.devices import DEVICES, GB
+from megarl.plan.facts import facts
+from megarl.plan.forward import Pipeline, stage_seconds
+from megarl.plan.parameters import model_elements
 from megarl.plan.search import nearest, search, smallest_engine
 from megarl.plan.whole import Plan, build, models_of
 from tests.e2e.job import SFT
@@ -31,14 +34,15 @@ def path(published: Path) -> str:
     return f"model.path={published / 'Qwen3-30B-A3B'}"
 
 
-@pytest.mark.parametrize(("gpus", "offloaded"), [(16, False), (8, True)])
-def test_layouts_for_too_few_gpus_are_ones_that_a_check_takes(path: str, gpus: int, offloaded: bool) -> None:
-    """The 32 GPUs of the example are not there: engines and ranks take turns, and of 8 the moments of Adam lie in host memory."""
-    config = load(LARGE / "gspo.yaml", [path], TrainConfig)
-    found = search(config, models_of(config), H100, 80, gpus)
-    assert len(found) == 8
+@pytest.mark.parametrize(("gpus", "memory_gb", "offloaded"), [(16, 80, False), (8, 80, False), (8, 64, True)])
+def test_layouts_for_too_few_gpus_are_ones_that_a_check_takes(path: str, gpus: int, memory_gb: int, offloaded: bool) -> None:
+    """The 32 GPUs of the example are not there: engines and ranks take turns, and of 8 small ones Adam is in host memory."""
+    given = [path, f"cluster.gpu_memory_gb={memory_gb}"]
+    config = load(LARGE / "gspo.yaml", given, TrainConfig)
+    found = search(config, models_of(config), H100, memory_gb, gpus)
+    assert 4 < len({one.layout for one in found}) == len(found) <= 8
     for one in found:
-        anew = load(LARGE / "gspo.yaml", [path, *one.changes], TrainConfig)
+        anew = load(LARGE / "gspo.yaml", [*given, *one.changes], TrainConfig)
         check_fits(anew)
         assert (anew.placement.engines, anew.sync.transport) == ("shared", "cuda_ipc")
         assert sum(kind.processes for kind in demand(anew)) == gpus == anew.rollout.replicas * anew.rollout.devices
@@ -53,7 +57,7 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_needs(path: str, cap
     overrides, needs = match[1].split(), float(match[2])
     closest = load(LARGE / "gspo.yaml", [path, *overrides], TrainConfig)
     assert planned(closest, needs - 0.1).faults and not planned(closest, needs + 0.1).faults
-    assert main(["plan", str(LARGE / "gspo.yaml"), path, "--gpus", "2"]) == 0
+    assert main(["plan", str(LARGE / "gspo.yaml"), path, "--gpus", "2"]) == 1
     assert said in capsys.readouterr().out
 
 
@@ -117,3 +121,33 @@ def test_the_fewest_gpus_of_an_engine_with_a_stages_model(
     asked = ("cluster.gpus=true", "model.dtype=bfloat16")
     assert smallest_engine(load(tmp_path / "sft.yaml", [*asked, *memory], SftConfig)) == gpus
     assert smallest_engine(load(tmp_path / "sft.yaml", [], SftConfig)) == 1, "on a CPU it is one process"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "memory_gb", "expected"),
+    [
+        ("Qwen3-30B-A3B", 8, 80, {"pp": 1, "ep": 8}),  # as slime, verl and NeMo-RL have it
+        ("Qwen3-30B-A3B", 32, 80, {"pp": 1, "ep": 8}),
+        ("Qwen3-235B-A22B", 128, 80, {"pp": 8, "ep": 8}),
+    ],
+)
+def test_the_first_layout_is_one_that_others_publish(
+    published: Path, name: str, gpus: int, memory_gb: float, expected: dict[str, int]
+) -> None:
+    config = load(LARGE / "gspo.yaml", [f"model.path={published / name}", "layout={}", "model.megatron={}"], TrainConfig)
+    first, *_ = search(config, models_of(config), H100, memory_gb, gpus)
+    assert {size: getattr(first.layout, size) for size in expected} == expected and first.layout.cp == 1
+
+
+def test_the_stage_with_the_output_layer_sets_the_pace(published: Path) -> None:
+    """152 thousand columns have the FLOPs of five layers of Qwen3-30B-A3B: a stage of three and these takes more than twice as long."""
+    model = models_of(load(LARGE / "gspo.yaml", [f"model.path={published / 'Qwen3-30B-A3B'}"], TrainConfig))["model"]
+    layout, given = Layout(ranks=16, pp=16), (facts(model), model_elements(model))
+    equal = stage_seconds(*given, layout, {}, H100, 16384, 4096, training=False)
+    assert len(set(equal[:-1])) == 1 and 2 < equal[-1] / equal[0] < 3
+    ends = {"num_layers_in_first_pipeline_stage": 5, "num_layers_in_last_pipeline_stage": 1}
+    uneven = stage_seconds(*given, layout, ends, H100, 16384, 4096, training=False)
+    assert sum(uneven) == pytest.approx(sum(equal)) and uneven[-1] < equal[-1]
+    assert Pipeline(uneven, 8, 1).seconds < Pipeline(equal, 8, 1).seconds
+    assert Pipeline([1.0, 2.0, 1.0], 4, 1).seconds == 10.0, "four times the slowest, and the others once"
+    assert Pipeline([1.0, 1.0], 4, 2).seconds == 4.5, "an interleaved pipeline fills in half the time"

@@ -1,0 +1,149 @@
+"""FLOPs of a token, and seconds of a forward pass through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config import Layout
+from megarl.plan.devices import EXCHANGE_LATENCY, LAYER_LATENCY, NETWORK_SHARE, NODE, STREAM_SHARE, TRAIN_MFU, Device
+from megarl.plan.facts import Facts
+from megarl.plan.parameters import stage_layers
+
+
+def active_parameters(model: Facts, elements: int) -> float:
+    """The number of parameters that a token is multiplied with: without the embedding, and only the experts that it is routed to."""
+    n = model.n
+    inactive = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * (n.experts - model.topk) if n.experts else 0
+    return elements - inactive - (0 if model.tied else n.vocab * n.hidden)
+
+
+def forward_flops(model: Facts, elements: int, length: float) -> float:
+    """FLOPs of one token's forward pass: two for each active parameter, and causal attention.
+
+    Args:
+        model: the model.
+        elements: the number of its parameters.
+        length: the number of tokens of the sequence.
+    """
+    return 2 * active_parameters(model, elements) + _attention_flops(model, length)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a pipeline, and the micro-batches that pass through them."""
+
+    stages: list[float]  # seconds in which each stage computes a micro-batch forward
+    micro_batches: int
+    chunks: int  # of a stage: `layout.vpp`, or 1
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a forward pass: the slowest stage computes each micro-batch; the others fill and drain the pipeline."""
+        slowest = max(self.stages)
+        return self.micro_batches * slowest + (sum(self.stages) - slowest) / self.chunks
+
+
+def stage_seconds(
+    model: Facts,
+    elements: int,
+    layout: Layout,
+    megatron: Mapping[str, Any],
+    device: Device,
+    tokens: float,
+    length: float,
+    *,
+    training: bool,
+) -> list[float]:
+    """Return the seconds in which each pipeline stage computes a micro-batch forward: its own layers, and on the last the output layer.
+
+    Args:
+        model: the model.
+        elements: the number of its parameters.
+        layout: the layout of the ranks.
+        megatron: `model.megatron`, for stages of unequal size.
+        device: the type of every GPU.
+        tokens: of the micro-batch, on all ranks that share it.
+        length: the number of tokens of a sequence.
+        training: whether the pass is one of the three of training, of which the forward pass has a third of the memory traffic: each
+            weight is read in all of them, and its float32 gradient is read and written once.
+    """
+    n, rate = model.n, device.flops * TRAIN_MFU * layout.tp * layout.cp
+    traffic = (4 if training else 2) / (device.bandwidth * STREAM_SHARE)
+    dense, mixture = (_layer_flops(model, elements, length, experts=experts) for experts in (False, True))
+    waits = [
+        _wait(model, layout, device, tokens, experts=experts) + traffic * _layer_elements(model, elements, layout, experts=experts)
+        for experts in (False, True)
+    ]
+    near = layout.ranks <= NODE
+    hop = tokens * n.hidden * 2 / (layout.tp * layout.cp) / ((device.link if near else device.network) * NETWORK_SHARE)
+    seconds = []
+    for stage, chunks in enumerate(stage_layers(n.layers, layout, megatron)):
+        layers = [layer for chunk in chunks for layer in chunk]
+        mixtures = sum(model.has_experts(layer) for layer in layers)
+        flops = mixture * mixtures + dense * (len(layers) - mixtures) + 2 * n.vocab * n.hidden * (stage == layout.pp - 1)
+        exchanged = waits[True] * mixtures + waits[False] * (len(layers) - mixtures) + hop * len(chunks) * (layout.pp > 1)
+        seconds.append(tokens * flops / rate + exchanged)
+    return seconds
+
+
+def _attention_elements(model: Facts, elements: int) -> float:
+    """The parameters of a layer without its MLP."""
+    n = model.n
+    mixtures = n.layers - n.dense if n.experts else 0
+    mlp = 3 * n.hidden * (_active_width(model, experts=True) * mixtures + (n.ffn or 0) * (n.layers - mixtures))
+    return (active_parameters(model, elements) - n.vocab * n.hidden - mlp) / n.layers
+
+
+def _active_width(model: Facts, *, experts: bool) -> int:
+    """The width of the MLP that a token passes through."""
+    return model.n.expert_ffn * model.topk + model.n.shared_ffn if experts else model.n.ffn or 0
+
+
+def _layer_flops(model: Facts, elements: int, length: float, *, experts: bool) -> float:
+    """FLOPs of one token's forward pass through a layer, dense or with experts."""
+    mlp = 3 * model.n.hidden * _active_width(model, experts=experts)
+    return 2 * (_attention_elements(model, elements) + mlp) + _attention_flops(model, length) / model.n.layers
+
+
+def _layer_elements(model: Facts, elements: int, layout: Layout, *, experts: bool) -> float:
+    """The parameters of a layer, dense or with experts, on one rank."""
+    n = model.n
+    routed = n.expert_ffn * n.experts / (layout.ep * layout.etp) if experts else 0.0
+    width = (n.shared_ffn if experts else n.ffn or 0) / layout.tp
+    return _attention_elements(model, elements) / layout.tp + 3 * n.hidden * (routed + width)
+
+
+def _wait(model: Facts, layout: Layout, device: Device, tokens: float, *, experts: bool) -> float:
+    """Seconds of a layer's forward pass that are not computation: collectives, bfloat16, and the time to launch it.
+
+    Args:
+        model: the model.
+        layout: the layout of the ranks.
+        device: the type of every GPU.
+        tokens: of the micro-batch, on all ranks that share it.
+        experts: whether the layer's MLP is a mixture of experts.
+    """
+    n, rows = model.n, tokens / layout.cp
+    link, far = device.link * NETWORK_SHARE, device.network * NETWORK_SHARE
+    blocks = 1 if experts and layout.etp == 1 else 2  # of attention and MLP, those whose matrices are divided: gather, then scatter
+    waits = LAYER_LATENCY
+    if layout.tp > 1:
+        moved = 2 * blocks * rows * n.hidden * 2 * (layout.tp - 1) / layout.tp
+        waits += moved / (link if layout.tp <= NODE else far) + blocks * EXCHANGE_LATENCY
+    if experts and layout.ep * layout.etp > 1:
+        ranks = layout.ep * layout.etp
+        moved = 2 * rows / layout.tp * model.topk * n.hidden * 2 * layout.etp
+        outside = max(0.0, 1 - NODE / ranks)
+        waits += max(moved * outside / far, moved * (1 - outside - 1 / ranks) / link) + 2 * EXCHANGE_LATENCY
+    if layout.cp > 1:
+        moved = rows * 4 * n.groups * n.head_dim / layout.tp * (layout.cp - 1)
+        waits += moved / (link if layout.cp * layout.tp <= NODE else far) + (layout.cp - 1) * EXCHANGE_LATENCY
+    return waits
+
+
+def _attention_flops(model: Facts, length: float) -> float:
+    """FLOPs of one token's causal attention in all layers, forward, in a sequence of so many tokens."""
+    n, width = model.n, model.n.head_dim if model.latents is None else (model.n.head_dim + model.latents.value) / 2
+    return 4 * n.layers * n.heads * width * length / 2
