@@ -77,11 +77,11 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
 
     def fitting(candidates: Iterable[TrainConfig | LearnConfig]) -> list[tuple[FittingLayout, TrainConfig | LearnConfig]]:
         plans = _plans(candidates, models, device, memory_gb, gpus)
-        fit = [(_fitting(config, tried, plan), tried) for tried, plan in plans if not plan.faults]
-        best = dict[Layout, tuple[FittingLayout, TrainConfig | LearnConfig]]()
-        for one in sorted(fit, key=lambda each: (each[0].seconds, len(each[0].changes), each[0].bytes)):
-            best.setdefault(one[0].layout, one)
-        return list(best.values())
+        best = dict[Layout, list[tuple[FittingLayout, TrainConfig | LearnConfig]]]()
+        for tried, plan in plans:
+            if not plan.faults:
+                best.setdefault(tried.layout, []).append((_fitting(config, tried, plan), tried))
+        return sorted((_smallest_of_quickest(ones) for ones in best.values()), key=lambda one: one[0].seconds)
 
     for engines, way in product(_engines(config, model, memory_gb), ways(config, gpus)):
         quickest = fitting(_candidates(_smallest(way), model, gpus, engines))[: 2 * most]
@@ -90,6 +90,12 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
             quickest_s = min(one.seconds for one, _ in refined)
             return sorted((one for one, _ in refined), key=lambda one: _rank(one, quickest_s))[:most]
     return []
+
+
+def _smallest_of_quickest(ones: list[tuple[FittingLayout, TrainConfig | LearnConfig]]) -> tuple[FittingLayout, TrainConfig | LearnConfig]:
+    """Of those within a fiftieth of the quickest, the one that needs the least of a GPU."""
+    quickest_s = min(one.seconds for one, _ in ones)
+    return min((one for one in ones if one[0].seconds <= 1.02 * quickest_s), key=lambda one: (one[0].bytes, len(one[0].changes)))
 
 
 def _rank(one: FittingLayout, quickest_s: float) -> tuple[float, ...]:

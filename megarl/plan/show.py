@@ -148,7 +148,7 @@ def _found(layouts: Sequence[FittingLayout]) -> Table:
     engines = ["GB node", "engines", "live"] if layouts[0].replicas else []
     sizes = ("ranks", "tp", "pp", "cp", "ep", "dp")
     table = _table(
-        "layouts that fit; of those within a tenth of the fastest, the one with the fewest stages first",
+        "layouts that fit; within a tenth of the fastest, fewest stages first",
         "",
         *sizes,
         "GB rank",
