@@ -144,6 +144,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"rotary_dim": 16, "bos_token_id": None}),
     "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [0]}),
     "olmoe": ("olmoe", {}),
+    "qwen3_next": ("qwen3_next", {"norm_topk_prob": True}),
 }
 
 
@@ -233,6 +234,19 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
     if kind == "minimax_m2":  # its keys as in the published config.json; transformers' class has none of the last two, which vLLM needs
         chosen = {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
         return {**chosen, "scoring_func": "sigmoid", "use_routing_bias": True}
+    if kind == "qwen3_next":
+        return {
+            **routed,
+            "num_experts": experts,
+            "shared_expert_intermediate_size": expert_hidden // 2,
+            "partial_rotary_factor": 0.5,
+            "layer_types": [("linear_attention", "full_attention", "linear_attention")[layer % 3] for layer in range(layers)],
+            "linear_num_key_heads": hidden // 32,
+            "linear_num_value_heads": hidden // 16,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_conv_kernel_dim": 3,
+        }
     if kind == "glm4_moe":
         return {**sigmoid, "num_mtp_layers": 0}
     if kind in ("deepseek_v3", "deepseek_v2", "glm4_moe_lite"):

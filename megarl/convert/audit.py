@@ -54,7 +54,7 @@ class Source:
         files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
         return {"source": str(self.path.resolve()), "files": files, "options": {}}
 
-    def dtype(self, weight: Weight, name: CheckpointName) -> str:
+    def dtype(self, weight: Weight, names: tuple[CheckpointName, ...]) -> str:
         """Return the dtype of a parameter, by safetensors' name."""
         found = {self.held[one].read_dtype for one in weight.hf if one in self.held}
         if len(found) > 1:

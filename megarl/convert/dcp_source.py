@@ -128,7 +128,7 @@ class DcpSource:
             if not torch.equal(one, two):
                 raise ConfigError(f"convert: {self.path}: {self.hf / CONFIG} ties {OUTPUT} to {EMBEDDING}, but their values differ")
 
-    def dtype(self, weight: Weight, name: CheckpointName) -> str:
+    def dtype(self, weight: Weight, names: tuple[CheckpointName, ...]) -> str:
         """Return the dtype of a parameter, by safetensors' name."""
         found = {self._tensors[part.key].dtype for part in self._parts[weight.name]}
         if len(found) > 1:
@@ -138,9 +138,8 @@ class DcpSource:
     def audit(self, items: Sequence[PlannedParameter]) -> None:
         """Raise ConfigError unless all shapes are those of the model and every element is stored exactly once."""
         for item in items:
-            parts = self._parts[item.weight.name]
-            for part in parts:
-                shape, expected = self._tensors[part.key].shape, part.extents + _part_shape(item, len(parts))
+            for part in self._parts[item.weight.name]:
+                shape, expected = self._tensors[part.key].shape, part.extents + part.shape
                 padded = item.weight.op.pads and shape[1:] == expected[1:] and shape[0] >= expected[0]
                 if shape != expected and not padded:
                     raise ConfigError(
@@ -162,18 +161,16 @@ class DcpSource:
 
     def parameter(self, item: PlannedParameter) -> Tensor:
         """Read a whole parameter, without padding."""
-        parts = self._parts[item.weight.name]
-        shape = _part_shape(item, len(parts))
         found = []
-        for part in parts:
-            offset, size = part.index + (0,) * len(shape), (1,) * len(part.index) + shape
-            shard = Shard(part.key, part.extents + shape, offset, size, self._tensors[part.key].dtype)
-            found.append(self._reader.read(shard).reshape(shape))
+        for part in self._parts[item.weight.name]:
+            offset, size = part.index + (0,) * len(part.shape), (1,) * len(part.index) + part.shape
+            shard = Shard(part.key, part.extents + part.shape, offset, size, self._tensors[part.key].dtype)
+            found.append(self._reader.read(shard).reshape(part.shape))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def tensors(self, item: PlannedParameter) -> Iterator[tuple[Tensor, str]]:
         """Read a parameter, and yield its Hugging Face tensors one by one, each with its hash."""
-        for part in item.weight.op.unpack(self.parameter(item).reshape(item.weight.op.packed_shape)):
+        for part in item.weight.op.unpack(item.weight.op.chunk(self.parameter(item), 1)):
             tensor = part.contiguous()
             yield tensor, hash_of(tensor)
 
@@ -183,9 +180,4 @@ class DcpSource:
 
     def totals(self, items: Sequence[PlannedParameter]) -> dict[str, int]:
         """Return the number of parameters that are read, and their total numbers and bytes."""
-        return totals([(item.name.shape, item.source) for item in items])
-
-
-def _part_shape(item: PlannedParameter, parts: int) -> tuple[int, ...]:
-    first, *rest = item.name.shape
-    return (first // parts, *rest)
+        return totals([(name.shape, item.source) for item in items for name in item.names])

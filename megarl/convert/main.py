@@ -228,7 +228,7 @@ def summary(items: Sequence[PlannedParameter], units: int, tp: int = 1, etp: int
     layer = largest_layer(items)
     yield f"parameters       {numbers:,} ({numbers / 1e9:.2f}B)"
     yield f"Hugging Face     {sum(len(item.weight.hf) for item in items):,} tensors"
-    names, cut = {item.name.key for item in items}, sum(len(shards(item, tp, etp)) for item in items)
+    names, cut = {name.key for item in items for name in item.names}, sum(len(shards(item, tp, etp)) for item in items)
     yield f"Megatron         {len(items):,} parameters under {len(names):,} names, {cut:,} pieces"
     yield f"bytes            {read:,} read, {written:,} written, in {units:,} units"
     yield f"largest layer    {layer.name}: {layer.size:,} bytes; at most {2 * layer.size / GB:.2f} GB in memory"

@@ -29,13 +29,13 @@ class PlannedParameter:
     """One parameter of the model, with its names and its dtypes on both sides."""
 
     weight: Weight
-    name: CheckpointName
+    names: tuple[CheckpointName, ...]  # of its pieces
     source: str  # dtype on the side that is read, by safetensors' name
     target: str  # dtype on the side that is written
 
     @property
     def parameters(self) -> int:
-        return math.prod(self.name.shape)
+        return sum(math.prod(name.shape) for name in self.names)
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
 
 
 def make_items(
-    model: ModelDescription, head: HeadKind, dtype_of: Callable[[Weight, CheckpointName], str], cast: str | None
+    model: ModelDescription, head: HeadKind, dtype_of: Callable[[Weight, tuple[CheckpointName, ...]], str], cast: str | None
 ) -> list[PlannedParameter]:
     """Return every parameter of a model, with the tensors that are read and written for it.
 
@@ -88,9 +88,9 @@ def make_items(
         cast: the dtype to write, except for buffers that are always float32; None: the source's.
     """
     items = []
-    for weight, name in checkpoint_names(model, head):
-        source = dtype_of(weight, name)
-        items.append(PlannedParameter(weight, name, source, source if cast is None or weight.float32 else cast))
+    for weight, names in checkpoint_names(model, head):
+        source = dtype_of(weight, names)
+        items.append(PlannedParameter(weight, names, source, source if cast is None or weight.float32 else cast))
     _check_names(items)
     return items
 
@@ -115,7 +115,7 @@ def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: 
     items = make_items(
         model,
         head or model.head,
-        lambda weight, name: "F32" if weight.float32 else NAMES[named],
+        lambda weight, names: "F32" if weight.float32 else NAMES[named],
         NAMES[dtype] if dtype else None,
     )
     check_cut(items, tp, etp)
@@ -134,26 +134,36 @@ def shards(item: PlannedParameter, tp: int, etp: int) -> list[Shard]:
         etp: the same for experts.
 
     Returns:
-        Rectangular parts of the checkpoint's tensor, in the dtype to write, which together cover the parameter without its padding.
+        Rectangular parts of the checkpoint's tensors, in the dtype to write, which together cover the parameter without its padding.
     """
-    name = item.name
+    return [shard for name in item.names for shard in shards_of(name, item, ranks_of(item.weight, tp, etp))]
+
+
+def shards_of(name: CheckpointName, item: PlannedParameter, ranks: int) -> list[Shard]:
+    """Return those of one piece of the parameter, which `ranks` ranks share; see `shards`."""
     ones = (1,) * len(name.index)
     return [
         Shard(name.key, name.extents + name.shape, name.index + box.offset, ones + box.size, DTYPES[item.target])
-        for box in boxes(item.weight.op, ranks_of(item.weight, tp, etp))
+        for box in boxes(name.op, ranks)
     ]
+
+
+def place(item: PlannedParameter) -> str:
+    """Return where a parameter is in a checkpoint, for a report: its key, or those of its pieces, and its indices there."""
+    keys = ", ".join(name.key for name in item.names)
+    return "".join([keys, *(f"[{index}]" for index in item.names[0].index)])
 
 
 def _check_names(items: Sequence[PlannedParameter]) -> None:
     """Assert that no tensor on either side is used twice, which is an invariant of the families' weight maps."""
-    ours = [(item.name.key, item.name.index) for item in items]
+    ours = [(name.key, name.index) for item in items for name in item.names]
     theirs = [name for item in items for name in item.weight.hf]
     assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs), "a family's weight map names a tensor twice"
     shapes: dict[str, set[tuple[Shape, Shape]]] = defaultdict(set)
     count: dict[str, int] = defaultdict(int)
-    for item in items:
-        shapes[item.name.key].add((item.name.extents, item.name.shape))
-        count[item.name.key] += 1
+    for name in (name for item in items for name in item.names):
+        shapes[name.key].add((name.extents, name.shape))
+        count[name.key] += 1
     for key, found in shapes.items():
         [(extents, _)] = found  # all layers and experts have the same shape
         assert count[key] == math.prod(extents), f"{key}: {count[key]} parameters for axes of {extents}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megarl.checkpoints.steps import CHECKPOINTS, HF, SavedStep, damaged, is_step, listing, verify
@@ -80,18 +81,22 @@ class StepSource:
             return {}
         return {key: entry["xxh128"] for key, entry in given["tensors"].items()}
 
-    def dtype(self, weight: Weight, name: CheckpointName) -> str:
+    def dtype(self, weight: Weight, names: tuple[CheckpointName, ...]) -> str:
         """Return the dtype of a parameter, by safetensors' name."""
-        if name.key not in self._weights:
-            raise ConfigError(f"convert: {self.path} lacks {name.key} of shape {list(name.extents + name.shape)}")
-        return dtype_name(self._reader.dtypes[name.key], f"{self.path}: {name.key}")
+        for name in names:
+            if name.key not in self._weights:
+                raise ConfigError(f"convert: {self.path} lacks {name.key} of shape {list(name.extents + name.shape)}")
+        found = {self._reader.dtypes[name.key] for name in names}
+        if len(found) > 1:
+            raise ConfigError(f"convert: {self.path}: {weight.name} is stored as {' and '.join(sorted(map(str, found)))}")
+        return dtype_name(found.pop(), f"{self.path}: {names[0].key}")
 
     def audit(self, items: Sequence[PlannedParameter]) -> None:
         """Raise ConfigError unless names and shapes are those of the model and every element is stored exactly once."""
-        asked = {item.name.key: item for item in items}
-        for key, item in asked.items():
-            shape, expected = self._weights[key], item.name.extents + item.name.shape
-            padded = item.weight.op.pads and shape[1:] == expected[1:] and shape[0] >= expected[0]
+        asked = {name.key: name for item in items for name in item.names}
+        for key, name in asked.items():
+            shape, expected = self._weights[key], name.extents + name.shape
+            padded = name.op.pads and shape[1:] == expected[1:] and shape[0] >= expected[0]
             if shape != expected and not padded:
                 raise ConfigError(f"convert: {self.path}: {key} has shape {list(shape)}, expected {list(expected)} by {CONFIG}")
         extra = sorted(self._weights.keys() - asked.keys())
@@ -116,10 +121,12 @@ class StepSource:
 
     def parameter(self, item: PlannedParameter) -> Tensor:
         """Read a whole parameter, without padding."""
-        name = item.name
-        offset, size = name.index + (0,) * len(name.shape), (1,) * len(name.index) + name.shape
-        found = self._reader.read(Shard(name.key, name.extents + name.shape, offset, size, self._reader.dtypes[name.key]))
-        return found.reshape(name.shape)
+        pieces = []
+        for name in item.names:
+            offset, size = name.index + (0,) * len(name.shape), (1,) * len(name.index) + name.shape
+            shard = Shard(name.key, name.extents + name.shape, offset, size, self._reader.dtypes[name.key])
+            pieces.append(self._reader.read(shard).reshape(name.shape))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _whole(path: Path) -> SavedStep:

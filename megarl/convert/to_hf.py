@@ -15,7 +15,7 @@ from megarl.convert.audit import digest_of, hash_of, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.dcp_source import DcpSource
 from megarl.convert.engine import Control, Conversion
-from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, cut_shards, cut_units, make_items
+from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, cut_shards, cut_units, make_items, place
 from megarl.convert.step_source import StepSource
 from megarl.errors import ConfigError
 from megarl.models.hf import CONVERSION, INDEX, SINGLE, TensorInfo, stack_of
@@ -113,7 +113,7 @@ class ToHF(Conversion):
         return {"xxh128": hashes}
 
     def _write(self, item: PlannedParameter, descriptor: int, hashes: dict[str, str]) -> None:
-        packed = self._source.parameter(item).to(DTYPES[item.target]).reshape(item.weight.op.packed_shape)
+        packed = item.weight.op.chunk(self._source.parameter(item).to(DTYPES[item.target]), 1)
         for name, tensor in zip(item.weight.hf, item.weight.op.unpack(packed), strict=True):
             tensor = tensor.contiguous()
             hashes[name] = hash_of(tensor)
@@ -153,7 +153,7 @@ class ToHF(Conversion):
         """Return the contents of conversion.json: every tensor written, its hash, and the parameter from which it was made."""
         found = {}
         for item in self.items:
-            megatron = "".join([item.name.key, *(f"[{index}]" for index in item.name.index)])
+            megatron = place(item)
             for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
                 found[name] = {"dtype": item.target, "shape": list(shape), "xxh128": hashes[name], "megatron": megatron}
         return {
@@ -161,7 +161,7 @@ class ToHF(Conversion):
             "to": "hf",
             "source": str(self._source.path.resolve()),
             "dtype": self._cast,
-            "read": totals([(item.name.shape, item.source) for item in self.items]),
+            "read": totals([(name.shape, item.source) for item in self.items for name in item.names]),
             "written": totals([(slot.info.shape, slot.info.dtype) for slot in self._slots.values()]),
             "compared_with_the_original": len(self._source.expected.keys() & hashes.keys()) if self._cast is None else 0,
             "left_out": self._source.left_out,

@@ -17,7 +17,7 @@ from megarl.convert.audit import Source, totals
 from megarl.convert.conversion_directory import ConversionDirectory, UnitRecord
 from megarl.convert.dcp_source import DcpSource
 from megarl.convert.engine import Control, Conversion
-from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, check_cut, cut_units, make_items, shards
+from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, check_cut, cut_units, make_items, place, ranks_of, shards, shards_of
 from megarl.models.hf import CONVERSION
 from megarl.models.hf_writer import described
 from megarl.parallel.checkpoint.dcp import METADATA_FILES, write_metadata
@@ -81,12 +81,13 @@ class ToMegatron(Conversion):
         with HashedFile(self._file(unit)) as file:
             for item in unit.items:
                 with control.parameter(item):
-                    parameter = self._parameter(item, hashes)
-                    for shard in shards(item, self._tp, self._etp):
-                        torch.save(_piece(parameter, shard), file)  # type: ignore[arg-type]  # needs only `write` and `flush`
-                        file.check()
-                        places.append(file.end_part())
-                    del parameter
+                    parameter, ranks = self._parameter(item, hashes), ranks_of(item.weight, self._tp, self._etp)
+                    for name, piece in zip(item.names, parameter.split([name.shape[0] for name in item.names]), strict=True):
+                        for shard in shards_of(name, item, ranks):
+                            torch.save(_part(piece, shard), file)  # type: ignore[arg-type]  # needs only `write` and `flush`
+                            file.check()
+                            places.append(file.end_part())
+                    del parameter, piece
             record = file.close()
         return {"xxh128": hashes, "places": places, "file": [record.size, record.xxh128]}
 
@@ -98,7 +99,7 @@ class ToMegatron(Conversion):
             tensors.append(tensor.to(DTYPES[item.target]))
             del tensor
         del source  # with what it has read
-        return item.weight.op.pack(tensors).reshape(item.name.shape)
+        return item.weight.op.parameter(item.weight.op.pack(tensors))
 
     def verify(self, unit: Unit, record: UnitRecord) -> bool:
         try:
@@ -133,10 +134,9 @@ class ToMegatron(Conversion):
         """Return the contents of conversion.json: every tensor of the source, its hash, and the parameter that now contains it."""
         tensors, written = {}, []
         for item in self.items:
-            written.append((item.name.shape, item.target))
+            written += [(name.shape, item.target) for name in item.names]
             for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
-                to = "".join([item.name.key, *(f"[{index}]" for index in item.name.index)])
-                tensors[name] = {"dtype": item.source, "shape": list(shape), "xxh128": hashes[name], "megatron": to}
+                tensors[name] = {"dtype": item.source, "shape": list(shape), "xxh128": hashes[name], "megatron": place(item)}
         assert tensors.keys() == hashes.keys(), "not every tensor was converted once"
         return {
             "format": 1,
@@ -156,14 +156,14 @@ def point_latest(root: Path) -> None:
     point(root, step_name(STEP))
 
 
-def _piece(parameter: Tensor, shard: Shard) -> Tensor:
-    own = slice(len(shard.size) - parameter.ndim, None)
-    piece = parameter
+def _part(piece: Tensor, shard: Shard) -> Tensor:
+    own = slice(len(shard.size) - piece.ndim, None)
+    part = piece
     for axis, (start, size) in enumerate(zip(shard.offset[own], shard.size[own], strict=True)):
-        piece = piece.narrow(axis, start, size)
-    if piece.shape != parameter.shape:
-        piece = piece.clone(memory_format=torch.contiguous_format)  # torch.save writes a tensor's whole storage
-    return piece.view(shard.size)
+        part = part.narrow(axis, start, size)
+    if part.numel() * part.itemsize != part.untyped_storage().nbytes():
+        part = part.clone(memory_format=torch.contiguous_format)  # torch.save writes a tensor's whole storage
+    return part.view(shard.size)
 
 
 def _merged(records: Mapping[int, UnitRecord]) -> dict[str, str]:

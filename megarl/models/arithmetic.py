@@ -18,6 +18,7 @@ _BESIDE = {
     "rope_theta",
     "partial_rotary_factor",
     "rotary_dim",
+    "full_attention_interval",
 }
 _WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}  # which do not count where no layer has a window
 

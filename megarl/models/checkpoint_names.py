@@ -21,12 +21,17 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.)local_experts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class CheckpointName:
-    """Where a parameter is stored: at `[*index, ...]` of the checkpoint's tensor `key`, whose shape is `(*extents, *shape)`."""
+    """Where a piece of a parameter is stored: at `[*index, ...]` of the checkpoint's tensor `key`, whose shape is `(*extents, *shape)`."""
 
     key: str
     index: tuple[int, ...]  # layer and expert, if the checkpoint stacks them
     extents: tuple[int, ...]  # lengths of the stacked axes
-    shape: Shape  # the parameter's shape, without padding
+    op: Op  # how tensor parallelism splits the piece
+
+    @property
+    def shape(self) -> Shape:
+        """The piece's shape, without padding."""
+        return parameter_shape(self.op)
 
 
 @dataclass(frozen=True)
@@ -37,22 +42,22 @@ class Box:
     size: tuple[int, ...]
 
 
-def checkpoint_names(model: ModelDescription, head: HeadKind) -> list[tuple[Weight, CheckpointName]]:
-    """Return every parameter of a model that a checkpoint holds, with its name there.
+def checkpoint_names(model: ModelDescription, head: HeadKind) -> list[tuple[Weight, tuple[CheckpointName, ...]]]:
+    """Return every parameter of a model that a checkpoint holds, with the names of its pieces there.
 
     Args:
         model: the model.
         head: the head on its backbone, whichever head config.json names.
 
     Returns:
-        (parameter, name) pairs in the model's order, without tied copies.
+        (parameter, names of its pieces) in the model's order, without tied copies.
 
     Raises:
         ConfigError: the family does not support this config.json.
     """
     weights = [weight for weight in model.weights(head) if not weight.alias]
-    # If layers differ (moe_layer_freq is a list), Megatron stores each under its number (transformer_block.py).
-    alike = not isinstance(model.fields.get("moe_layer_freq"), list)
+    # If layers differ (these fields are lists), Megatron stores each under its number (transformer_block.py:734).
+    alike = not any(isinstance(model.fields.get(field), list) for field in ("moe_layer_freq", "linear_attention_freq"))
     renamed = to_te([weight.name for weight in weights])
     found = []
     for weight in weights:
@@ -63,7 +68,8 @@ def checkpoint_names(model: ModelDescription, head: HeadKind) -> list[tuple[Weig
             index, extents = [weight.layer], [model.sizes.layers]
         if weight.expert is not None:
             index, extents = [*index, weight.expert], [*extents, model.sizes.experts]
-        found.append((weight, CheckpointName(key, tuple(index), tuple(extents), parameter_shape(weight.op))))
+        pieces = weight.op.pieces.items()
+        found.append((weight, tuple(CheckpointName(key + name, tuple(index), tuple(extents), op) for name, op in pieces)))
     return found
 
 

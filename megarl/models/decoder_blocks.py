@@ -5,6 +5,8 @@ A family's file states which of these it uses and under which names, what it ref
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal
 
 from megarl.config import ConfigError
@@ -156,7 +158,15 @@ def norms(n: Sizes) -> tuple[WeightMapping, WeightMapping]:
     )
 
 
-def attention(n: Sizes, *, bias: bool = False, norm: bool | Literal["all_heads"] = False, fused: bool = False) -> list[WeightMapping]:
+def attention(
+    n: Sizes,
+    *,
+    bias: bool = False,
+    norm: bool | Literal["all_heads"] = False,
+    fused: bool = False,
+    gated: bool = False,
+    layers: Collection[int] | None = None,
+) -> list[WeightMapping]:
     """Return the mappings of grouped-query attention, of the norm before it and of that before the MLP.
 
     Args:
@@ -164,23 +174,23 @@ def attention(n: Sizes, *, bias: bool = False, norm: bool | Literal["all_heads"]
         bias: query, key and value have biases.
         norm: each head's query and key are normalised, or those of all heads together.
         fused: query, key and value are one tensor.
+        gated: each head's query projection has that of its output's gate beside it.
+        layers: layers that have it; None: all. The norms are in all layers.
     """
     before, after = norms(n)
     ours, theirs = LAYER + "self_attention.", BLOCK + "self_attn."
     names = tuple(f"{theirs}{name}_proj." for name in (("qkv",) if fused else "qkv"))
-    mappings = [before, WeightMapping(ours + "linear_qkv.weight", tuple(name + "weight" for name in names), _qkv(n, fused, n.hidden))]
+    weights, biases = (tuple(name + kind for name in names) for kind in ("weight", "bias"))
+    mappings = [WeightMapping(ours + "linear_qkv.weight", weights, _qkv(n, fused, gated, n.hidden))]
     if bias:
-        mappings.append(WeightMapping(ours + "linear_qkv.bias", tuple(name + "bias" for name in names), _qkv(n, fused)))
+        mappings.append(WeightMapping(ours + "linear_qkv.bias", biases, _qkv(n, fused, gated)))
     if norm == "all_heads":
         widths = {"q": n.heads * n.head_dim, "k": n.groups * n.head_dim}
         mappings += [WeightMapping(f"{ours}{x}_layernorm.weight", (f"{theirs}{x}_norm.weight",), Plain((widths[x],))) for x in "qk"]
     elif norm:
         mappings += [WeightMapping(f"{ours}{x}_layernorm.weight", (f"{theirs}{x}_norm.weight",), Plain((n.head_dim,))) for x in "qk"]
-    return [
-        *mappings,
-        WeightMapping(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Plain((n.hidden, n.heads * n.head_dim), 1)),
-        after,
-    ]
+    mappings.append(WeightMapping(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Plain((n.hidden, n.heads * n.head_dim), 1)))
+    return [before, *(replace(one, layers=layers) for one in mappings), after]
 
 
 def gated_mlp(
@@ -293,8 +303,8 @@ def _vocabulary(n: Sizes) -> Plain:
     return Plain((n.vocab, n.hidden), 0, pads=True)
 
 
-def _qkv(n: Sizes, fused: bool, *rest: int) -> Op:
-    op = QKV(n.heads, n.groups, n.head_dim, rest)
+def _qkv(n: Sizes, fused: bool, gated: bool, *rest: int) -> Op:
+    op = QKV(n.heads, n.groups, n.head_dim, rest, gated)
     return Fused(op) if fused else op
 
 

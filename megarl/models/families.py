@@ -187,6 +187,7 @@ def check_layout(model: ModelDescription, layout: Layout, megatron: Mapping[str,
         (f"layout.tp={layout.tp}", layout.tp, sizes.groups, "key-value heads", "tp"),
         (f"layout.tp={layout.tp}", layout.tp, sizes.ffn or 0, "units in its MLPs", "tp"),
         (f"layout.tp={layout.tp}", layout.tp, sizes.shared_ffn, "units in its shared experts", "tp"),
+        (f"layout.tp={layout.tp}", layout.tp * layout.cp, sizes.linear_heads, "key heads in its gated delta nets", _product(layout)),
         (f"layout.ep={layout.ep}", layout.ep, sizes.experts, "experts", "ep"),
         (f"layout.etp={layout.etp}", layout.etp, sizes.expert_ffn, "units in an expert", "etp"),
         (f"layout.pp={layout.pp}", layout.pp, even, "layers", "pp"),
@@ -199,6 +200,10 @@ def check_layout(model: ModelDescription, layout: Layout, megatron: Mapping[str,
         raise ConfigError(f"layout.etp={layout.etp}: the experts of {model.architecture} have biases, which takes etp=1")
     if not sizes.experts and (layout.ep > 1 or layout.etp > 1):
         raise ConfigError(f"layout.ep={layout.ep}, layout.etp={layout.etp}: model has 0 experts")
+
+
+def _product(layout: Layout) -> str:
+    return f"tp*cp={layout.tp}*{layout.cp}={layout.tp * layout.cp}"
 
 
 def _check_stages(layers: int, layout: Layout, uneven: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     return {**blocks.decoder_fields(config, n, turned(config), **_attention(config)), **blocks.sigmoid_fields(NAME, config, n)}
 
 
-def _attention(config: ConfigJson) -> dict[str, bool]:
+def _attention(config: ConfigJson) -> dict[str, Any]:
     """Return the arguments of `attention`: the large model has biases and norms, GLM-4.5-Air only biases.
 
     The output projection has no bias in either.

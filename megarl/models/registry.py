@@ -22,12 +22,13 @@ from megarl.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from megarl.models.config_json import ConfigJson
 from megarl.models.weight_map import Family
 
 _MODULES = (
-    *(qwen3_moe, qwen3, qwen2, qwen2_moe, llama, mistral, ministral, phi3, mixtral, olmoe),
+    *(qwen3_moe, qwen3_next, qwen3, qwen2, qwen2_moe, llama, mistral, ministral, phi3, mixtral, olmoe),
     *(deepseek_v3, deepseek_v2, glm4_moe, glm4_moe_lite, gpt_oss, minimax_m2),
 )
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}

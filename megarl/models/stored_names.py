@@ -1,7 +1,8 @@
 """Where the checkpoint of another program that is based on Megatron-core holds each parameter, by whichever of Megatron's names.
 
 Layers are stacked along the first axis of a tensor, or numbered; experts are stacked along the next, or numbered in one of two ways; a norm
-before a linear layer has a name of its own or is fused with that layer; gate and up are one tensor or two (`singleton_local_shards`).
+before a linear layer has a name of its own or is fused with that layer; gate and up are one tensor or two (`singleton_local_shards`);
+what a gated delta net's projection holds for queries, keys and so on has a name each.
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from megarl.errors import ConfigError
-from megarl.models.checkpoint_names import HEAD
+from megarl.models.checkpoint_names import HEAD, parameter_shape
 from megarl.models.te_names import from_te
-from megarl.models.weight_map import OUTPUT, Sizes, Weight
+from megarl.models.weight_map import OUTPUT, Shape, Sizes, Weight
 
 _STACKED_LAYERS = re.compile(r"^decoder\.layers\.(?!\d+\.)")
 _EXPERTS = re.compile(r"(?<=\.mlp\.experts\.)experts\.(?:(\d+)\.)?(?=linear_fc[12]\.)")
-_HALF = re.compile(r"(?<=\.linear_fc1\.weight)_[wv]$")  # gate and up
+# Gate or up, and the pieces of a gated delta net.
+_PIECE = re.compile(r"((?<=\.linear_fc1\.weight)_[wv]|(?<=\.in_proj\.weight)\.\w+|(?<=\.conv1d\.weight)\.\w+)$")
 _Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # a name, an index on the stacked axes, and their lengths
-_WHOLE, _HALVES = ("",), ("_w", "_v")
+_HALVES = ("_w", "_v")
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A parameter, or its gate or up half, at `[*index, ...]` of the checkpoint's tensor `key`, whose shape begins with `extents`."""
+    """A parameter, or a piece of it, at `[*index, ...]` of the checkpoint's tensor `key`, whose shape is `(*extents, *shape)`."""
 
     key: str
     index: tuple[int, ...]
     extents: tuple[int, ...]
+    shape: Shape
 
 
 def stored_parts(weights: Iterable[Weight], sizes: Sizes, keys: Collection[str]) -> dict[str, tuple[StoredPart, ...]]:
@@ -48,10 +51,10 @@ def stored_parts(weights: Iterable[Weight], sizes: Sizes, keys: Collection[str])
     """
     held: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for key in keys:
-        name, half = _local(key)
-        if half in held[name]:
-            raise ConfigError(f"holds {name} twice, as {held[name][half]} and {key}")
-        held[name][half] = key
+        name, piece = _local(key)
+        if piece in held[name]:
+            raise ConfigError(f"holds {name} twice, as {held[name][piece]} and {key}")
+        held[name][piece] = key
     found: dict[str, tuple[StoredPart, ...]] = {}
     missing, used = list[str](), set[str]()
     for weight in weights:
@@ -62,10 +65,11 @@ def stored_parts(weights: Iterable[Weight], sizes: Sizes, keys: Collection[str])
         if len(places) > 1:
             raise ConfigError(f"holds {weight.name} twice, as {' and '.join(next(iter(held[name].values())) for name, _, _ in places)}")
         [(name, index, extents)] = places
-        halves = _HALVES if "" not in held[name] else _WHOLE
-        if held[name].keys() != set(halves):
-            raise ConfigError(f"holds {', '.join(sorted(held[name].values()))} of {weight.name}, expected {weight.name} or its two halves")
-        found[weight.name] = tuple(StoredPart(held[name][half], index, extents) for half in halves)
+        pieces = _pieces(weight) if "" not in held[name] else {"": parameter_shape(weight.op)}
+        if held[name].keys() != pieces.keys():
+            expected = f"{weight.name} or its pieces {', '.join(pieces)}"
+            raise ConfigError(f"holds {', '.join(sorted(held[name].values()))} of {weight.name}, expected {expected}")
+        found[weight.name] = tuple(StoredPart(held[name][piece], index, extents, shape) for piece, shape in pieces.items())
         used.update(held[name].values())
     if missing:
         raise ConfigError(f"lacks {missing[0]} ({len(missing)} of {len(missing) + len(found)} parameters are missing)")
@@ -75,12 +79,20 @@ def stored_parts(weights: Iterable[Weight], sizes: Sizes, keys: Collection[str])
     return found
 
 
+def _pieces(weight: Weight) -> dict[str, Shape]:
+    """Return the shapes of a parameter's pieces, by what they add to its name: in order, they are its rows."""
+    if len(weight.op.pieces) > 1:
+        return {name: parameter_shape(op) for name, op in weight.op.pieces.items()}
+    rows, *rest = parameter_shape(weight.op)
+    return {name: (rows // len(_HALVES), *rest) for name in _HALVES}
+
+
 def _local(key: str) -> tuple[str, str]:
-    """Return the local name (`te_names`) of a checkpoint's tensor, with "*" for stacked layers and experts, and which half it is."""
-    half = _HALF.search(key)
-    name = _STACKED_LAYERS.sub("decoder.layers.*.", _HALF.sub("", key))
+    """Return the local name (`te_names`) of a checkpoint's tensor, with "*" for stacked layers and experts, and which piece it is."""
+    piece = _PIECE.search(key)
+    name = _STACKED_LAYERS.sub("decoder.layers.*.", _PIECE.sub("", key))
     name = from_te(_EXPERTS.sub(lambda match: f"local_experts.{match[1] or '*'}.", name))
-    return OUTPUT if name == HEAD else name, half[0] if half is not None else ""
+    return OUTPUT if name == HEAD else name, piece[0] if piece is not None else ""
 
 
 def _places(weight: Weight, sizes: Sizes) -> list[_Place]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-_FUSED = {  # a norm -> the linear layer after it, into which Transformer Engine fuses it
-    "input_layernorm.weight": "self_attention.linear_qkv.",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.",
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.",
-}
+_FUSED = (  # a norm, and the linear layer after it, into which Transformer Engine fuses it
+    ("input_layernorm.weight", "self_attention.linear_qkv."),
+    ("input_layernorm.weight", "self_attention.in_proj."),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1."),
+    ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj."),
+    ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj."),
+)
 _NORM = "layer_norm_weight"  # the fused norm's name in such a linear layer
 _EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$")
 
@@ -24,7 +25,7 @@ def to_te(names: Collection[str]) -> dict[str, str]:
     renamed = {}
     for name in found:
         renamed[name] = name
-        for norm, linear in _FUSED.items():
+        for norm, linear in _FUSED:
             if name.endswith("." + norm):
                 layer = name.removesuffix(norm)
                 if f"{layer}{linear}weight" in found:
@@ -34,7 +35,7 @@ def to_te(names: Collection[str]) -> dict[str, str]:
 
 def from_te(name: str) -> str:
     """Return the local name of a parameter of Transformer Engine's layers; a local name is returned unchanged."""
-    for norm, linear in _FUSED.items():
+    for norm, linear in _FUSED:
         if name.endswith(linear + _NORM):
             return name.removesuffix(linear + _NORM) + norm
     return _EXPERT.sub(r"mlp.experts.local_experts.\3.linear_fc\1.\2", name)

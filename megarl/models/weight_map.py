@@ -4,13 +4,13 @@ A `WeightMapping` names one kind of Megatron parameter, its Hugging Face tensors
 tensors into one whose tensor-parallel shard is a plain chunk along one axis; reshaped to two dimensions or one, that shard is the Megatron
 parameter. Every operation commutes with slicing: packing the slices [a, b) of the Hugging Face tensors (for a `Fused` one: of each of its
 parts) gives the slice [a, b) of the packed tensor. One mapping is thus enough to load a shard by reading only its slices, to export, to
-convert, and to derive the shapes that a checkpoint must have.
+convert, and to derive the shapes that a checkpoint must have. `Sections` alone are parameters in another order than their shard.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
@@ -96,6 +96,19 @@ class Op(ABC):
             pieces.append(read(index, self.dim, start * rows, stop * rows))
         return self._padded(self.pack(pieces), ranks)
 
+    @property
+    def pieces(self) -> dict[str, Op]:
+        """The tensors of Megatron's checkpoints that hold the parameter, by what they add to its name; in order, they are its rows."""
+        return {"": self}
+
+    def parameter(self, chunk: Tensor) -> Tensor:
+        """Return a rank's parameter, given its chunk of the packed tensor: the leading axes merged into one."""
+        return chunk.flatten(0, chunk.ndim - len(self.shapes[0]))
+
+    def chunk(self, parameter: Tensor, ranks: int) -> Tensor:
+        """Invert `parameter` for one of `ranks` ranks."""
+        return parameter.view(self.shard_shape(ranks))
+
     def join(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the Hugging Face tensors, given the chunks of all ranks in rank order; padding is dropped."""
         if self.axis is None:
@@ -140,31 +153,45 @@ class Plain(Op):
 
 @dataclass(frozen=True)
 class QKV(Op):
-    """Query, key and value projections, interleaved by query group: packed [groups, (heads/groups + 2) * head_dim, ...], split by group."""
+    """Query, key and value projections, interleaved by query group: packed [groups, (heads/groups + 2) * head_dim, ...], split by group.
+
+    If the heads' outputs have gates, each head's gate follows its query in the Hugging Face tensor; packed, a group's follow its queries.
+    """
 
     heads: int
     groups: int
     head_dim: int
     rest: Shape  # (hidden,) for weights, () for biases
+    gated: bool = False
     axis = 0
     dim = 0
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        query, key = self.heads * self.head_dim, self.groups * self.head_dim
+        query, key = self.groups * self._queries, self.groups * self.head_dim
         return (query, *self.rest), (key, *self.rest), (key, *self.rest)
 
     @property
     def packed_shape(self) -> Shape:
-        return (self.groups, (self.heads // self.groups + 2) * self.head_dim, *self.rest)
+        return (self.groups, self._queries + 2 * self.head_dim, *self.rest)
+
+    @property
+    def _queries(self) -> int:
+        """Rows of a group's queries, with their gates."""
+        return self.heads // self.groups * self.head_dim * (2 if self.gated else 1)
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        groups = tensors[1].shape[0] // self.head_dim
-        return torch.cat([tensor.reshape(groups, -1, *self.rest) for tensor in tensors], dim=1)
+        query, *others = tensors
+        groups = others[0].shape[0] // self.head_dim
+        if self.gated:
+            query = query.reshape(groups, -1, 2, self.head_dim, *self.rest).transpose(1, 2)
+        return torch.cat([tensor.reshape(groups, -1, *self.rest) for tensor in (query, *others)], dim=1)
 
     def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
-        sizes = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
-        return tuple(part.reshape(-1, *self.rest) for part in packed.split(sizes, dim=1))
+        query, *others = packed.split([self._queries, self.head_dim, self.head_dim], dim=1)
+        if self.gated:
+            query = query.unflatten(1, (2, -1, self.head_dim)).transpose(1, 2)
+        return tuple(part.reshape(-1, *self.rest) for part in (query, *others))
 
 
 @dataclass(frozen=True)
@@ -279,6 +306,79 @@ class Fused(Op):
 
 
 @dataclass(frozen=True)
+class Sections(Op):
+    """Rows of several kinds for each group of heads (a gated delta net's projections): packed [groups, its rows, ...], split by group.
+
+    Megatron's parameter has them kind after kind, each with all groups of the rank; its checkpoints store each kind by itself.
+    """
+
+    groups: int
+    kinds: tuple[tuple[str, int], ...]  # the name of each kind in checkpoints, and its rows in a group
+    counts: tuple[int, ...]  # how many consecutive kinds each Hugging Face tensor holds
+    rest: Shape
+    interleaved: bool = False  # the Hugging Face tensors hold group after group, not kind after kind
+    axis = 0
+    dim = 0
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return tuple((self.groups * sum(widths), *self.rest) for widths in self._widths)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return (self.groups, sum(self._rows), *self.rest)
+
+    @property
+    def pieces(self) -> dict[str, Op]:
+        return {f".{kind}": Plain((self.groups * width, *self.rest), 0) for kind, width in self.kinds}
+
+    @property
+    def _rows(self) -> list[int]:
+        return [rows for _, rows in self.kinds]
+
+    @property
+    def _widths(self) -> list[list[int]]:
+        """The rows in a group of each kind in each Hugging Face tensor."""
+        ends = accumulate(self.counts)
+        return [self._rows[end - count : end] for count, end in zip(self.counts, ends, strict=True)]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        groups = tensors[0].shape[0] // sum(self._widths[0])
+        if self.interleaved:
+            return torch.cat([tensor.reshape(groups, -1, *self.rest) for tensor in tensors], dim=1)
+        return self.chunk(torch.cat(list(tensors)), self.groups // groups)
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        tensors = packed.split([sum(widths) for widths in self._widths], dim=1)
+        if self.interleaved:
+            return tuple(tensor.reshape(-1, *self.rest) for tensor in tensors)
+        return tuple(_kind_after_kind(tensor, widths) for tensor, widths in zip(tensors, self._widths, strict=True))
+
+    def parameter(self, chunk: Tensor) -> Tensor:
+        return _kind_after_kind(chunk, self._rows)
+
+    def chunk(self, parameter: Tensor, ranks: int) -> Tensor:
+        groups = self.groups // ranks
+        parts = parameter.split([groups * rows for rows in self._rows])
+        return torch.cat([part.reshape(groups, -1, *self.rest) for part in parts], dim=1)
+
+    def read_shard(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
+        if ranks == 1 or self.interleaved:
+            return super().read_shard(read, rank, ranks)
+        units, tensors = self.units(ranks), []
+        for index, widths in enumerate(self._widths):
+            begins = [self.groups * before for before in (0, *accumulate(widths[:-1]))]
+            cuts = [(begin + rank * units * width, begin + (rank + 1) * units * width) for begin, width in zip(begins, widths, strict=True)]
+            tensors.append(torch.cat([read(index, 0, start, stop) for start, stop in cuts]))
+        return self.pack(tensors)
+
+
+def _kind_after_kind(chunk: Tensor, widths: list[int]) -> Tensor:
+    """Order the rows of a chunk [groups, sum of widths, ...] by kind, then by group."""
+    return torch.cat([part.flatten(0, 1) for part in chunk.split(widths, dim=1)])
+
+
+@dataclass(frozen=True)
 class WeightMapping:
     """One kind of Megatron parameter. Names may contain `{layer}` and `{expert}`, both counted from 0 over the whole model."""
 
@@ -286,7 +386,7 @@ class WeightMapping:
     hf: tuple[str, ...]
     op: Op
     alias: bool = False  # a second copy of tensors that another mapping exports (tied embeddings)
-    layers: range | None = None  # layers that have it; None: all
+    layers: Collection[int] | None = None  # layers that have it; None: all
     float32: bool = False  # a buffer kept, saved and sent in float32, whatever the model's dtype (a router's expert bias)
 
     @property
@@ -336,6 +436,7 @@ class Sizes:
     expert_ffn: int = 0
     shared_ffn: int = 0  # hidden units of all shared experts together; 0: no shared experts
     dense: int = 0  # number of first layers that have a dense MLP instead of experts
+    linear_heads: int = 0  # key heads of its gated delta nets, which tensor and context parallelism divide; 0: it has none
 
     def __post_init__(self) -> None:
         """Raise ConfigError if there are too many layers and experts to list."""
@@ -402,7 +503,8 @@ class Family:
 
     def labels(self, config: ConfigJson, head: HeadKind) -> dict[str, Any]:
         """Return the entries of config.json for `head` on the backbone of `config`, without multi-token prediction layers."""
-        none = {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules") if config.get(key)}
+        keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
+        none = {key: 0 for key in keys if config.get(key)}
         return {"architectures": [self.heads[head].architecture], **self.heads[head].labels, **none}
 
     def mappings(self, config: ConfigJson, head: HeadKind) -> list[WeightMapping]:

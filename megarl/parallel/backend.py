@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import resource
 import sys
@@ -61,6 +62,7 @@ class Backend(ABC):
     device: torch.device
     fused: bool  # layers use Transformer Engine's fused kernels; otherwise they are Megatron's local ones with torch's attention
     unequal_heads = False  # the attention prefers values as narrow as they are (`upstream._unpadded_values`)
+    linear_attention_kernels = False  # gated delta nets have the kernels of flash-linear-attention
     torch_attention = False  # fused layers use torch's attention (`attention.PackedAttention`) instead of Transformer Engine's
     note: str | None = None  # what the user should know about the choice
     name: str | None = None  # CUDA's name of the GPU
@@ -84,7 +86,16 @@ class Backend(ABC):
         """Megatron's block spec (TransformerBlockSubmodules) for the layers that this rank builds for the given virtual stage."""
         from megarl.parallel import spec
 
-        return spec.transformer_engine(config, vp_stage, self.torch_attention) if self.fused else spec.local(config, vp_stage)
+        if self.fused:
+            return spec.transformer_engine(config, vp_stage, self.torch_attention, self.delta_net)
+        return spec.local(config, vp_stage, self.delta_net)
+
+    @property
+    def delta_net(self) -> type:
+        """The module of gated delta nets: with the kernels of flash-linear-attention, or with torch's operations in their place."""
+        from megarl.parallel import delta_net
+
+        return delta_net.DeltaNet if self.linear_attention_kernels else delta_net.TorchDeltaNet
 
     @property
     def replicated_linear(self) -> type:
@@ -187,6 +198,7 @@ class Cuda(Backend):
         # cuDNN's attention, which torch prefers on Hopper and Blackwell, builds a plan for every new length and number of sequences
         # (torch 2.13, ATen/native/cudnn/MHA.cpp:198), and has no deterministic backward pass.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        self.linear_attention_kernels = self.fused and not deterministic and importlib.util.find_spec("fla") is not None
         if self.fused:
             capability = torch.cuda.get_device_capability(self.device)
             self.torch_attention = deterministic or not attends_packed(capability)
@@ -303,7 +315,13 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
             )
         upstream.quiet()
         chosen = Cuda(deterministic, exact) if (torch.cuda.is_available() if gpus is None else gpus) else Cpu()
-        upstream.apply(chosen.device, chosen.synchronize, transformer_engine=chosen.fused, unequal_heads=chosen.unequal_heads)
+        upstream.apply(
+            chosen.device,
+            chosen.synchronize,
+            transformer_engine=chosen.fused,
+            unequal_heads=chosen.unequal_heads,
+            linear_attention=chosen.linear_attention_kernels,
+        )
         _chosen = chosen
     assert gpus is None or gpus == (_chosen.device.type == "cuda"), "a process has one backend"
     return _chosen

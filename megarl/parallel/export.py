@@ -171,9 +171,9 @@ def _collected(batch: _Batch, parameters: dict[str, Any], grid: Grid, dtype: tor
     """
     if batch.owner != grid.pp_rank or not _takes_part(batch.weights[0], grid):
         return None
-    first, (ranks, count, shape) = batch.weights[0], _sizes(batch, grid)
+    first, (ranks, count, _) = batch.weights[0], _sizes(batch, grid)
     start = grid.ep_rank * count if batch.ep > 1 else 0
-    mine = torch.stack([parameters[weight.name].to(dtype).view(shape) for weight in batch.weights[start : start + count]])
+    mine = torch.stack([weight.op.chunk(parameters[weight.name].to(dtype), ranks) for weight in batch.weights[start : start + count]])
     found = _gather(mine, (grid.groups.tp if first.expert is None else grid.groups.etp), ranks)
     return found if found is None else _gather(found, grid.groups.ep, batch.ep)
 

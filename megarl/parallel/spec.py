@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megarl.parallel.attention import PackedAttention
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, usable under sequence parallelism.
+    """x / sqrt(mean(x^2) + eps) * weight (or 1 + weight, in float32), usable under sequence parallelism.
 
     Megatron's WrappedTorchNorm refuses sequence parallelism (torch_norm.py:50) only because nobody marks its weight for the
     gradient reduction over the tensor-parallel group; this class does.
@@ -24,13 +29,39 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.centred, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.centred:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def _uncentred(config: TransformerConfig) -> TransformerConfig:
+    """The configuration of a norm whose weight is 1 where it does nothing, whatever the model's other norms have."""
+    config = copy.copy(config)
+    config.layernorm_zero_centered_gamma = False
+    return config
+
+
+class UncentredRMSNorm(RMSNorm):
+    """An RMSNorm that scales by its weight where the model's others scale by 1 + weight: a gated delta net's own."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(_uncentred(config), hidden_size, eps)
+
+
+class UncentredTENorm:
+    """Transformer Engine's, as `UncentredRMSNorm`."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> Any:
+        """Create Transformer Engine's module."""
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm(_uncentred(config), hidden_size, eps)
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -53,7 +84,9 @@ class ReplicatedLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
 
-def transformer_engine(config: TransformerConfig, vp_stage: int | None, torch_attention: bool) -> TransformerBlockSubmodules:
+def transformer_engine(
+    config: TransformerConfig, vp_stage: int | None, torch_attention: bool, delta_net: type
+) -> TransformerBlockSubmodules:
     """The Transformer Engine spec for the layers that this pipeline rank builds for the given virtual stage.
 
     Args:
@@ -63,21 +96,51 @@ def transformer_engine(config: TransformerConfig, vp_stage: int | None, torch_at
             Transformer Engine has for packed sequences from cuDNN 9.18 on, without context parallelism (2.18, utils.py:1028-1060), and
             where ranks share sequences with sliding windows, which it has not in the ring of keys and values that Megatron asks for by
             default (context_parallel.py:5057).
+        delta_net: the module of gated delta nets.
     """
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    block = get_gpt_decoder_block_spec(_of_attention(config), use_transformer_engine=True, vp_stage=vp_stage)
     shared_windows = config.window_size is not None and config.context_parallel_size > 1
     for layer in block.layer_specs if torch_attention or shared_windows or config.softmax_type != "vanilla" else []:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    if config.experimental_attention_variant == "gated_delta_net":
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+        parts = GatedDeltaNetSubmodules(TELayerNormColumnParallelLinear, UncentredTENorm, TERowParallelLinear)
+        _put_delta_nets(block, config, vp_stage, ModuleSpec(delta_net, submodules=parts))
     return block
 
 
-def local(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The local spec for the layers that this pipeline rank builds for the given virtual stage."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+def local(config: TransformerConfig, vp_stage: int | None, delta_net: type) -> TransformerBlockSubmodules:
+    """The local spec for the layers that this pipeline rank builds for the given virtual stage.
+
+    Args:
+        config: the model's configuration.
+        vp_stage: the virtual stage.
+        delta_net: the module of gated delta nets.
+    """
+    block = get_gpt_decoder_block_spec(_of_attention(config), use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in block.layer_specs:
         _localise(layer, config)
     block.layer_norm = RMSNorm
+    if config.experimental_attention_variant == "gated_delta_net":
+        parts = GatedDeltaNetSubmodules(ColumnParallelLinear, UncentredRMSNorm, RowParallelLinear)
+        _put_delta_nets(block, config, vp_stage, ModuleSpec(delta_net, submodules=parts))
     return block
+
+
+def _of_attention(config: TransformerConfig) -> TransformerConfig:
+    """The configuration without its gated delta nets, which Megatron's spec of a block refuses (gpt_layer_specs.py:572)."""
+    config = copy.copy(config)
+    config.experimental_attention_variant = None
+    return config
+
+
+def _put_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None, delta_net: ModuleSpec) -> None:
+    """Replace the attention of those layers of a block that are gated delta nets by `linear_attention_freq`."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    for index, layer in enumerate(block.layer_specs):
+        if config.linear_attention_freq[first + index]:
+            block.layer_specs[index] = replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))
 
 
 def _localise(layer: ModuleSpec, config: TransformerConfig) -> None:

@@ -46,7 +46,9 @@ def _differs(line: str, record: logging.LogRecord) -> bool:
     return line not in record.getMessage()
 
 
-def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_engine: bool, unequal_heads: bool) -> None:
+def apply(
+    device: torch.device, synchronize: Callable[[], None], *, transformer_engine: bool, unequal_heads: bool, linear_attention: bool
+) -> None:
     """Patch megatron.core.
 
     Args:
@@ -54,10 +56,12 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
         synchronize: waits for the work queued on the device.
         transformer_engine: whether the layers are built from Transformer Engine; without it there is more to patch.
         unequal_heads: whether the attention is cuDNN's, which takes some values that are narrower than keys.
+        linear_attention: whether gated delta nets have the kernels of flash-linear-attention; without them there is more to patch.
     """
     import megatron.core
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.ssm.gated_delta_net import common, gdn
     from megatron.core.tensor_parallel.layers import RowParallelLinear
     from megatron.core.transformer import mla_qk_norm_config, mlp, multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -68,6 +72,8 @@ def apply(device: torch.device, synchronize: Callable[[], None], *, transformer_
     _padded_counts(TopKRouter)
     _sorted_topk(moe_utils, TopKRouter)
     _plain_queries(mla_qk_norm_config.QKNormConfigResolver, multi_latent_attention.MLASelfAttention)
+    if not linear_attention:
+        _torch_delta_net(common, gdn)
     if unequal_heads:
         _unpadded_values(multi_latent_attention)
     if transformer_engine:
@@ -263,6 +269,16 @@ def _bias_of_experts(mlp: Any, row_parallel: Any) -> None:
         return (output.clone() if self.is_expert and bias is not None else output), bias
 
     row_parallel.forward = forward
+
+
+def _torch_delta_net(common: Any, gdn: Any) -> None:
+    """common.py:136 refuses to build a gated delta net without flash-linear-attention, whose kernels need a GPU and Triton, and gdn.py:207
+    convolves with it. Torch's operations of `delta_net.py` take their place; the rule itself is an attribute of the module."""
+    from megarl.parallel.delta_net import causal_conv1d
+
+    expect(common._GDNBase.__init__, "if not HAVE_FLA:", "self._setup_variant_attrs()")
+    expect(gdn.GatedDeltaNet.forward, "qkv, _ = causal_conv1d(", "self.gated_delta_rule(")
+    common.HAVE_FLA, gdn.causal_conv1d = True, causal_conv1d
 
 
 def _replicated_projections(multi_latent_attention: Any) -> None:

@@ -85,7 +85,7 @@ def load_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid) -> None:
             if shard.numel() != parameter.numel():
                 built, packed = list(parameter.shape), list(shard.shape)
                 raise ValueError(f"rank {grid.rank}: {name} is built as {built}, and its shard {rank} of {ranks} packs to {packed}")
-            parameter.copy_(shard.reshape(parameter.shape))
+            parameter.copy_(weights[name].op.parameter(shard))
 
 
 def tensor_parallel(weight: Weight, grid: Grid) -> tuple[int, int]:

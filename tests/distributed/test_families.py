@@ -55,7 +55,7 @@ def test_logits_equal_those_of_transformers_on_every_layout(pool: Pool, make: Ma
     assert_transformers(pool, make(variant), *(layout for layout in layouts(variant).values() if long or layout.ranks > 1))
 
 
-PARTED = ["qwen2", "deepseek_v3", "ministral", "gpt_oss", "minimax_m2"]
+PARTED = ["qwen2", "deepseek_v3", "ministral", "gpt_oss", "minimax_m2", "qwen3_next"]
 
 
 @pytest.mark.parametrize("family", rows([*PARTED, "moonlight", "deepseek_v2", "glm4_moe_lite"], PARTED))
@@ -75,6 +75,7 @@ KINDS = [
     "gpt_oss",
     "minimax_m2",
     "qwen2_moe",
+    "qwen3_next",
 ]  # all kinds of tensors
 
 
@@ -131,6 +132,11 @@ SPARSE: dict[str, tuple[str, set[str], dict[str, Any]]] = {
     "latent": ("deepseek_v3", {"routed_scaling_factor", "norm_topk_prob", "rope_interleave", "scoring_func", "topk_method"}, {}),
     "latent_softmax": ("deepseek_v2", {"norm_topk_prob", "scoring_func", "rope_parameters", "moe_layer_freq"}, {}),
     "latent_greedy": ("deepseek_v2_lite", {"topk_method", "routed_scaling_factor", "n_group", "topk_group"}, {}),
+    "hybrid": (
+        "qwen3_next",
+        {"layer_types", "norm_topk_prob", "partial_rotary_factor", "rope_parameters", "mlp_only_layers"},
+        {"full_attention_interval": 2},
+    ),
     "glm": ("glm4_moe", {"rope_parameters", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor"}, {}),
 }
 SPARSE["minimax"] = ("minimax_m2", {"rope_parameters", "partial_rotary_factor", "use_routing_bias"}, {"rope_theta": 1e6, "rotary_dim": 24})

@@ -27,6 +27,7 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
     [
         ("deepseek_v3", 5, Layout(ranks=2, pp=2), {LAST: 2}),
         ("deepseek_v3", 5, Layout(ranks=3, pp=3), {FIRST: 1}),
+        ("qwen3_next", 3, Layout(ranks=2, pp=2), {FIRST: 1}),
         ("llama", 7, Layout(ranks=4, pp=4), {FIRST: 2, LAST: 1}),
         ("llama", 6, Layout(ranks=2, pp=2, vpp=2), {FIRST: 2}),
     ],

@@ -27,6 +27,7 @@ LAYOUTS = {
     "pp2": Layout(ranks=2, pp=2),
     "cp2": Layout(ranks=2, cp=2),
     "dp2": Layout(ranks=2),
+    "cp2_tp2": Layout(ranks=4, cp=2, tp=2),
     "tp2_pp2": Layout(ranks=4, tp=2, pp=2),
     "ep4": Layout(ranks=4, ep=4),
     "tp2_etp2_ep2": Layout(ranks=4, tp=2, etp=2, ep=2),
@@ -41,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", EVERY_EXPERT),
     "ministral": ("ministral", {}),
     "gpt_oss": ("gpt_oss", {"num_experts_per_tok": 8}),
+    "qwen3_next": ("qwen3_next", {"num_experts_per_tok": 8}),
     "glm4_moe_dense_stage": ("glm4_moe", {**EVERY_EXPERT, "first_k_dense_replace": 2}),
     "minimax_m2": ("minimax_m2", EVERY_EXPERT),
     "qwen2_moe": ("qwen2_moe", EVERY_EXPERT),
@@ -52,6 +54,7 @@ CASES = [
     ("moonlight", "tp2_ep2"),
     *(("moonlight", name) for name in ("pp2", "cp2")),
     *((family, name) for family in ("deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite") for name in ("tp2_ep2", "pp2", "cp2")),
+    *(("qwen3_next", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2", "ep4", "tp2_etp2_ep2", "cp2_tp2")),
     ("glm4_moe", "tp2_ep2"),
     ("glm4_moe", "cp2"),
     ("glm4_moe_dense_stage", "pp2"),
@@ -75,6 +78,8 @@ SUITE = [
     ("gpt_oss", "cp2"),
     ("minimax_m2", "tp2_pp2"),
     ("qwen2_moe", "tp2_ep2"),
+    ("qwen3_next", "pp2"),
+    ("qwen3_next", "cp2_tp2"),
 ]
 Step = tuple[list[float], list[float], dict[tuple[int, int], float]]  # of training: losses, gradient norms, log-probs
 

@@ -39,7 +39,9 @@ def same_bytes(one: Path, two: Path) -> bool:
         )
 
 
-@pytest.mark.parametrize("variant", rows(VARIANTS, ["qwen2_tied", "phi3", "qwen3_moe_unnormalized", "deepseek_v3", "glm4_moe", "gpt_oss"]))
+@pytest.mark.parametrize(
+    "variant", rows(VARIANTS, ["qwen2_tied", "phi3", "qwen3_moe_unnormalized", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"])
+)
 def test_weights_come_back_bit_for_bit(pool: Pool, make: Make, variant: str) -> None:
     path, known = make(variant), layouts(variant)
     expected = stored(path)
@@ -117,7 +119,7 @@ def values(grid: Grid, path: Path, batch: Batch) -> dict[int, float]:
     return dict(item for found in schedule.run(chunks, [batch], loss_fn, grid, forward_only=True) for item in found.items())
 
 
-@pytest.mark.parametrize("variant", rows(VARIANTS, ["qwen3", "llama", "mixtral", "moonlight", "glm4_moe_air", "gpt_oss"]))
+@pytest.mark.parametrize("variant", rows(VARIANTS, ["qwen3", "llama", "mixtral", "moonlight", "glm4_moe_air", "gpt_oss", "qwen3_next"]))
 def test_critic_is_transformers_classifier(pool: Pool, make: Make, tmp_path: Path, variant: str) -> None:
     path = classifier(make(variant), tmp_path / "critic")
     tp2, pp2 = layouts(variant)["tp2"], layouts(variant)["pp2"]

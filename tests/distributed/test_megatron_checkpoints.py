@@ -21,8 +21,13 @@ NAMES: dict[str, dict[str, Any]] = {
     "layers numbered": {"non_homogeneous_layers": True},
     "all numbered, gate and up apart": {"singleton_local_shards": True},
 }
-ROWS = [(family, names) for family in ("qwen3_moe", "qwen3", "qwen2_tied", "glm4_moe", "deepseek_v3") for names in NAMES]
-SUITE = [("qwen3_moe", "stacked"), ("qwen3_moe", "all numbered, gate and up apart"), ("qwen3", "layers numbered")]
+ROWS = [(family, names) for family in ("qwen3_moe", "qwen3", "qwen2_tied", "glm4_moe", "deepseek_v3", "qwen3_next") for names in NAMES]
+SUITE = [
+    ("qwen3_moe", "stacked"),
+    ("qwen3_moe", "all numbered, gate and up apart"),
+    ("qwen3", "layers numbered"),
+    ("qwen3_next", "stacked"),
+]
 
 
 @pytest.mark.parametrize(("family", "names"), rows(ROWS, SUITE))

@@ -65,6 +65,7 @@ LONG = (
     "minimax_m2",
     "qwen2_moe",
     "olmoe",
+    "qwen3_next",
 )
 SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "moonlight")
 

@@ -73,7 +73,7 @@ def _check_blocks(model: ModelDescription, settings: RolloutSettings) -> None:
             tp = 1 if settings.expert_parallel else settings.devices
             key = f"rollout.dp={settings.dp}, rollout.tp={settings.tp}, rollout.expert_parallel={str(settings.expert_parallel).lower()}"
         parts = weight.op.parts if isinstance(weight.op, Fused) else weight.op
-        first = {"layer": weight.layers[0] if weight.layers else 0, "expert": 0}
+        first = {"layer": min(weight.layers) if weight.layers else 0, "expert": 0}
         names = [name.format(**first) for name in weight.hf] * (len(parts.shapes) // len(weight.hf))
         for index, (name, shape) in enumerate(zip(names, parts.shapes, strict=True)):
             held = [size // tp if axis == parts.dim else size for axis, size in enumerate(shape)]
@@ -154,7 +154,30 @@ def cache_mb(model: ModelDescription, dtype: str, settings: RolloutSettings, seq
     width = 2 * max(1, n.groups // settings.tp) * n.head_dim
     if model.latent:  # which every worker has whole
         width = model.fields["kv_lora_rank"] + model.fields["qk_pos_emb_head_dim"]
-    token_bytes = n.layers * width * (4 if dtype == "float32" else 2)
+    item = 4 if dtype == "float32" else 2
     longest = settings.max_prompt_tokens + settings.max_response_tokens
+    if n.linear_heads:
+        return _hybrid_cache_bytes(model, settings.tp, width * item, item, longest, sequences) + (1 << 20) - 1 >> 20
     blocks = sequences * -(-longest // block) + 1  # vLLM keeps one block empty
-    return -(-token_bytes * block * blocks >> 20)
+    return -(-n.layers * width * item * block * blocks >> 20)
+
+
+def _hybrid_cache_bytes(model: ModelDescription, tp: int, token: int, item: int, longest: int, sequences: int) -> int:
+    """Return the bytes of `cache_mb` for a model with gated delta nets, given those of a token in a layer of attention.
+
+    A block holds either tokens or a sequence's state, of as many layers as there are of the rarer kind (v1/core/kv_cache_utils.py).
+    """
+    n, linear = model.sizes, sum(model.fields["linear_attention_freq"])
+    together = max(1, min(linear, n.layers - linear))
+    block = _BLOCK * -(-_state_bytes(model, tp, item) // (token * _BLOCK))
+    each = -(-longest // block) * -(-(n.layers - linear) // together) + -(-linear // together)
+    return int(token * block * together * (sequences * each + 1))
+
+
+def _state_bytes(model: ModelDescription, tp: int, item: int) -> int:
+    """Return the bytes of a gated delta net's state of one sequence, and of the last inputs of its convolution."""
+    its = model.fields
+    keys = its["linear_num_key_heads"] * its["linear_key_head_dim"]
+    values = its["linear_num_value_heads"] * its["linear_value_head_dim"]
+    channels = (2 * keys + values) * (its["linear_conv_kernel_dim"] - 1)
+    return (values * its["linear_key_head_dim"] + channels) * item // tp

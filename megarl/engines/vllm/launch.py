@@ -147,6 +147,8 @@ def engine_arguments(setup: Setup, model: ModelDescription) -> dict[str, Any]:
         "enable_return_routed_experts": setup.report_experts and model.sizes.experts > 0,
         "hf_overrides": _overrides(model, settings),
         "trust_remote_code": False,
+        # vLLM caches prefixes of recurrent layers only with chunked prefill (v1/core, "align").
+        **({"enable_prefix_caching": False} if model.sizes.linear_heads else {}),
         "disable_log_stats": True,
         # Arbitrary values; vLLM would copy a directory's weights into fp8 ones without a scale, or expect them in the fp8 of the directory.
         **({"load_format": "dummy"} if setup.blank or reads_anew(model, settings) else {}),

@@ -31,6 +31,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
@@ -130,8 +131,11 @@ def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
     for path, layer in model.named_modules():
         if isinstance(layer, RoutedExperts):
             yield from _experts(path, layer, biases)
+        elif isinstance(layer, QwenGatedDeltaNetAttention):
+            yield from _delta_net(path, layer)
         elif isinstance(layer, LinearBase):
-            yield from _linear(path, layer, packed)
+            if not path.endswith(".linear_attn.conv1d"):  # `_delta_net` yields it
+                yield from _linear(path, layer, packed)
         elif isinstance(layer, ParallelLMHead):
             if not tied:
                 yield _vocabulary(f"{path}.weight", layer, _matrix(layer))
@@ -161,6 +165,18 @@ def _stale(path: str, layer: MLAAttention) -> Iterator[_Shards]:
     for name, parameter in layer.named_parameters(recurse=False):
         if name not in made or not torch.equal(parameter, made[name].to(parameter.dtype)):
             yield _plain([f"{path}.{name}"], 0, 0, parameter)
+
+
+def _delta_net(path: str, layer: QwenGatedDeltaNetAttention) -> Iterator[_Shards]:
+    """Yield the parameters of a gated delta net that belong to no layer inside it, which tensor parallelism cuts by head, and its
+    convolution, of whose queries, keys and values each rank has a part."""
+    for name, parameter in layer.named_parameters(recurse=False):
+        yield _plain([f"{path}.{name}"], 0, layer.tp_rank * len(parameter), parameter)
+    weight, start, whole, last = layer.conv1d.weight, 0, 0, False
+    for size in (layer.key_dim, layer.key_dim, layer.value_dim):
+        rows = size // layer.tp_size
+        yield _plain([f"{path}.conv1d.weight"], whole + layer.tp_rank * rows, 0, weight[start : start + rows], last)
+        start, whole, last = start + rows, whole + size, True
 
 
 def _plain(names: list[str], row: int, column: int, tensor: Tensor, further: bool = False) -> _Shards:

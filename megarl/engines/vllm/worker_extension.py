@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from megarl.engines.vllm.cpu import delta_net as cpu_delta_net
 from megarl.engines.vllm.cpu import experts as cpu_experts
 from megarl.engines.vllm.cpu import logprobs as cpu_logprobs
 from megarl.engines.vllm.cpu import mla as cpu_mla
@@ -64,6 +65,7 @@ def enter_engine_process() -> None:
         cpu_logprobs.install()
         cpu_mla.install()
         cpu_router.install()
+        cpu_delta_net.install()
         _rest()
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             # vLLM's AMX kernels (bf16) do not ask Linux for the tile registers first, and die of SIGILL. Workers inherit the permission.

@@ -26,6 +26,8 @@ UNREAD = {  # what some classes have no key for, or read for RoPE alone
     "glm4_moe_lite": {"num_nextn_predict_layers", "first_k_dense_replace"},
     "minimax_m2": {"num_nextn_predict_layers", "rotary_dim"},
 }
+# Compared by what they come to: frequencies, layers.
+BESIDE = {"partial_rotary_factor", "rope_theta", "layer_types", "full_attention_interval", "mlp_only_layers"}
 SCALED: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -98,17 +100,15 @@ def same(config: dict[str, Any]) -> bool:
         "num_key_value_heads": other.num_key_value_heads,
         "head_dim": getattr(other, "head_dim", None) or other.hidden_size // other.num_attention_heads,
     }
-    for key in (
-        model.family.defaults.keys()
-        - unread(model.architecture)
-        - WINDOWS
-        - {"partial_rotary_factor", "rope_theta", "layer_types", "mlp_only_layers"}
-    ):
+    for key in model.family.defaults.keys() - unread(model.architecture) - WINDOWS - BESIDE:
         assert ours.get(key, model.config[key]) == (derived[key] if key in derived else getattr(other, key)), key
     assert windows(ours, other, other.num_hidden_layers) == windows(ours, None, other.num_hidden_layers)
     assert (getattr(other, "mlp_only_layers", None) or []) == (model.config.get("mlp_only_layers") or [])
     if hasattr(other, "mlp_layer_types"):
         assert other.mlp_layer_types == ["dense"] * model.sizes.dense + ["sparse"] * (model.sizes.layers - model.sizes.dense)
+    linear = model.fields.get("linear_attention_freq") or [False] * model.sizes.layers
+    kinds = getattr(other, "layer_types", None) or ["full_attention"] * model.sizes.layers
+    assert [kind == "linear_attention" for kind in kinds] == [bool(one) for one in linear]
     frequencies, factor = rotation(other)
     torch.testing.assert_close(
         model.rope.frequencies(model.config["qk_rope_head_dim"] if latent else ours["head_dim"]), frequencies, rtol=1e-6, atol=0
@@ -132,7 +132,7 @@ def test_a_missing_or_null_key_has_transformers_default_or_is_refused(architectu
         for name in names:
             assert same({**rest, name: None}) <= (family.defaults[key] is None or key in family.nullable), "a null that says nothing"
     sizes = {"hidden_size", "num_attention_heads", "head_dim", "num_key_value_heads", "sliding_window"}  # others do not go with the rest
-    sizes |= {"n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "qk_rope_head_dim"}
+    sizes |= {"n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "qk_rope_head_dim", "linear_num_key_heads"}
     assert family.defaults.keys() - taken <= sizes, "the default of every other key is taken"
 
 
@@ -143,7 +143,7 @@ def test_the_tables_are_those_of_transformers_classes(architecture: str) -> None
     derived = {"head_dim": getattr(other, "head_dim", None), "num_key_value_heads": other.num_attention_heads, "mlp_only_layers": []}
     found = {**other.rope_parameters, **{key: getattr(other, key) for key in family.defaults if hasattr(other, key)}}
     found["sliding_window"] = getattr(type(other), "sliding_window", None)  # an instance has none where use_sliding_window is false
-    for key in family.defaults.keys() - unread(architecture) - {"layer_types"}:
+    for key in family.defaults.keys() - unread(architecture) - {"layer_types", "full_attention_interval"}:
         expected = derived.get(key) if family.defaults[key] is None else family.defaults[key]
         assert found.get(key) == expected, key
 

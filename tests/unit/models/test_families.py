@@ -420,14 +420,14 @@ def test_an_update_brings_an_engine_every_tensor_in_its_dtype_and_float32_where_
 
 @pytest.mark.parametrize("family", TINY)
 def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path: Path, family: str) -> None:
-    """As published FP8 checkpoints do (DeepSeek-V3's config.json quantises every linear layer but the head and the routers)."""
+    """As published FP8 checkpoints do (DeepSeek-V3's config.json quantises every linear layer but the head and the routers).
+    A gated delta net stays as it is."""
     build(tmp_path, layers=2, hidden=128, experts=4, expert_hidden=64, seed=1, family=family)
     hf = read_config(tmp_path)
     known, plain = family_of(hf), family_of(hf).update(hf, "bfloat16")
     update = known.update(hf, "bfloat16", "fp8")
-    matrices = {
-        name for name in plain if re.search(r"_proj(_with_mqa)?\.weight$|experts\.\d+\.(w[123]\.weight|gate_up_proj|down_proj)$", name)
-    }
+    projection = r"_proj(_with_mqa)?\.weight$|experts\.\d+\.(w[123]\.weight|gate_up_proj|down_proj)$"
+    matrices = {name for name in plain if re.search(projection, name) and ".linear_attn." not in name}
     assert {name for name, (_, dtype) in update.items() if dtype == "float8_e4m3fn"} == matrices
     assert update.keys() - plain.keys() == {f"{name}_scale_inv" for name in matrices}
     for name, (shape, dtype) in plain.items():
@@ -435,6 +435,5 @@ def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path:
             assert update[f"{name}_scale_inv"] == ([-(-size // 128) for size in shape], "float32") and update[name][0] == shape
         else:
             assert update[name] == (shape, dtype)
-    assert {f"{name}.weight" for name in known.unquantized(hf)} == {
-        name for name in plain if name.endswith((".gate.weight", ".router.weight", "_gate.weight"))
-    }
+    kept = r"(\.gate|\.router|_gate|\.linear_attn\.(in|out)_proj\w*)\.weight$"
+    assert {f"{name}.weight" for name in known.unquantized(hf)} == {name for name in plain if re.search(kept, name)}

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.config import ConfigError, Layout
+from megarl.models.checkpoint_names import parameter_shape
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
-from megarl.models.weight_map import QKV, Fused, GateUp, Op, Plain
+from megarl.models.weight_map import QKV, Fused, GateUp, Op, Plain, Sections
 from megarl.parallel.weights import canonical
 from tests.distributed import tiny_training
 from tests.distributed.tiny_training import make_checkpoint
@@ -32,6 +33,10 @@ OPS: dict[str, Op] = {
     "gate_up": GateUp(ffn=12, hidden=5),
     "fused_qkv": Fused(QKV(heads=12, groups=4, head_dim=3, rest=(5,))),
     "fused_qkv_bias": Fused(QKV(heads=12, groups=4, head_dim=3, rest=())),
+    "gated_qkv": QKV(heads=12, groups=4, head_dim=3, rest=(5,), gated=True),
+    "sections": Sections(4, (("a", 3), ("b", 2), ("c", 1)), (2, 1), (5,)),
+    "interleaved_sections": Sections(4, (("a", 3), ("b", 2), ("c", 1)), (2, 1), (5,), interleaved=True),
+    "kernel_sections": Sections(4, (("a", 3), ("b", 2)), (2,), (1, 5)),
     "fused_gate_up": Fused(GateUp(ffn=12, hidden=5)),
 }
 
@@ -70,10 +75,36 @@ def test_shards_are_chunks_of_the_packed_tensor_and_join_to_the_whole(name: str,
         assert not packed[op.packed_shape[0] :].any(), "vocabulary padding is zero"
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", OPS)
+def test_a_parameter_is_its_shard_in_the_order_of_its_pieces(name: str, ranks: int) -> None:
+    op = OPS[name]
+    whole = op.parameter(op.pack(drawn(op)))
+    assert torch.equal(op.parameter(op.chunk(whole, 1)), whole)
+    assert len(whole) == sum(parameter_shape(piece)[0] for piece in op.pieces.values())
+    if op.axis != 0 or op.pads:
+        return
+    pieces = [piece.chunk(ranks) for piece in whole.split([parameter_shape(piece)[0] for piece in op.pieces.values()])]
+    for rank, shard in enumerate(op.chunk(whole, 1).chunk(ranks)):
+        assert torch.equal(op.parameter(shard), torch.cat([piece[rank] for piece in pieces]))
+        assert torch.equal(op.chunk(op.parameter(shard), ranks), shard)
+
+
 def test_qkv_is_interleaved_by_group() -> None:
     query, key, value = torch.arange(4.0), torch.tensor([10.0, 11.0]), torch.tensor([20.0, 21.0])
     packed = QKV(heads=4, groups=2, head_dim=1, rest=()).pack([query, key, value])
     assert packed.tolist() == [[0, 1, 10, 20], [2, 3, 11, 21]]
+
+
+def test_gates_follow_the_queries_of_their_group() -> None:
+    query = torch.tensor([0.0, -0.5, 1.0, -1.5, 2.0, -2.5, 3.0, -3.5])  # a head's query, then its gate
+    packed = QKV(heads=4, groups=2, head_dim=1, rest=(), gated=True).pack([query, torch.tensor([10.0, 11.0]), torch.tensor([20.0, 21.0])])
+    assert packed.tolist() == [[0, 1, -0.5, -1.5, 10, 20], [2, 3, -2.5, -3.5, 11, 21]]
+
+
+def test_sections_are_kind_after_kind_in_a_parameter() -> None:
+    op = Sections(2, (("a", 2), ("b", 1)), (2,), (), interleaved=True)
+    assert op.parameter(op.pack([torch.arange(6.0)])).tolist() == [0, 1, 3, 4, 2, 5]
 
 
 def test_every_tensor_of_a_family_is_in_one_exported_row() -> None:
