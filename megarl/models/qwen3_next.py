@@ -8,19 +8,17 @@ refuses (`decoder_blocks.refuse`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
+from megarl.models import delta_nets
 from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import BLOCK, LAYER, number
+from megarl.models.decoder_blocks import number
 from megarl.models.rope import rope
-from megarl.models.weight_map import Family, Plain, Sections, Sizes, WeightMapping, scalar_head
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
 
 NAME = "Qwen3-Next"
-KINDS = ("linear_attention", "full_attention")
 turned = partial(rope, partial=True)
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3NextConfig
@@ -38,13 +36,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3NextConfig
     "tie_word_embeddings": False,
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "layer_types": None,
-    "full_attention_interval": 4,
+    **delta_nets.DEFAULTS,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "moe_intermediate_size": 512,
@@ -58,32 +50,13 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3NextConfig
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
     blocks.refuse(NAME, {**config, "layer_types": None}, mlp_only_layers=[], decoder_sparse_step=1, attention_bias=False)
-    keys, values = number(config, "linear_num_key_heads"), number(config, "linear_num_value_heads")
-    if values % keys:
-        raise ConfigError(f"model.path: config.json's linear_num_key_heads={keys} does not divide linear_num_value_heads={values}")
     return blocks.decoder_sizes(
         config,
         experts=number(config, "num_experts"),
         expert_ffn=number(config, "moe_intermediate_size"),
         shared_ffn=number(config, "shared_expert_intermediate_size"),
-        linear_heads=keys,
+        linear_heads=delta_nets.key_heads(config),
     )
-
-
-def linear_layers(config: ConfigJson) -> list[bool]:
-    """Return, for each layer, whether it is a gated delta net. Raise ConfigError if config.json does not say it of each."""
-    count, types = number(config, "num_hidden_layers"), config["layer_types"]
-    if types is None:
-        interval = number(config, "full_attention_interval")
-        return [(layer + 1) % interval != 0 for layer in range(count)]
-    if len(types) != count or not set(types) <= set(KINDS):
-        raise ConfigError(f"model.path: config.json's layer_types are not {' or '.join(map(repr, KINDS))}, one for each of {count} layers")
-    return [kind == KINDS[0] for kind in types]
-
-
-def layers_of(config: ConfigJson, *, linear: bool) -> tuple[int, ...]:
-    """Return the layers that are gated delta nets, or those that are not."""
-    return tuple(layer for layer, own in enumerate(linear_layers(config)) if own == linear)
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -91,37 +64,13 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
     n = sizes(config)
     return [
         blocks.embedding(n),
-        *blocks.attention(n, norm=True, gated=True, layers=layers_of(config, linear=False)),
-        *_delta_net(config, n, layers_of(config, linear=True)),
+        *blocks.attention(n, norm=True, gated=True, layers=delta_nets.layers_of(config, linear=False)),
+        *delta_nets.weight_map(config, n, by_head=True),
         *blocks.experts(n),
         *blocks.gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_expert."),
         blocks.shared_expert_gate(n),
         blocks.final_norm(n),
     ]
-
-
-def _delta_net(config: ConfigJson, n: Sizes, layers: Collection[int]) -> list[WeightMapping]:
-    """Return the mappings of the gated delta nets in these layers, which tensor parallelism splits by key head.
-
-    Beside each key head go the value heads that share it: their values and gates z, decays alpha and learning rates beta.
-    """
-    ours, theirs, groups = LAYER + "self_attention.", BLOCK + "linear_attn.", n.linear_heads
-    shared = number(config, "linear_num_value_heads") // groups
-    key, value = number(config, "linear_key_head_dim"), number(config, "linear_value_head_dim")
-    turned = (("query", key), ("key", key), ("value", shared * value))
-    kinds = (*turned, ("z", shared * value), ("beta", shared), ("alpha", shared))
-    heads = Plain((groups * shared,), 0)
-    kernel = Sections(groups, turned, (3,), (1, number(config, "linear_conv_kernel_dim")))
-    projections = Sections(groups, kinds, (4, 2), (n.hidden,), interleaved=True)
-    rows: list[tuple[str, tuple[str, ...], Any]] = [
-        ("in_proj.weight", ("in_proj_qkvz.weight", "in_proj_ba.weight"), projections),
-        ("conv1d.weight", ("conv1d.weight",), kernel),
-        ("dt_bias", ("dt_bias",), heads),
-        ("A_log", ("A_log",), heads),
-        ("out_norm.weight", ("norm.weight",), Plain((value,))),
-        ("out_proj.weight", ("out_proj.weight",), Plain((n.hidden, groups * shared * value), 1)),
-    ]
-    return [WeightMapping(ours + one, tuple(theirs + name for name in names), op, layers=layers) for one, names, op in rows]
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:
@@ -132,11 +81,7 @@ def fields(config: ConfigJson) -> dict[str, Any]:
         **blocks.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
         "moe_shared_expert_intermediate_size": n.shared_ffn,
         "moe_shared_expert_gate": True,
-        "layernorm_zero_centered_gamma": True,
-        "attention_output_gate": True,
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [int(linear) for linear in linear_layers(config)],
-        **{key: number(config, key) for key in DEFAULTS if key.startswith("linear_")},
+        **delta_nets.fields(config),
     }
 
 

@@ -21,7 +21,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-CHUNK = 32  # tokens
+from megarl.models.delta_nets import CHUNK
 
 
 class DeltaNet(GatedDeltaNet):

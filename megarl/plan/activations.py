@@ -3,7 +3,7 @@
 Three specs: `local`, Megatron's local layers on a CPU (plain torch operations), which the tests measure to the byte; `cuda`, the same
 layers with torch's CUDA kernels, whose RMSNorm keeps its input alone; `te`, Transformer Engine's. The last two were measured on an H200 for
 two layers of Qwen3-30B-A3B (`tests/gpu/shards.py`); what that model does not have is an estimate: latent attention, dense layers, shared
-experts, attention without norms of its heads.
+experts, gated delta nets, attention without norms of its heads.
 
 Axes: R rows of the packed micro-batch on a context-parallel rank, S = R / tp rows of its sequence-parallel shard, T routed tokens that a
 rank's experts process.
@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.config import Layout
+from megarl.models.delta_nets import CHUNK
 from megarl.plan.facts import Facts
 from megarl.plan.states import ITEM
 
 Spec = Literal["local", "cuda", "te"]
+_KERNEL_CHUNK = 64  # tokens of a chunk in flash-linear-attention's kernels
 
 
 @dataclass(frozen=True)
@@ -43,26 +45,30 @@ class MicroBatchShape:
         return ITEM[self.dtype]
 
 
-def layer_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) -> dict[str, int]:
+def layer_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool, linear: bool) -> dict[str, int]:
     """Return what one layer keeps for its backward.
 
     Args:
         facts: the model.
         shape: a micro-batch on a rank.
         experts: whether the layer's MLP is a mixture of experts.
+        linear: whether it has a gated delta net in the place of attention.
 
     Returns:
         Bytes by part.
     """
-    attention = _latent_attention if facts.latents else _attention
-    parts = {"norms": _norms(facts.n.hidden, 2, shape), "attention": attention(facts, shape)}
+    parts = {"norms": _norms(facts.n.hidden, 2, shape)}
+    if linear:
+        parts["delta net"] = _delta_net(facts, shape)
+    else:
+        parts["attention"] = _latent_attention(facts, shape) if facts.latents else _attention(facts, shape)
     if not experts:
         return {**parts, "mlp": _mlp(facts.n.ffn or 0, shape)}
     return {
         **parts,
         "router": _router(facts, shape),
         "experts": _experts(facts, shape),
-        "shared experts": _mlp(facts.n.shared_ffn, shape),
+        "shared experts": _mlp(facts.n.shared_ffn, shape) + facts.shared_gate * shape.shard * facts.n.hidden * shape.item,
     }
 
 
@@ -134,13 +140,15 @@ def _attention(facts: Facts, shape: MicroBatchShape) -> int:
     """Grouped-query attention between its norm and its residual: bytes per row, times R."""
     n, tp, item, local = facts.n, shape.layout.tp, shape.item, shape.spec != "te"
     query, key, heads, groups = n.heads * n.head_dim // tp, n.groups * n.head_dim // tp, n.heads // tp, n.groups // tp
-    packed = item * (query + 2 * key)  # the projection's output, of which values (and keys) are views
+    gate = query if facts.gated else 0
+    packed = item * (query + gate + 2 * key)  # the projection's output, of which values (and keys) are views
+    gated = gate * (4 + item)  # the gates' sigmoid in float32, and the gated output
     turned, out = item * (query + key), item * query
     scales = 4 * heads  # log-sum-exp of the softmax
     if not local:
         normed = 4 * (heads + groups) if facts.head_norm else 0
         whole = item * 2 * key if shape.layout.cp > 1 else 0  # keys and values of the last step of the ring
-        return shape.rows * (packed + turned + out + scales + normed + whole)
+        return shape.rows * (packed + turned + out + scales + normed + whole + gated)
     normed = 0
     if shape.layout.cp > 1:
         turned = item * (query + 2 * key * shape.layout.cp)  # keys and values of all ranks
@@ -150,7 +158,23 @@ def _attention(facts: Facts, shape: MicroBatchShape) -> int:
     elif facts.head_norm:  # in float32 the keys are still a view of the projection's output
         normed = 4 * (2 * query + (1 if item == 4 else 2) * key + heads + groups)
     rotary = 4 * item * facts.rotary  # cosine and sine, for queries and for keys
-    return shape.rows * (packed + turned + 2 * out + scales + normed + rotary) + _mask(facts, shape)
+    return shape.rows * (packed + turned + 2 * out + scales + normed + rotary + gated) + _mask(facts, shape)
+
+
+def _delta_net(facts: Facts, shape: MicroBatchShape) -> int:
+    """A gated delta net between its norm and its residual; what `parallel/delta_net.py` keeps was measured."""
+    its, tp, item = facts.delta_nets, shape.layout.tp, shape.item
+    assert its is not None
+    heads, channels, values = its.heads // tp, its.channels // tp, its.values // tp
+    wide = heads * its.key_dim  # queries or keys, one for each value head
+    projected = item * (channels + values + 2 * heads)
+    convolved = item * 2 * channels  # before and after
+    gated = item * 2 * values + 4 * 2 * values  # the answers, normalised and gated; the gate in float32
+    if shape.spec == "te":
+        rule = item * (2 * wide + _KERNEL_CHUNK * heads) + 4 * 2 * heads
+    else:
+        rule = 4 * int(13.5 * wide + 6 * values + values * its.key_dim // CHUNK + (5.3 * CHUNK + 5) * heads)
+    return shape.rows * (projected + convolved + rule + gated)
 
 
 def _mask(facts: Facts, shape: MicroBatchShape) -> int:

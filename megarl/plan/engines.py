@@ -17,7 +17,10 @@ VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of this many rows (voc
 FP8_BYTES = 1 + 4 / 128**2  # of a weight: float8, and a float32 scale for each block of 128 x 128
 # Models whose ranks split the tokens before they send them to the experts of other ranks, and therefore all hold the whole shared experts
 # (vllm/config/parallel.py:715, use_sequence_parallel_moe; its users are model_executor/models/deepseek_v2.py:369 and qwen3_moe.py:211).
-_SPLIT_TOKENS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM")
+_SPLIT_TOKENS = (
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM"),
+    *("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class EngineMemory:
     split: bool  # whether the tokens of a data-parallel rank are split among its GPUs on their way to the experts
     overhead: float
     token: float  # KV cache of one token
+    state: float  # what a sequence keeps beside that, however long it is: states of gated delta nets
     cache: float  # what is left for the KV cache; below 0: nothing fits
     longest: int  # tokens of the longest sequence
 
@@ -48,12 +52,17 @@ class EngineMemory:
     @property
     def room(self) -> bool:
         """Whether the KV cache has room for one sequence of the greatest length."""
-        return self.cache >= self.token * self.longest
+        return self.cache >= self.sequence
+
+    @property
+    def sequence(self) -> float:
+        """The cache of one sequence of the greatest length."""
+        return self.token * self.longest + self.state
 
     @property
     def live(self) -> float:
         """How many sequences of the greatest length the engine holds at once: each data-parallel rank has sequences of its own."""
-        return self.dp * max(0.0, self.cache) / (self.token * self.longest)
+        return self.dp * max(0.0, self.cache) / self.sequence
 
 
 def engine_weights(model: ModelDescription, tp: int, dtype: str, dp: int = 1, *, expert_parallel: bool = False, fp8: bool = False) -> int:
@@ -129,7 +138,7 @@ def splits_tokens(model: ModelDescription, tp: int, dp: int, *, expert_parallel:
 def _elements(op: Op, tp: int) -> int:
     inner = op.parts if isinstance(op, Fused) else op
     if isinstance(inner, QKV):
-        own = inner.heads // tp + 2 * max(1, inner.groups // tp)
+        own = inner.heads // tp * (2 if inner.gated else 1) + 2 * max(1, inner.groups // tp)
         return own * inner.head_dim * prod(inner.rest)
     if op.axis is None:
         return prod(op.packed_shape)
@@ -148,7 +157,21 @@ def cache_bytes(description: Facts, tp: int, dtype: str) -> int:
     """
     if description.latents is not None:
         return description.n.layers * (description.latents.key_value + description.latents.rotary) * ITEM[dtype]
-    return 2 * description.n.layers * max(1, description.n.groups // tp) * description.n.head_dim * ITEM[dtype]
+    return 2 * description.attention_layers * max(1, description.n.groups // tp) * description.n.head_dim * ITEM[dtype]
+
+
+def state_bytes(description: Facts, tp: int, dtype: str) -> float:
+    """Bytes that a sequence keeps on one rank however long it is: the states of gated delta nets, in the dtype of the cache as vLLM has
+    them by default.
+
+    Args:
+        description: the model.
+        tp: the number of ranks of the engine.
+        dtype: the dtype of the cache.
+    """
+    if description.delta_nets is None:
+        return 0.0
+    return description.linear_layers * description.delta_nets.state * ITEM[dtype] / tp
 
 
 def plan_engine(model: ModelDescription, settings: RolloutSettings, dtype: str, memory: float) -> EngineMemory:
@@ -176,6 +199,7 @@ def plan_engine(model: ModelDescription, settings: RolloutSettings, dtype: str, 
         split=splits_tokens(model, tp, dp, expert_parallel=apart),
         overhead=overhead,
         token=cache_bytes(description, tp, dtype),
+        state=state_bytes(description, tp, dtype),
         cache=cache,
         longest=longest,
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.models.delta_nets import DeltaNets, delta_nets
 from megarl.models.description import ModelDescription
 from megarl.models.weight_map import Sizes
 
@@ -30,6 +31,9 @@ class Facts:
     head_norm: bool  # whether queries and keys are normalised
     rotary: int  # width of the part of a head with rotary embedding
     latents: Latents | None
+    delta_nets: DeltaNets | None
+    gated: bool  # whether each head's output has a gate, as wide as its query
+    shared_gate: bool  # whether what the shared experts put out has a gate
     tied: bool
     window: int | None  # tokens that a query sees in the layers that have a sliding window; None: no layer has one
     windowed: float  # share of the layers that have one
@@ -37,6 +41,20 @@ class Facts:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
         return bool(self.n.experts) and layer >= self.n.dense
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has a gated delta net in the place of attention."""
+        return self.delta_nets is not None and layer in self.delta_nets.layers
+
+    @property
+    def attention_layers(self) -> int:
+        """The number of layers with attention."""
+        return self.n.layers - self.linear_layers
+
+    @property
+    def linear_layers(self) -> int:
+        """The number of layers with a gated delta net."""
+        return len(self.delta_nets.layers) if self.delta_nets is not None else 0
 
 
 def facts(model: ModelDescription) -> Facts:
@@ -49,6 +67,9 @@ def facts(model: ModelDescription) -> Facts:
         head_norm=bool(fields["qk_layernorm"]),
         rotary=latents.rotary if latents else int(n.head_dim * model.rope.fraction),
         latents=latents,
+        delta_nets=delta_nets(fields),
+        gated=bool(fields.get("attention_output_gate")),
+        shared_gate=bool(fields.get("moe_shared_expert_gate")),
         tied=model.tied,
         window=model.window,
         windowed=sum(some) / len(some) if (some := fields.get("window_attn_skip_freq")) else float(model.window is not None),

@@ -20,7 +20,7 @@ def active_parameters(model: Facts, elements: int) -> float:
 
 
 def forward_flops(model: Facts, elements: int, length: float) -> float:
-    """FLOPs of one token's forward pass: two for each active parameter, and causal attention.
+    """FLOPs of one token's forward pass: two for each active parameter, and those of attention or gated delta nets.
 
     Args:
         model: the model.
@@ -138,12 +138,18 @@ def _wait(model: Facts, layout: Layout, device: Device, tokens: float, *, expert
         outside = max(0.0, 1 - NODE / ranks)
         waits += max(moved * outside / far, moved * (1 - outside - 1 / ranks) / link) + 2 * EXCHANGE_LATENCY
     if layout.cp > 1:
-        moved = rows * 4 * n.groups * n.head_dim / layout.tp * (layout.cp - 1)
+        moved = rows * 4 * n.groups * n.head_dim / layout.tp * (layout.cp - 1) * model.attention_layers
+        if (its := model.delta_nets) is not None:  # each rank sends its tokens' heads to the ranks that have these, and gets their answers
+            moved += rows * 2 * (its.channels + 2 * its.values) / layout.tp * (layout.cp - 1) / layout.cp * model.linear_layers
+        moved /= n.layers  # of the average layer
         waits += moved / (link if layout.cp * layout.tp <= NODE else far) + (layout.cp - 1) * EXCHANGE_LATENCY
     return waits
 
 
 def _attention_flops(model: Facts, length: float) -> float:
-    """FLOPs of one token's causal attention in all layers, forward, in a sequence of so many tokens."""
+    """FLOPs of one token's causal attention in all layers, forward, in a sequence of so many tokens; and of the states of gated delta nets, each
+    of whose numbers is decayed and asked, changed, and asked once more.
+    """
     n, width = model.n, model.n.head_dim if model.latents is None else (model.n.head_dim + model.latents.value) / 2
-    return 4 * n.layers * n.heads * width * length / 2
+    flops = 4 * model.attention_layers * n.heads * width * length / 2
+    return flops if model.delta_nets is None else flops + 7 * model.linear_layers * model.delta_nets.values * model.delta_nets.key_dim

@@ -66,20 +66,19 @@ def stage_bytes(
     heads = head_bytes(facts, shape, value=head.value, fp32=head.fp32) if head is not None else {}
     if head is not None and working:
         heads["working set"] = head_working_bytes(facts, shape, value=head.value, fp32=head.fp32)
-    layers = {
-        mixture: _kept(facts, shape, recompute, experts=mixture) for mixture in {facts.has_experts(one) for part in chunks for one in part}
-    }
-    counts = Counter[bool]()
+    counts = Counter[tuple[bool, bool]]()  # of each kind of layer: with experts, with a gated delta net
     for part, times in zip(chunks, flying, strict=True):
-        counts.update({mixture: times * sum(facts.has_experts(one) == mixture for one in part) for mixture in layers})
+        for one in part:
+            counts[facts.has_experts(one), facts.is_linear(one)] += times
+    layers = {kind: _kept(facts, shape, recompute, experts=kind[0], linear=kind[1]) for kind in counts}
     backward = dict[str, int]()
     if working and layers:
-        backward["working set"] = max(layer_working_bytes(facts, shape, experts=mixture) for mixture in layers)
+        backward["working set"] = max(layer_working_bytes(facts, shape, experts=experts) for experts, _ in layers)
     if recompute.kind != "full":
         peak = max(backward, heads, key=_total)
         total = Counter(peak)
-        for mixture, count in counts.items():
-            total.update({part: count * size for part, size in layers[mixture].items()})
+        for kind, count in counts.items():
+            total.update({part: count * size for part, size in layers[kind].items()})
         return dict(total)
     entry = shape.shard * facts.n.hidden * shape.item
     inputs = sum(times * -(-len(part) // recompute.together) for part, times in zip(chunks, flying, strict=True)) * entry
@@ -94,8 +93,8 @@ def _total(parts: dict[str, int]) -> int:
     return sum(parts.values())
 
 
-def _kept(facts: Facts, shape: MicroBatchShape, recompute: Recompute, *, experts: bool) -> dict[str, int]:
-    parts = layer_bytes(facts, shape, experts=experts)
+def _kept(facts: Facts, shape: MicroBatchShape, recompute: Recompute, *, experts: bool, linear: bool) -> dict[str, int]:
+    parts = layer_bytes(facts, shape, experts=experts, linear=linear)
     return parts if recompute.kind != "selective" else {part: _spared(facts, shape, recompute, part, size) for part, size in parts.items()}
 
 

@@ -165,7 +165,8 @@ def _generate(rollout: RolloutSettings, prompts: int, model: Facts, elements: in
     sequences = prompts * rollout.samples_per_prompt / rollout.replicas
     response = rollout.max_response_tokens * MEAN_LENGTH
     held = (rollout.max_prompt_tokens + rollout.max_response_tokens / 2) * MEAN_LENGTH  # tokens of a sequence, halfway through its response
-    cached_sequences = max(1.0, engine.cache / (engine.token * held))  # by the cache of a data-parallel rank
+    cached = engine.token * held + engine.state
+    cached_sequences = max(1.0, engine.cache / cached)  # by the cache of a data-parallel rank
     live = min(sequences, engine.dp * min(rollout.max_num_seqs, cached_sequences))
     active, exchanged = active_parameters(model, elements), _met(model, engine, device)
     routed = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * model.topk
@@ -174,7 +175,7 @@ def _generate(rollout: RolloutSettings, prompts: int, model: Facts, elements: in
 
     def each(running: float) -> float:
         touched = 1 - (1 - model.topk / n.experts) ** running if n.experts else 0.0
-        read = engine.weights - engine.experts * (1 - touched) + running / engine.dp * engine.token * held
+        read = engine.weights - engine.experts * (1 - touched) + running / engine.dp * (cached + engine.state)  # states are written, too
         compute = 2 * computed * running / ranks / (device.flops * PREFILL_MFU)
         summed = 4 * n.layers * running / engine.dp * n.hidden * 2 * (engine.tp - 1) / engine.tp / (device.link * NETWORK_SHARE)
         on_device = summed + max(read / (device.bandwidth * DECODE_SHARE), compute) + running * exchanged + waits

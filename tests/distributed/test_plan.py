@@ -40,6 +40,14 @@ SIGMOID = {
     "topk_group": 1,
 }
 LATENTS = {"kv_lora_rank": 72, "q_lora_rank": 88, "qk_rope_head_dim": 16, "v_head_dim": 24, "qk_nope_head_dim": 32}
+DELTA_NETS = {
+    "shared_expert_intermediate_size": 48,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "norm_topk_prob": True, "head_dim": 32},
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -47,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_experts": 4, "num_local_experts": 4},
     "glm4_moe": {"architectures": ["Glm4MoeForCausalLM"], **SIGMOID, "attention_bias": True, "head_dim": 32},
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **SIGMOID, **LATENTS, "num_key_value_heads": 8},
+    "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], "num_experts": 4, "head_dim": 32, **DELTA_NETS},
 }
 DESCRIPTIONS = {name: ModelDescription.of({**BASE, **own}) for name, own in MODELS.items()}
 HALF: Literal["bfloat16"] = "bfloat16"
@@ -56,10 +65,13 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
     "dp2": (Layout(ranks=2), [Case("qwen3_moe"), Case("llama", HALF), Case("qwen2")]),
     "ep2": (Layout(ranks=2, ep=2), [Case("mixtral", HALF, "selective"), Case("glm4_moe")]),
     "tp2": (Layout(ranks=2, tp=2), [Case("llama", recompute="full"), Case("qwen2", HALF)]),
-    "tp2_ep2": (Layout(ranks=2, tp=2, ep=2), [Case("qwen3_moe", HALF), Case("deepseek_v3")]),
+    "tp2_ep2": (Layout(ranks=2, tp=2, ep=2), [Case("qwen3_moe", HALF), Case("deepseek_v3"), Case("qwen3_next", HALF)]),
     "tp2_etp2": (Layout(ranks=2, tp=2, etp=2), [Case("glm4_moe", HALF), Case("mixtral")]),
-    "cp2": (Layout(ranks=2, cp=2), [Case("qwen3_moe"), Case("deepseek_v3", HALF), Case("llama", HALF)]),
-    "pp2": (Layout(ranks=2, pp=2), [Case("qwen2", micro_batches=3), Case("deepseek_v3", HALF, "full", 3)]),
+    "cp2": (Layout(ranks=2, cp=2), [Case("qwen3_moe"), Case("deepseek_v3", HALF), Case("llama", HALF), Case("qwen3_next")]),
+    "pp2": (
+        Layout(ranks=2, pp=2),
+        [Case("qwen2", micro_batches=3), Case("deepseek_v3", HALF, "full", 3), Case("qwen3_next", micro_batches=3)],
+    ),
     "pp2_vpp2": (Layout(ranks=2, pp=2, vpp=2), [Case("glm4_moe", HALF, "full", 4), Case("qwen3_moe", micro_batches=4)]),
     "pp4": (Layout(ranks=4, pp=4), [Case("mixtral", HALF, micro_batches=5)]),
     "tp2_pp2": (Layout(ranks=4, tp=2, pp=2, ep=2), [Case("deepseek_v3", HALF, micro_batches=3), Case("qwen3_moe", recompute="full")]),

@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.vllm.arguments import check_arguments
 from megarl.engines.vllm.launch import VLLM_VERSION, vllm_names
+from megarl.models.delta_nets import delta_nets
 from megarl.models.description import ModelDescription
 from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
 
@@ -167,17 +168,10 @@ def _hybrid_cache_bytes(model: ModelDescription, tp: int, token: int, item: int,
 
     A block holds either tokens or a sequence's state, of as many layers as there are of the rarer kind (v1/core/kv_cache_utils.py).
     """
-    n, linear = model.sizes, sum(model.fields["linear_attention_freq"])
-    together = max(1, min(linear, n.layers - linear))
-    block = _BLOCK * -(-_state_bytes(model, tp, item) // (token * _BLOCK))
-    each = -(-longest // block) * -(-(n.layers - linear) // together) + -(-linear // together)
+    its = delta_nets(model.fields)
+    assert its is not None
+    linear, attention = len(its.layers), model.sizes.layers - len(its.layers)
+    together = max(1, min(linear, attention))
+    block = _BLOCK * -(-its.state * item // tp // (token * _BLOCK))
+    each = -(-longest // block) * -(-attention // together) + -(-linear // together)
     return int(token * block * together * (sequences * each + 1))
-
-
-def _state_bytes(model: ModelDescription, tp: int, item: int) -> int:
-    """Return the bytes of a gated delta net's state of one sequence, and of the last inputs of its convolution."""
-    its = model.fields
-    keys = its["linear_num_key_heads"] * its["linear_key_head_dim"]
-    values = its["linear_num_value_heads"] * its["linear_value_head_dim"]
-    channels = (2 * keys + values) * (its["linear_conv_kernel_dim"] - 1)
-    return (values * its["linear_key_head_dim"] + channels) * item // tp
