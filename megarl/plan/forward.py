@@ -147,8 +147,8 @@ def _wait(model: Facts, layout: Layout, device: Device, tokens: float, *, expert
 
 
 def _attention_flops(model: Facts, length: float) -> float:
-    """FLOPs of one token's causal attention in all layers, forward, in a sequence of so many tokens; and of the states of gated delta nets, each
-    of whose numbers is decayed and asked, changed, and asked once more.
+    """FLOPs of one token's causal attention in all layers, forward, in a sequence of so many tokens; and of the states of gated delta nets,
+    each of whose numbers is decayed and asked, changed, and asked once more.
     """
     n, width = model.n, model.n.head_dim if model.latents is None else (model.n.head_dim + model.latents.value) / 2
     flops = 4 * model.attention_layers * n.heads * width * length / 2
