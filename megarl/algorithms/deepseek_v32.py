@@ -14,7 +14,7 @@ from megarl.algorithms.ops import Aggregation
 class DeepSeekV32(Clipped, GroupRelative):
     """GRPO's loss, 0 in a sequence with A_i < 0 and mean_t(roll_t - lp_t) > `off_policy_delta`, plus kl_coef * (pi / old) * k3.
 
-    The paper gives no delta; 0.5 is ours. Its `kl_coef` depends on the domain and may be 0.
+    The paper gives no delta; 0.5 is TRL's advice. Its `kl_coef` depends on the domain and may be 0.
     """
 
     type: Literal["deepseek_v32"] = "deepseek_v32"

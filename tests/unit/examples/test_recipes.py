@@ -48,12 +48,36 @@ PAPERS: dict[str, dict[str, Any]] = {
         "train.mini_batches": 16,
         "train.dynamic_sampling_rounds": 10,
     },
+    "deepseek_v32": {
+        "algorithm.off_policy_delta": 0.5,
+        "algorithm.kl_coef": 0.001,
+        "algorithm.kl_kind": "k3",
+        "algorithm.kl_importance_weighted": True,
+        "routing.replay": "r3",
+    },
+    "dppo": {
+        "algorithm.divergence": "tv",
+        "algorithm.delta_low": 0.15,
+        "algorithm.delta_high": 0.15,
+        "algorithm.scale": "none",
+        "algorithm.aggregation": "seq-mean-token-sum-norm",
+        "train.old_logp": "rollout",
+        "train.prompts_per_step": 256,
+        "train.mini_batches": 256 // 32,
+        "rollout.samples_per_prompt": 16,
+    },
     "dr_grpo": {
         "algorithm.horizon": 3000,
         "rollout.max_response_tokens": 3000,
         "rollout.samples_per_prompt": 8,
         "train.prompts_per_step": 128,
         "train.mini_batches": 8,
+    },
+    "gdpo": {
+        "algorithm.normalise_sum": True,
+        "rollout.samples_per_prompt": 4,
+        "train.prompts_per_step": 512,
+        "train.mini_batches": 512 // 128,
     },
     "gmpo": {"algorithm.clip_low": 0.4, "algorithm.clip_high": 0.4, "rollout.samples_per_prompt": 8, "train.mini_batches": 8},
     "grpo": {
@@ -70,6 +94,15 @@ PAPERS: dict[str, dict[str, Any]] = {
     "grpo_moe": {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.27, "train.mini_batches": 4},
     "gspo": {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 4e-4, "train.mini_batches": 4},
     "lite_ppo": {"algorithm.clip_high": 0.2, "algorithm.kl_coef": 0.0, "rollout.max_response_tokens": 8192},
+    "luspo": {"algorithm.clip_low": 2e-3, "algorithm.clip_high": 2.5e-3},
+    "max_rl": {
+        "algorithm.scale": "mean",
+        "optimizer.clip_grad": 0.3,
+        "rollout.samples_per_prompt": 16,
+        "rollout.max_response_tokens": 4096,
+        "train.prompts_per_step": 256,
+        "train.mini_batches": 1,
+    },
     "ppo": {
         "algorithm.gamma": 1.0,
         "algorithm.gae_lambda": 0.95,
@@ -104,6 +137,8 @@ PAPERS: dict[str, dict[str, Any]] = {
         "optimizer.lr": 1e-6,
     },
     "sapo": {"algorithm.tau_positive": 1.0, "algorithm.tau_negative": 1.05, "train.mini_batches": 4},
+    "spo": {"algorithm.eps": 0.2},
+    "topr": {"algorithm.baseline": 0.5, "algorithm.kl_coef": 0.0},
     "vapo": {
         "algorithm.alpha": 0.05,
         "algorithm.mu": 0.1,
@@ -121,6 +156,16 @@ PAPERS: dict[str, dict[str, Any]] = {
         "algorithm.kl_coef": 0.0,
         "optimizer.lr": 1e-6,
         "critic.optimizer.lr": 2e-6,
+    },
+    "vespo": {
+        "algorithm.k_positive": 2.0,
+        "algorithm.lambda_positive": 3.0,
+        "algorithm.k_negative": 3.0,
+        "algorithm.lambda_negative": 2.0,
+        "rollout.samples_per_prompt": 8,
+        "rollout.max_response_tokens": 15360,
+        "train.prompts_per_step": 2048,
+        "train.mini_batches": 2048 // 256,
     },
 }
 
