@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, model_validator
 from megarl.algorithms.blocks import LossStats, blocks
 from megarl.algorithms.correction import Correction
 from megarl.algorithms.kl import KlToReference
-from megarl.algorithms.ops import Aggregation, Average, Block, SumOver, Term, attach, log_ratio, token_weights
+from megarl.algorithms.ops import Aggregation, Average, Block, SequenceCount, SumOver, Term, attach, log_ratio, token_weights
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
@@ -49,6 +49,7 @@ class PolicyAlgorithm(KlToReference):
     aggregation: Aggregation
     horizon: Annotated[int, Field(ge=1)] | None = None
     """The constant that a response's loss is divided by: the maximum response length. Required by seq-mean-token-sum-norm, else unused."""
+    sequence_count: SequenceCount = None
     ratio_bound: Annotated[float, Field(gt=0, le=40)] = 20.0
     """Log ratios to the old policy are clamped to +- this value, with no gradient beyond it; exp(20) is 5e8."""
     entropy_coef: NonNegativeFloat = 0.0
@@ -62,6 +63,8 @@ class PolicyAlgorithm(KlToReference):
             raise ValueError("horizon: required by aggregation=seq-mean-token-sum-norm; give the maximum response length")
         if self.aggregation != "seq-mean-token-sum-norm" and self.horizon is not None:
             raise ValueError(f"horizon={self.horizon}: aggregation={self.aggregation} has none; leave it out")
+        if self.aggregation == "token-mean" and self.sequence_count is not None:
+            raise ValueError(f"sequence_count={self.sequence_count}: aggregation=token-mean counts no responses; leave it out")
         return self
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
@@ -150,7 +153,7 @@ class PolicyAlgorithm(KlToReference):
 
     def weights(self, count_N: Tensor) -> Tensor:
         """The weight of each loss token of a sequence, float64 [N], from the loss-token counts of the global mini-batch's sequences."""
-        return token_weights(count_N, self.aggregation, self.horizon)
+        return token_weights(count_N, self.aggregation, self.horizon, self.sequence_count)
 
     def positive_weights(self, count_N: Tensor, reward_N: Tensor) -> Tensor | None:
         """The weight of each loss token of a sequence in a second, imitation term, float64 [N]; None: there is no such term."""

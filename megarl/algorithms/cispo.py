@@ -25,6 +25,8 @@ class Cispo(GroupRelative):
     def policy_term(self, block: Block) -> Term:
         ratio_T = bounded_exp(block.d_T, self.ratio_bound)
         high, low = (ratio_T > 1 + self.clip_high).count_nonzero(), (ratio_T < 1 - self.clip_low).count_nonzero()
+        upward = ((ratio_T > 1 + self.clip_high) & (block.advantage_T > 0)).count_nonzero()
         slope_T = ratio_T.clamp_(1 - self.clip_low, 1 + self.clip_high).mul_(block.advantage_T).neg_()
         counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}
+        counts["actor/pg_clipfrac_high_positive"] = upward
         return Term(slope_T * block.lp_T, slope_T, counts)

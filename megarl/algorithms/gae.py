@@ -14,14 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
 PART = 1 << 19  # entries (of whole sequences) solved at a time, in buffers that are reused: no fresh pages for each operation
 
+Variance = Annotated[
+    Literal["sample", "population"],
+    Field(description="The variance that whitening divides by: with n - 1 (sample) or with n (population)."),
+]
 
-def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: float | Tensor) -> Tensor:
+
+def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: float | Tensor, *, least: float = 0.0) -> Tensor:
     """Generalised advantage estimation: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t (arXiv:1506.02438, eq. 16).
 
     V and A after a sequence's last loss token are 0. Exact up to the rounding of sums for gamma lam = 1 (A = rewards to go - V) and for
@@ -33,6 +41,7 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
         batch: whole sequences, their entries in any order.
         gamma: discount, in [0, 1].
         lam: in [0, 1]: a number for all sequences, or float [N], one for each (`length_adaptive_lambda`).
+        least: the smallest lam that is accepted.
 
     Returns:
         [T], 0 at masked entries, detached, float32 (float64 for float64 values). A + V is the lambda-return.
@@ -43,7 +52,7 @@ def gae(reward_T: Tensor, value_T: Tensor, batch: Batch, gamma: float, lam: floa
     with torch.no_grad():
         # With H_t = (1 - lam) V_t + lam (r_t + gamma H_{t+1}), the worth of a state to the one before it: A_t = r_t + gamma H_{t+1} - V_t.
         _check_unit("gamma", gamma)
-        _check_unit("lam", lam)
+        _check_unit("lam", lam, least)
         lam_N = torch.as_tensor(lam, dtype=torch.float64, device=value_T.device)
         if lam_N.ndim and lam_N.shape != batch.length_N.shape:
             raise ValueError(f"gae: lam has shape {list(lam_N.shape)} for {len(batch.length_N)} sequences")
@@ -96,12 +105,13 @@ def discounted_to_go(reward_T: Tensor, batch: Batch, gamma: float) -> Tensor:
         return chain.unsort(total_T)
 
 
-def length_adaptive_lambda(count_N: Tensor, alpha: float) -> Tensor:
-    """VAPO's lam = 1 - 1 / (alpha l) for l loss tokens (arXiv:2504.05118, sec. 4.2), floored at 0 for l < 1 / alpha.
+def length_adaptive_lambda(count_N: Tensor, alpha: float, floor: float | None = 0.0) -> Tensor:
+    """VAPO's lam = 1 - 1 / (alpha l) for l loss tokens (arXiv:2504.05118, sec. 4.2), which is below 0 for l < 1 / alpha.
 
     Args:
         count_N: int [N], l of each sequence; lam is 0 without loss tokens.
         alpha: above 0.
+        floor: the smallest lam; None: the formula's own.
 
     Returns:
         float64 [N].
@@ -111,11 +121,12 @@ def length_adaptive_lambda(count_N: Tensor, alpha: float) -> Tensor:
     """
     if not alpha > 0:
         raise ValueError(f"length-adaptive GAE: alpha is {alpha:g}, must be above 0")
-    return (1 - 1 / (alpha * count_N.double())).clamp(min=0.0)
+    lam_N = 1 - 1 / (alpha * count_N.double())
+    return torch.where(count_N > 0, lam_N if floor is None else lam_N.clamp(min=floor), 0.0)
 
 
-def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the loss tokens of all ranks, var with n - 1 (0 for a single token).
+def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor], variance: Variance = "sample") -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the loss tokens of all ranks, var 0 for a single token.
 
     The sums are in float64 and about the mean, so any split of the tokens over ranks gives the same result.
 
@@ -123,6 +134,7 @@ def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]
         value_T: float [T], x; may hold garbage where mask_T is false.
         mask_T: bool [T], true at loss tokens.
         sum_over: sums a float64 tensor over the ranks that hold the batch.
+        variance: with n - 1 (sample) or n (population).
 
     Returns:
         [T] of value_T's type, 0 at masked entries.
@@ -133,8 +145,9 @@ def whiten(value_T: Tensor, mask_T: Tensor, sum_over: Callable[[Tensor], Tensor]
         _only(bits_T, centred_T)
         count, total = sum_over(torch.stack([mask_T.sum(dtype=torch.float64), centred_T.sum(dtype=torch.float64)])).unbind()
         _only(bits_T, centred_T.sub_(total / count.clamp(min=1)))
-        variance = sum_over(centred_T.square().sum(dtype=torch.float64)) / (count - 1).clamp(min=1)
-        return centred_T.mul_((variance + 1e-8).rsqrt()).to(value_T.dtype)
+        divisor = count - 1 if variance == "sample" else count
+        var = sum_over(centred_T.square().sum(dtype=torch.float64)) / divisor.clamp(min=1)
+        return centred_T.mul_((var + 1e-8).rsqrt()).to(value_T.dtype)
 
 
 @dataclass(frozen=True)
@@ -274,7 +287,7 @@ def _float(value_T: Tensor) -> torch.dtype:
     return torch.float64 if value_T.dtype == torch.float64 else torch.float32
 
 
-def _check_unit(name: str, value: float | Tensor) -> None:
+def _check_unit(name: str, value: float | Tensor, least: float = 0.0) -> None:
     for one in torch.as_tensor(value, dtype=torch.float64).flatten().aminmax() if torch.as_tensor(value).numel() else ():
-        if not 0 <= float(one) <= 1:
-            raise ValueError(f"gae: {name} is {float(one):g}, must be from 0 to 1")
+        if not least <= float(one) <= 1:
+            raise ValueError(f"gae: {name} is {float(one):g}, must be from {least:g} to 1")

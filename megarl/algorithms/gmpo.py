@@ -37,6 +37,9 @@ class Gmpo(GroupRelative):
         value_T, slope_T = (part_T.mul_(block.advantage_T).neg_() for part_T in (ratio.value_T, ratio.slope_T))
         high, low = high_T.count_nonzero(), low_T.count_nonzero()
         counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}
+        outside_T = ((block.d_T > self.clip_high) | (block.d_T < -self.clip_low)) & block.mask_T
+        for side, sign_T in (("positive", block.advantage_T > 0), ("negative", block.advantage_T < 0)):
+            counts[f"actor/outside_{side}"] = (outside_T & sign_T).count_nonzero()
         return Term(value_T, slope_T.masked_fill_(high_T | low_T, 0.0), counts)
 
     def _clips(self, d_T: Tensor, advantage_T: Tensor) -> tuple[Tensor, Tensor]:

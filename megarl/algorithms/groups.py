@@ -19,8 +19,8 @@ Scale = Annotated[
     Literal["none", "group", "batch", "others", "group_population", "batch_centred", "mean"],
     Field(
         description="By what centred rewards are divided: the standard deviation (n - 1) of the group's rewards (group), of the other "
-        "responses' (others), of the step's (batch), of the step's centred ones (batch_centred); that of the group with n "
-        "(group_population); or the group's mean (mean; an advantage is 0 if it is not above 0). none: no division."
+        "responses' (others; where it is 0, no division), of the step's (batch), of the step's centred ones (batch_centred); that of the "
+        "group with n (group_population); or the group's mean (mean; an advantage is 0 if it is not above 0). none: no division."
     ),
 ]
 
@@ -50,6 +50,7 @@ class GroupRelative(PolicyAlgorithm):
             std_N = std_N * ((size_N - 1) / size_N).sqrt()
         elif self.scale == "others":
             std_N = std_of_others(reward_N, group_N)
+            return torch.where(std_N == 0, centred_N, centred_N / (std_N + self.scale_eps))
         elif self.scale != "group":
             std_N = batch_std(reward_N if self.scale == "batch" else centred_N)
         return centred_N / (std_N + self.scale_eps)

@@ -31,8 +31,8 @@ class KlToReference(Settings):
     """Use the estimator's value with the gradient of k2, which is the KL's own on-policy gradient."""
     kl_importance_weighted: bool = False
     """Multiply the estimator by the ratio to the old policy, with the gradient through both: the KL's own gradient, even off-policy."""
-    kl_clamp: PositiveFloat = 10.0
-    """Limit on a token's estimate, with no gradient beyond it (k1 in the reward is never clamped).
+    kl_clamp: PositiveFloat | None = 10.0
+    """Limit on a token's estimate, with no gradient beyond it (k1 in the reward is never clamped); null: none.
 
     k3 and its slope grow as exp(ref - lp): without a limit, one token 20 nats below the reference has a slope of 5e8, and after gradient
     clipping the whole step's gradient is that token's. At 10, as in verl and slime, the slope stays below 13.
@@ -135,7 +135,7 @@ class KlToReference(Settings):
         return current * max(SLOWEST, 1 + error * responses / self.kl_horizon)
 
 
-def estimate(d_T: Tensor, kind: KlKind, clamp: float, straight_through: bool = False) -> Term:
+def estimate(d_T: Tensor, kind: KlKind, clamp: float | None, straight_through: bool = False) -> Term:
     """The per-token estimate of KL(pi || ref) (Schulman, 2020), with d = lp - ref.
 
     | kind | value           | slope      |
@@ -149,7 +149,7 @@ def estimate(d_T: Tensor, kind: KlKind, clamp: float, straight_through: bool = F
     Args:
         d_T: float [T], 0 at masked entries, detached.
         kind: a row of the table.
-        clamp: values are clamped to +-clamp, with slope 0 beyond.
+        clamp: values are clamped to +-clamp, with slope 0 beyond; None: they are not.
         straight_through: keep the kind's value but use k2's slope.
 
     Returns:
@@ -164,5 +164,7 @@ def estimate(d_T: Tensor, kind: KlKind, clamp: float, straight_through: bool = F
         value_T, slope_T = grown_T + d_T, grown_T.neg_()
     if straight_through:
         slope_T = d_T
+    if clamp is None:
+        return Term(value_T, slope_T.clone())
     slope_T = slope_T.masked_fill(value_T.abs() > clamp, 0.0)
     return Term(value_T.clamp_(-clamp, clamp), slope_T)

@@ -30,6 +30,14 @@ Aggregation = Annotated[
     ),
 ]
 
+SequenceCount = Annotated[
+    Literal["trained", "all", "one"] | None,
+    Field(
+        description="What a mean over responses divides by: the responses with a loss token (trained), those that take part in the step "
+        "(all), or 1 (one: their sum). null: all with seq-mean-token-sum-norm, else trained."
+    ),
+]
+
 
 class Average(NamedTuple):
     """A mean over the global batch, as two 0-dim sums over this rank's share: mean = sum of totals / sum of weights."""
@@ -82,7 +90,7 @@ def attach(logp_T: Tensor, value_T: Tensor, slope_T: Tensor) -> Tensor:
     return Attached.apply(logp_T, value_T, slope_T)
 
 
-def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None = None) -> Tensor:
+def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None = None, sequence_count: SequenceCount = None) -> Tensor:
     """The weight of each loss token in a sequence, such that the batch's loss is sum_T weight * loss.
 
     | aggregation             | weight of a token of sequence i |
@@ -92,12 +100,13 @@ def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None
     | seq-mean-token-sum-norm | 1 / (B horizon)                 |
 
     B counts the sequences with at least one loss token; for seq-mean-token-sum-norm, whose denominator is a constant (Dr.GRPO), all
-    sequences, including filtered ones.
+    sequences, including filtered ones. `sequence_count` chooses otherwise.
 
     Args:
         count_N: int [N], the loss tokens of every sequence of the GLOBAL mini-batch.
         aggregation: a row of the table.
         horizon: the maximum response length; needed only by seq-mean-token-sum-norm.
+        sequence_count: what B is: the number of sequences with a loss token, of all sequences, or 1; None: as above.
 
     Returns:
         float64 [N]; sequences without loss tokens get 0.
@@ -106,10 +115,11 @@ def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None
         ValueError: no sequence has a loss token, or the horizon is missing.
     """
     used_N = count_N > 0
-    sequences = int(used_N.sum())
-    if sequences == 0:
+    if not used_N.any():
         raise ValueError(f"no loss token in {len(count_N)} sequences")
     count = count_N.double()
+    counted = sequence_count or ("all" if aggregation == "seq-mean-token-sum-norm" else "trained")
+    sequences = {"trained": int(used_N.sum()), "all": len(count_N), "one": 1}[counted]
     if aggregation == "token-mean":
         weight = torch.full_like(count, 1.0 / float(count.sum()))
     elif aggregation == "seq-mean-token-mean":
@@ -119,7 +129,7 @@ def token_weights(count_N: Tensor, aggregation: Aggregation, horizon: int | None
     else:
         if horizon is None:
             raise ValueError("aggregation seq-mean-token-sum-norm needs a horizon (the maximum response length)")
-        weight = torch.full_like(count, 1.0 / (len(count_N) * horizon))
+        weight = torch.full_like(count, 1.0 / (sequences * horizon))
     return torch.where(used_N, weight, torch.zeros_like(weight))
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import ClassVar, Literal
 
-from pydantic import PositiveFloat
+from pydantic import PositiveFloat, model_validator
 
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.clipped import Clipped
-from megarl.algorithms.gae import gae, whiten
+from megarl.algorithms.gae import Variance, gae, whiten
 from megarl.algorithms.ops import Aggregation, SumOver
 from megarl.batch import Batch
-from megarl.lazy_torch import Tensor
+from megarl.lazy_torch import Tensor, torch
 
 
 class ActorCritic(Clipped):
@@ -25,8 +27,17 @@ class ActorCritic(Clipped):
     """Discount of a reward per token."""
     whiten: bool = False
     """Whiten the advantages over all loss tokens of the step."""
+    whiten_variance: Variance = "sample"
+    masked_steps: Literal["skip", "zero"] = "skip"
+    """GAE over masked tokens inside a response (an environment's): skip them, or count them as steps of reward 0 and value 0 (zero)."""
     value_clip: PositiveFloat | None = None
     """How far the critic's values may move in a step; null: no limit."""
+
+    @model_validator(mode="after")
+    def _whitens(self) -> ActorCritic:
+        if not self.whiten and self.whiten_variance != "sample":
+            raise ValueError(f"whiten_variance={self.whiten_variance} with whiten=false: no variance is divided by; leave it out")
+        return self
 
     @property
     def kl_per_sequence(self) -> bool:
@@ -46,7 +57,7 @@ class ActorCritic(Clipped):
 
     def token_advantages(self, batch: Batch, sum_over: SumOver, kl_coef: float) -> Tensor:
         advantage_T = self._gae(batch, kl_coef, self.policy_lambda(batch))
-        return whiten(advantage_T, batch.mask_T, sum_over) if self.whiten else advantage_T
+        return whiten(advantage_T, batch.mask_T, sum_over, self.whiten_variance) if self.whiten else advantage_T
 
     def returns(self, batch: Batch, kl_coef: float) -> Tensor:
         """The critic's targets, A^critic_lambda + V at each loss token [T], on the whole sequences of one rank."""
@@ -57,7 +68,12 @@ class ActorCritic(Clipped):
         return self._gae(batch, kl_coef, 1.0) + batch.extra_T["value"]
 
     def _gae(self, batch: Batch, kl_coef: float, lam: float | Tensor) -> Tensor:
-        return gae(self.token_rewards(batch, kl_coef), batch.extra_T["value"], batch, self.gamma, lam)
+        reward_T, value_T = self.token_rewards(batch, kl_coef), batch.extra_T["value"]
+        if self.masked_steps == "skip":
+            return gae(reward_T, value_T, batch, self.gamma, lam, least=-math.inf)
+        every = replace(batch, mask_T=torch.ones_like(batch.mask_T))
+        advantage_T = gae(reward_T, torch.where(batch.mask_T, value_T, 0.0), every, self.gamma, lam, least=-math.inf)
+        return torch.where(batch.mask_T, advantage_T, 0.0)
 
 
 class Ppo(ActorCritic):

@@ -12,7 +12,8 @@ from megarl.lazy_torch import Tensor, torch
 
 
 class Raft(PolicyAlgorithm):
-    """Keeps the best responses to each prompt (the first in a tie) among those with R > threshold; loss = mean NLL of the kept tokens.
+    """Keeps the best responses to each prompt (the first in a tie) among those with R > threshold; loss = mean NLL of the kept tokens,
+    with `weight: reward` each times its response's reward.
 
     With rewards 0 and 1, `threshold: 0` and `best: 1` imitate one right response per prompt, and nothing if there is none.
     """
@@ -26,10 +27,12 @@ class Raft(PolicyAlgorithm):
     """Largest number of responses to keep per prompt; null: 1, or, with a threshold, all above it."""
     threshold: float | None = None
     """Keep only responses with a reward above this; null: no threshold."""
+    weight: Literal["one", "reward"] = "one"
+    """The weight of a kept response: 1, or its reward."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
-        """All ones: every kept response counts equally."""
-        return torch.ones(len(reward_N))
+        """The weights of the responses."""
+        return torch.ones(len(reward_N)) if self.weight == "one" else reward_N.float()
 
     def keep(self, reward_N: Tensor, group_N: Tensor) -> Tensor:
         above_N = torch.ones_like(group_N, dtype=torch.bool) if self.threshold is None else reward_N > self.threshold
@@ -43,4 +46,5 @@ class Raft(PolicyAlgorithm):
         return kept_N & above_N
 
     def policy_term(self, block: Block) -> Term:
-        return Term(-block.lp_T, torch.full_like(block.lp_T, -1.0))
+        slope_T = torch.full_like(block.lp_T, -1.0) if self.weight == "one" else -block.advantage_T
+        return Term(slope_T * block.lp_T, slope_T)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import model_validator
+
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.clipped import Clipped
-from megarl.algorithms.gae import discounted_to_go, whiten
+from megarl.algorithms.gae import Variance, discounted_to_go, whiten
 from megarl.algorithms.groups import GroupRelative, Scale
 from megarl.algorithms.kl import KlKind
 from megarl.algorithms.ops import Aggregation, SumOver
@@ -19,13 +21,27 @@ class _Whitened(Clipped):
 
     aggregation: Aggregation = "token-mean"
 
+    whiten_variance: Variance = "sample"
+    kl_at: Literal["to_go", "token", "sequence"] = "to_go"
+    """What a token's advantage has of a KL in the reward: that of its own and all later tokens, discounted (to_go); its own (token); or
+    that of the whole response, subtracted from the reward before any baseline (sequence)."""
+
+    @model_validator(mode="after")
+    def _kl_is_there(self) -> _Whitened:
+        if self.kl_at != "to_go" and self.kl_in != "reward":
+            raise ValueError(f"kl_at={self.kl_at} with kl_in={self.kl_in}: the reward has no KL; set kl_in=reward")
+        return self
+
     @property
     def kl_per_sequence(self) -> bool:
-        return False
+        return self.kl_coef > 0 and self.kl_at == "sequence"
 
     def _whitened(self, batch: Batch, sum_over: SumOver, kl_coef: float, gamma: float) -> Tensor:
         ends = batch.with_extra(reward=batch.extra_T["advantage"])
-        return whiten(discounted_to_go(self.token_rewards(ends, kl_coef), batch, gamma), batch.mask_T, sum_over)
+        advantage_T = discounted_to_go(self.token_rewards(ends, kl_coef if self.kl_at == "to_go" else 0.0), batch, gamma)
+        if self.kl_at == "token":
+            advantage_T = advantage_T - kl_coef * self.old_kl(batch)
+        return whiten(advantage_T, batch.mask_T, sum_over, self.whiten_variance)
 
 
 class ReinforcePp(_Whitened):

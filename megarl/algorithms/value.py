@@ -13,8 +13,8 @@ def value_weights(count_N: Tensor, aggregation: Averaging = "token-mean") -> Ten
     return token_weights(count_N, aggregation)
 
 
-def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
-    """0.5 max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2) per token, without the second term if `clip` (c) is None.
+def value_loss(value_T: Tensor, batch: Batch, clip: float | None, coef: float) -> Loss:
+    """coef max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2) per token, without the second term if `clip` (c) is None.
 
     As in PPO2 of OpenAI baselines; see arXiv:2005.12729, section 3.
 
@@ -22,6 +22,7 @@ def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
         value_T: float [T], v, the critic's values, in the graph.
         batch: the entries. `extra_T` has "return" (R) and, with a clip, "value" (v_old).
         clip: c, how far a value may move from its value before the step.
+        coef: the factor; PPO2's is 1/2.
 
     Returns:
         The loss [T], before `value_weights` are applied, 0 with zero gradient at masked entries, with the metrics to report.
@@ -29,11 +30,12 @@ def value_loss(value_T: Tensor, batch: Batch, clip: float | None) -> Loss:
     with torch.no_grad():
         v_T, return_T, masked_T = value_T.detach(), batch.extra_T["return"], ~batch.mask_T
         slope_T = (v_T - return_T).masked_fill_(masked_T, 0.0)
-        loss_T = slope_T.square().mul_(0.5)
+        loss_T = slope_T.square().mul_(coef)
+        slope_T.mul_(2 * coef)
         clipped = torch.zeros((), dtype=torch.int64, device=v_T.device)
         if clip is not None:
             old_T = batch.extra_T["value"]
-            bound_T = (torch.clamp(v_T, old_T - clip, old_T + clip) - return_T).masked_fill_(masked_T, 0.0).square_().mul_(0.5)
+            bound_T = (torch.clamp(v_T, old_T - clip, old_T + clip) - return_T).masked_fill_(masked_T, 0.0).square_().mul_(coef)
             clips_T = bound_T > loss_T
             torch.maximum(bound_T, loss_T, out=loss_T)
             slope_T.masked_fill_(clips_T, 0.0)

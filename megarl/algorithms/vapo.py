@@ -34,6 +34,8 @@ class Vapo(ActorCritic):
     """The ratio is clipped above at 1 + clip_high (Clip-Higher)."""
     alpha: PositiveFloat | None = 0.05
     """Length-adaptive GAE: lambda_policy = 1 - 1 / (alpha l) for a response of l tokens; null: the same lambda_policy for all."""
+    lambda_floor: Fraction | None = 0.0
+    """Smallest length-adaptive lambda; null: the formula's own, below 0 for a response shorter than 1 / alpha."""
     lambda_policy: Fraction = 0.95
     """Lambda of the policy's advantages; used only if `alpha` is null."""
     lambda_critic: Fraction | None = 1.0
@@ -44,7 +46,7 @@ class Vapo(ActorCritic):
     """Responses with a reward above this count as correct."""
 
     def policy_lambda(self, batch: Batch) -> float | Tensor:
-        return self.lambda_policy if self.alpha is None else length_adaptive_lambda(batch.count_N, self.alpha)
+        return self.lambda_policy if self.alpha is None else length_adaptive_lambda(batch.count_N, self.alpha, self.lambda_floor)
 
     def critic_lambda(self, batch: Batch) -> float | Tensor:
         return self.policy_lambda(batch) if self.lambda_critic is None else self.lambda_critic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl.algorithms.distillation import Distillation
 from megarl.algorithms.ops import Averaging
@@ -128,6 +128,8 @@ class CriticSettings(Section):
     optimizer: CriticOptimizer = CriticOptimizer()
     """The critic's own AdamW."""
     aggregation: Averaging = "token-mean"
+    loss_coef: PositiveFloat = 0.5
+    """Factor on the squared error of the value loss."""
     epochs: Passes = 1
     """Passes of the critic over a step's mini-batches."""
     micro_batch_tokens: PositiveInt | None = None

@@ -48,12 +48,13 @@ class Critic:
         parts = {name: value_T.split(lengths) for name, value_T in columns.items()}
         return [batch.with_extra(**{name: part[index] for name, part in parts.items()}) for index, batch in enumerate(batches)]
 
-    def step(self, batches: Sequence[Batch], clip: float | None, *, report: bool) -> dict[str, Metric]:
+    def step(self, batches: Sequence[Batch], clip: float | None, coef: float, *, report: bool) -> dict[str, Metric]:
         """Take one optimizer step on the value loss. Collective.
 
         Args:
             batches: this data-parallel rank's part of a mini-batch. Reads `extra_T["return"]`, `["value"]` and `["value_weight"]`.
             clip: as in `value_loss`.
+            coef: as in `value_loss`.
             report: whether this rank reports the metrics of its tokens.
 
         Returns:
@@ -64,7 +65,7 @@ class Critic:
         """
 
         def loss_fn(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-            loss = value_loss(values(value_R1, row_T, batch), batch, clip)
+            loss = value_loss(values(value_R1, row_T, batch), batch, clip, coef)
             total = (loss.loss_T * batch.extra_T["value_weight"]).sum()
             return total, {"critic/loss": Sum(float(total.detach())), **loss_metrics(loss)}
 

@@ -278,8 +278,9 @@ class ModelWorker(MegatronWorker):
 
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
         """Take one optimizer step of the critic on a mini-batch of the last plan."""
-        assert isinstance(self._spec.algorithm, ActorCritic)
-        return self._critic().step(self._mini_batches[mini_batch], self._spec.algorithm.value_clip, report=self._reports_tokens)
+        algorithm, critic = self._spec.algorithm, self._spec.critic
+        assert isinstance(algorithm, ActorCritic) and critic is not None
+        return self._critic().step(self._mini_batches[mini_batch], algorithm.value_clip, critic.loss_coef, report=self._reports_tokens)
 
     def sync(
         self,

@@ -64,6 +64,7 @@ class StepPlan:
     part_NK: np.ndarray | None = None  # float64: the reward's parts, before their weights; None: the algorithm does not need them
     weight_K: np.ndarray | None = None  # float64: the parts' weights
     turn_weight: float = 0.0  # weight of an environment's turn rewards in the reward; 0: there are none, or they are not known by turn
+    count_N: np.ndarray | None = None  # int64: loss tokens of each response, 0 where it is not trained on
     sample_S: Sequence[tuple[int, int]] | None = None  # (response, which of its contexts) of each sample; None: each response has one
 
     def context(self, sample: int) -> tuple[int, int]:
@@ -205,6 +206,7 @@ def plan_step(config: TrainConfig, groups: Sequence[Group], dp: int, capacity: i
         value_weight_N=None if value_N is None else value_N.float().numpy(),
         **(reward_parts(config, groups) if algorithm.needs_parts else {}),
         turn_weight=turn_weight(config.reward),
+        count_N=count_N.numpy(),
         sample_S=sample_S if len(sample_S) > len(responses) else None,
     )
 

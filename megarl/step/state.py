@@ -78,6 +78,9 @@ class TrainState:
             return {}
         kl = Mean(float(kl_N[plan.keep_N].sum()), float(plan.keep_N.sum()))
         metrics: dict[str, Metric] = {"actor/kl_coef": Last(self.kl_coef), "actor/reference_kl": kl}
+        if plan.count_N is not None:
+            per_token_N = kl_N[plan.keep_N] / plan.count_N[plan.keep_N]
+            metrics["actor/reference_kl_per_token"] = Mean(float(per_token_N.sum()), float(len(per_token_N)))
         if self._algorithm.kl_target is not None:
             metrics["actor/kl_target"] = Last(self._algorithm.kl_target)
         self.kl_coef = self._algorithm.next_kl_coef(self.kl_coef, kl.value() or 0.0, int(kl.weight))

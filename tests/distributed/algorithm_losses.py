@@ -61,7 +61,7 @@ def value(aggregation: Averaging = "token-mean") -> Setting:
     batch, logp_T, _ = ragged(1, LENGTHS)
     x_T = batch.extra_T["value"] + 0.1 * logp_T
     weighted = with_weights(batch, lambda count_N: value_weights(count_N, aggregation))
-    return Setting(weighted, x_T, lambda x_T, part, _: value_loss(x_T, part, 0.2))
+    return Setting(weighted, x_T, lambda x_T, part, _: value_loss(x_T, part, 0.2, 0.5))
 
 
 def sft(aggregation: Averaging = "token-mean") -> Setting:

@@ -96,7 +96,7 @@ def train(grid: Grid, path: Path, micro_batches: int) -> Report:
     def loss_fn(value_R1: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, float]:
         assert value_R1.dtype == torch.float32 and value_R1.shape[1] == 1
         value_T = value_R1[row_T, 0]
-        total = (value_loss(value_T, batch, clip=0.2).loss_T * batch.extra_T["weight"]).sum()
+        total = (value_loss(value_T, batch, clip=0.2, coef=0.5).loss_T * batch.extra_T["weight"]).sum()
         if not report.grad_norm:  # Adam's first step makes signs of gradients, those that rounding alone decides, too
             report.value.update(zip(zip(batch.seq_T.tolist(), batch.position_T.tolist(), strict=True), value_T.tolist(), strict=True))
         return total, float(total.detach())

@@ -132,8 +132,16 @@ def spo(algorithm: Any, s: Sequence) -> Tensor:
     return s.advantage.abs() * (ratio - 1) ** 2 / (2 * algorithm.eps) - ratio * s.advantage
 
 
+def rloo(algorithm: Any, s: Sequence) -> Tensor:
+    if algorithm.ratio == "token":
+        return reinforce(algorithm, s)
+    ratio, advantage = bounded(algorithm, (s.lp - s.old_logp).sum()).exp(), s.advantage[0]
+    loss = -torch.min(ratio * advantage, ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantage)
+    return loss.expand(len(s)) / len(s)
+
+
 def nll(algorithm: Any, s: Sequence) -> Tensor:
-    return -s.lp
+    return -s.lp if algorithm.weight == "one" else -s.advantage * s.lp
 
 
 def sum_ratio(algorithm: Any, s: Sequence) -> Tensor:
@@ -160,7 +168,7 @@ POLICY: dict[str, tuple[Callable[[Any, Sequence], Tensor], str]] = {
     "lite_ppo": (ppo, "token-mean"),
     "reinforce_pp": (ppo, "token-mean"),
     "reinforce_pp_baseline": (ppo, "token-mean"),
-    "rloo": (reinforce, "seq-mean-token-sum"),
+    "rloo": (rloo, "seq-mean-token-sum"),
     "reinforce": (reinforce, "seq-mean-token-sum"),
     "remax": (reinforce, "seq-mean-token-sum"),
     "gspo": (gspo, "seq-mean-token-mean"),
@@ -178,11 +186,12 @@ def aggregate(algorithm: Any, losses: list[Tensor], responses: int) -> Tensor:
     mean = algorithm.aggregation if "aggregation" in algorithm.model_fields_set else POLICY[algorithm.type][1]
     if mean == "token-mean":
         return torch.cat(losses).mean()
-    if mean == "seq-mean-token-mean":
-        return torch.stack([loss.mean() for loss in losses]).mean()
-    if mean == "seq-mean-token-sum":
-        return torch.stack([loss.sum() for loss in losses]).mean()
-    return torch.cat(losses).sum() / (responses * algorithm.horizon)
+    count = {"trained": len(losses), "all": responses, "one": 1, None: responses if mean == "seq-mean-token-sum-norm" else len(losses)}
+    share = (
+        torch.stack([loss.mean() if mean == "seq-mean-token-mean" else loss.sum() for loss in losses]).sum()
+        / count[algorithm.sequence_count]
+    )
+    return share / algorithm.horizon if mean == "seq-mean-token-sum-norm" else share
 
 
 def corrections(settings: Any, responses: list[Sequence]) -> list[Tensor]:
@@ -300,8 +309,9 @@ def token_rewards(algorithm: Any, s: Sequence, last: float, beta: float) -> list
     return rewards
 
 
-def whiten(values: list[list[float]]) -> list[list[float]]:
+def whiten(values: list[list[float]], less: int = 1) -> list[list[float]]:
+    """With the variance over n - `less`."""
     flat = [x for row in values for x in row]
     mean = math.fsum(flat) / len(flat)
-    std = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / (len(flat) - 1) + 1e-8)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / (len(flat) - less) + 1e-8)
     return [[(x - mean) / std for x in row] for row in values]

@@ -109,7 +109,8 @@ def test_baseline_and_scale_are_the_formulas(rewards: str) -> None:
             "batch": [statistics.stdev(values)] * len(values),
             "batch_centred": [statistics.stdev(centred)] * len(values),
             "group_population": [statistics.pstdev(group) for group, _ in rows],
-            "others": [statistics.stdev(others) if len(others) > 1 else 0.0 for others in others_of(values)],
+            # A response that differs from equal others would have 1 / scale_eps times its reward: it is not divided.
+            "others": [(statistics.stdev(others) if len(others) > 1 else 0.0) or 1.0 - 0.01 for others in others_of(values)],
         }
         for scale, std in stds.items():
             algorithm = make({"type": "rloo", "baseline": baseline, "scale": scale, "scale_eps": 0.01})
@@ -118,6 +119,20 @@ def test_baseline_and_scale_are_the_formulas(rewards: str) -> None:
                 baseline,
                 scale,
             )
+
+
+def test_rloo_normalised_over_the_batch() -> None:
+    """As in TRL (`normalize_advantages`): less their mean, which is 0, over their standard deviation + 1e-4."""
+    values = REWARDS["real"]
+    left = [statistics.fmean(others) if others else values[n] for n, others in enumerate(others_of(values))]
+    plain = [value - other for value, other in zip(values, left, strict=True)]
+    algorithm = make({"type": "rloo", "scale": "batch_centred", "scale_eps": 1e-4})
+    expected = [(x - statistics.fmean(plain)) / (statistics.stdev(plain) + 1e-4) for x in plain]
+    assert algorithm.advantages(torch.tensor(values), torch.tensor(GROUPS)).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_raft_may_weight_by_the_reward() -> None:
+    assert make({"type": "raft", "weight": "reward"}).advantages(torch.tensor([0.5, 2.0]), torch.tensor([0, 1])).tolist() == [0.5, 2.0]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo", "reinforce"])
@@ -158,6 +173,13 @@ BY_TOKEN: dict[str, dict[str, Any]] = {
     "vapo_kl": {"type": "vapo", "whiten": True, **KL},
     "vapo_fixed": {"type": "vapo", "alpha": None, "lambda_policy": 0.9},
     "vapo_coupled": {"type": "vapo", "alpha": 0.3, "lambda_critic": None, **KL},
+    "vapo_literal": {"type": "vapo", "lambda_floor": None},
+    "ppo_population": {"type": "ppo", "whiten_variance": "population"},
+    "ppo_zero": {"type": "ppo", "masked_steps": "zero", "gamma": 0.9, **KL},
+    "reinforce_pp_population": {"type": "reinforce_pp", "whiten_variance": "population"},
+    "reinforce_pp_token": {"type": "reinforce_pp", "gamma": 0.95, **KL, "kl_at": "token"},
+    "baseline_token": {"type": "reinforce_pp_baseline", **KL, "kl_at": "token", "whiten_variance": "population"},
+    "baseline_sequence": {"type": "reinforce_pp_baseline", **KL, "kl_at": "sequence"},
 }
 
 
@@ -175,30 +197,44 @@ def driven(config: dict[str, Any], seed: int) -> tuple[Any, Batch]:
 def policy_lambda(algorithm: Any, s: reference.Sequence) -> float:
     if algorithm.type != "vapo":
         return 0.95
-    return algorithm.lambda_policy if algorithm.alpha is None else max(0.0, 1 - 1 / (algorithm.alpha * len(s)))
+    if algorithm.alpha is None:
+        return algorithm.lambda_policy
+    lam = 1 - 1 / (algorithm.alpha * len(s))
+    return lam if algorithm.lambda_floor is None else max(algorithm.lambda_floor, lam)
+
+
+def gae(algorithm: Any, batch: Batch, s: reference.Sequence, rewards: list[float], lam: float) -> list[float]:
+    """Over the loss tokens, or over all tokens from the first to the last, of which the masked ones have reward 0 and value 0."""
+    places = (batch.position_T[s.entry] - batch.position_T[s.entry[0]]).tolist()
+    places = list(range(len(s))) if algorithm.masked_steps == "skip" else places
+    every = [[0.0] * (places[-1] + 1) for _ in range(2)]
+    for place, reward, value in zip(places, rewards, s.value.tolist(), strict=True):
+        every[0][place], every[1][place] = reward, value
+    found = reference.gae(every[0], every[1], algorithm.gamma, lam)
+    return [found[place] for place in places]
 
 
 def token_advantages(algorithm: Any, batch: Batch) -> list[list[float]]:
     """The definitions, response by response."""
     kind, beta = algorithm.type, algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0
+    kl_at = getattr(algorithm, "kl_at", "to_go")
     rows = []
     for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
         reward, number = float(s.reward[0]), float(s.advantage[0])
         if kind in ("ppo", "vc_ppo", "vapo"):
-            rows.append(
-                reference.gae(
-                    reference.token_rewards(algorithm, s, reward, beta), s.value.tolist(), algorithm.gamma, policy_lambda(algorithm, s)
-                )
-            )
+            rows.append(gae(algorithm, batch, s, reference.token_rewards(algorithm, s, reward, beta), policy_lambda(algorithm, s)))
         elif kind in ("reinforce", "reinforce_pp", "reinforce_pp_baseline"):
             last = reward if kind == "reinforce" else number
             gamma = 1.0 if kind == "reinforce_pp_baseline" else algorithm.gamma
-            to_go = reference.gae(reference.token_rewards(algorithm, s, last, beta), [0.0] * len(s), gamma, 1.0)
+            given = reference.token_rewards(algorithm, s, last, beta if kl_at == "to_go" else 0.0)
+            to_go = reference.gae(given, [0.0] * len(s), gamma, 1.0)
+            if kl_at == "token":
+                to_go = [x - beta * float(kl) for x, kl in zip(to_go, s.old_logp - s.ref_logp, strict=True)]
             rows.append([x - (reward - number) for x in to_go] if kind == "reinforce" else to_go)
         else:
             rows.append([number] * len(s))
     whitened = kind.startswith("reinforce_pp") or getattr(algorithm, "whiten", False)
-    return reference.whiten(rows) if whitened else rows
+    return reference.whiten(rows, 0 if getattr(algorithm, "whiten_variance", "sample") == "population" else 1) if whitened else rows
 
 
 @pytest.mark.parametrize("name", BY_TOKEN)
@@ -220,7 +256,7 @@ def test_critic_targets_are_the_formula(name: str) -> None:
     beta, rows = algorithm.kl_coef, []
     for s in reference.sequences(batch, batch.extra_T["old_logp"], batch.extra_T["old_logp"]):
         lam = policy_lambda(algorithm, s) if name.startswith("ppo") or name == "vapo_coupled" else 1.0
-        advantage = reference.gae(reference.token_rewards(algorithm, s, float(s.reward[0]), beta), s.value.tolist(), algorithm.gamma, lam)
+        advantage = gae(algorithm, batch, s, reference.token_rewards(algorithm, s, float(s.reward[0]), beta), lam)
         rows.append([a + v for a, v in zip(advantage, s.value.tolist(), strict=True)])
     assert_rows(algorithm.returns(batch, algorithm.kl_coef), batch, rows)
 
@@ -269,6 +305,7 @@ def test_who_subtracts_the_kl_from_the_reward() -> None:
     """The driver, once a response, where one number per response is the advantage; the ranks, at every token, elsewhere."""
     per_sequence = {kind for kind in ("grpo", "rloo", "remax", "gspo", "lite_ppo") if make({"type": kind, **KL}).kl_per_sequence}
     assert per_sequence == {"grpo", "rloo", "remax", "gspo", "lite_ppo"}
+    assert make(BY_TOKEN["baseline_sequence"]).kl_per_sequence and not make(BY_TOKEN["baseline_token"]).kl_per_sequence
     assert not any(make(BY_TOKEN[name]).kl_per_sequence for name in ("reinforce_kl", "reinforce_pp_kl", "baseline_kl", "ppo_kl", "vapo_kl"))
     assert not make({"type": "rloo"}).kl_per_sequence and not make({"type": "grpo", "kl_coef": 0.1}).kl_per_sequence
 

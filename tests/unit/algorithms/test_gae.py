@@ -75,7 +75,18 @@ def test_every_sequence_may_have_its_own_lambda() -> None:
     torch.testing.assert_close(gae(reward_T.float(), value_T.float(), batch, 1.0, lam_N).double(), expected, rtol=2e-4, atol=2e-4)
 
 
+def test_a_lambda_below_zero_is_the_recursion_too() -> None:
+    """The literal length-adaptive lambda: -19 for a response of one token, -1 for ten."""
+    batch = whole([1, 2, 5, 10, 19, 40])
+    reward_T, value_T = torch.randn(2, len(batch), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    lam_N = length_adaptive_lambda(batch.count_N, 0.05, None)
+    assert lam_N.tolist() == pytest.approx([1 - 20 / count for count in batch.count_N.tolist()])
+    found_T = gae(reward_T, value_T, batch, 1.0, lam_N, least=-math.inf)
+    torch.testing.assert_close(found_T, by_hand(reward_T, value_T, batch, 1.0, lam_N.tolist()), rtol=1e-10, atol=1e-10)
+
+
 def test_length_adaptive_lambda_by_hand() -> None:
+    assert length_adaptive_lambda(torch.tensor([0, 1, 40]), 0.05, None).tolist() == pytest.approx([0, -19, 0.5])
     assert length_adaptive_lambda(torch.tensor([0, 1, 19, 20, 40, 2000]), 0.05).tolist() == pytest.approx([0, 0, 0, 0, 0.5, 0.99])
     with pytest.raises(ValueError, match="alpha is 0, must be above 0"):
         length_adaptive_lambda(torch.tensor([3]), 0.0)

@@ -97,6 +97,10 @@ class SapoFormula(Sapo):
 
 class RlooFormula(Rloo):
     def policy_loss(self, block: Block) -> Tensor:
+        if self.clip_low is not None and self.clip_high is not None and block.mean_T is not None:
+            ratio_T = (block.mean_T * block.count_T).clamp(-self.ratio_bound, self.ratio_bound).exp()
+            clipped_T = ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high)
+            return -torch.minimum(ratio_T * block.advantage_T, clipped_T * block.advantage_T) / block.count_T
         return -block.d_T.exp().detach() * block.advantage_T * block.lp_T
 
 
@@ -295,6 +299,33 @@ def test_clip_fractions_of_both_sides(name: str) -> None:
         assert mean_of(loss, "actor/seq_clipfrac") == pytest.approx(cut / int((batch.count_N > 0).sum()))
 
 
+def test_clip_fractions_of_other_systems() -> None:
+    """TRL's of CISPO; verl's two of GMPO, which count what is outside the range on either side."""
+    batch, logp_T, entropy_T = ragged(9, LENGTHS[:-1])
+    d, advantage = (logp_T - batch.extra_T["old_logp"])[batch.mask_T], batch.extra_T["advantage"][batch.mask_T]
+    expected = {
+        ("cispo_narrow", "actor/pg_clipfrac_high_positive"): (d.exp() > 1.2) & (advantage > 0),
+        ("gmpo", "actor/outside_positive"): ((d > 0.2) | (d < -0.3)) & (advantage > 0),
+        ("gmpo", "actor/outside_negative"): ((d > 0.2) | (d < -0.3)) & (advantage < 0),
+    }
+    for (name, metric), where in expected.items():
+        _, _, _, loss = evaluate(ALGORITHMS[name], weighted(ALGORITHMS[name], batch), logp_T, entropy_T)
+        assert 0 < mean_of(loss, metric) == pytest.approx(float(where.double().mean())), metric
+
+
+def test_kl_without_a_clamp_is_the_estimator() -> None:
+    batch, logp_T, entropy_T = ragged(11, LENGTHS[:-1], spread=3.0)
+    algorithm = make({"type": "grpo", "kl_coef": 0.5, "kl_clamp": None})
+    d_T = (batch.extra_T["ref_logp"] - logp_T)[batch.mask_T]
+    k3_T = d_T.exp() - 1 - d_T
+    assert float(k3_T.max()) > 100
+    _, gradient_T, _, loss = evaluate(algorithm, weighted(algorithm, batch), logp_T, entropy_T)
+    assert mean_of(loss, "actor/kl_loss") == pytest.approx(float(k3_T.mean()), rel=1e-12)
+    _, without_T, _, _ = evaluate(make({"type": "grpo"}), weighted(algorithm, batch), logp_T, entropy_T)
+    slope_T = 0.5 * (1 - d_T.exp()) * weighted(algorithm, batch).extra_T["weight"][batch.mask_T]
+    torch.testing.assert_close((gradient_T - without_T)[batch.mask_T], slope_T, rtol=1e-9, atol=1e-12)
+
+
 def test_the_gate_of_sapo_takes_nothing_where_the_policy_is_the_old_one_and_its_share_elsewhere() -> None:
     algorithm: Any = ALGORITHMS["sapo_sharp"]
     batch, logp_T, entropy_T = ragged(9, LENGTHS[:-1])
@@ -348,6 +379,10 @@ def test_token_weights_by_hand() -> None:
     assert token_weights(count, "seq-mean-token-mean").tolist() == pytest.approx([1 / 4, 0, 1 / 8])
     assert token_weights(count, "seq-mean-token-sum").tolist() == pytest.approx([1 / 2, 0, 1 / 2])
     assert token_weights(count, "seq-mean-token-sum-norm", 10).tolist() == pytest.approx([1 / 30, 0, 1 / 30])  # a constant denominator
+    assert token_weights(count, "seq-mean-token-sum-norm", 10, "one").tolist() == pytest.approx([1 / 10, 0, 1 / 10])
+    assert token_weights(count, "seq-mean-token-sum-norm", 10, "trained").tolist() == pytest.approx([1 / 20, 0, 1 / 20])
+    assert token_weights(count, "seq-mean-token-mean", None, "all").tolist() == pytest.approx([1 / 6, 0, 1 / 12])
+    assert token_weights(count, "seq-mean-token-sum", None, "one").tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match="no loss token in 2 sequences"):
         token_weights(torch.zeros(2, dtype=torch.int64), "token-mean")
     with pytest.raises(ValueError, match="needs a horizon"):

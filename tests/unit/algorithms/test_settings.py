@@ -61,6 +61,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         )
     },
     "DPPO corrected twice": ({"type": "dppo", "correction": {"type": "tis"}}, "correction.type=tis with type=dppo: its ratio is to the"),
+    "a count without a mean over responses": (
+        {"type": "dapo", "sequence_count": "all"},
+        "sequence_count=all: aggregation=token-mean counts",
+    ),
+    "whitening of nothing": ({"type": "vapo", "whiten_variance": "population"}, "whiten_variance=population with whiten=false"),
+    "a place for no KL": ({"type": "reinforce_pp_baseline", "kl_at": "token"}, "kl_at=token with kl_in=loss: the reward has no KL"),
+    "RLOO's clip of tokens": ({"type": "rloo", "clip_low": 0.2}, "clip_low=0.2 with ratio=token: only ratio=sequence is clipped"),
+    "RLOO unclipped": ({"type": "rloo", "ratio": "sequence", "clip_high": None}, "clip_high=null with ratio=sequence"),
+    "a floor above 1": ({"type": "vapo", "lambda_floor": 1.5}, "lambda_floor\\n.*less than or equal to 1"),
     "KL as a part": ({"type": "gdpo", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in=reward with type=gdpo"),
     "unknown algorithm": ({"type": "grop"}, "'ppo', 'vc_ppo', 'vapo', 'grpo'"),
     "unknown key": ({"type": "raft", "clip_low": 0.2}, "clip_low\n.*not permitted"),

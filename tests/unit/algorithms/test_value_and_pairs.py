@@ -67,8 +67,8 @@ def assert_formula(loss_of: LossOf, formula: Callable[[Tensor], Tensor], x_T: Te
     return loss
 
 
-@pytest.mark.parametrize("clip", [None, 0.2])
-def test_value_loss_is_the_formula(clip: float | None) -> None:
+@pytest.mark.parametrize(("clip", "coef"), [(None, 0.5), (0.2, 0.5), (0.2, 1.0)])
+def test_value_loss_is_the_formula(clip: float | None, coef: float) -> None:
     batch, _, _ = ragged(0, LENGTHS)
     value_T = batch.extra_T["value"] + 0.5 * torch.randn(len(batch), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -78,9 +78,9 @@ def test_value_loss_is_the_formula(clip: float | None) -> None:
         square = (v - goal) ** 2
         if clip is not None:
             square = torch.max(square, (torch.clamp(v, old - clip, old + clip) - goal) ** 2)
-        return 0.5 * square.mean()
+        return coef * square.mean()
 
-    loss = assert_formula(lambda v_T, part, _: value_loss(v_T, part, clip), formula, value_T, batch, value_weights(batch.count_N))
+    loss = assert_formula(lambda v_T, part, _: value_loss(v_T, part, clip, coef), formula, value_T, batch, value_weights(batch.count_N))
     tokens = int(batch.mask_T.sum())
     assert float(loss.mean["critic/vf_loss"].total) / tokens == pytest.approx(float(formula(value_T)))
     assert float(loss.mean["critic/value"].total) / tokens == pytest.approx(float(value_T[batch.mask_T].mean()))

@@ -27,6 +27,7 @@ from megarl.rewards.score import Score
 from megarl.rewards.shaping import overlong_punishment
 from megarl.step.groups import RolloutCollector, StepGroups, finish
 from megarl.step.metrics import rollout_metrics
+from megarl.step.state import TrainState
 from tests.e2e.job import RL
 from tests.groups import in_groups
 
@@ -254,6 +255,16 @@ def test_concat_counts_sequences_on() -> None:
     both = concat([one, two])
     assert both.seq_T.tolist() == [0, 0, 1, 1, 2, 2] and both.count_N.tolist() == [2, 2, 2]
     assert torch.equal(both.extra_T["rollout_logp"], torch.tensor([-1.0, -2.0] * 3))
+
+
+def test_kl_to_the_reference_per_response_and_per_token(config: TrainConfig) -> None:
+    """Means over the responses that are trained on, of their sums and of their own means over tokens (verl's reward_kl_penalty)."""
+    config = changed(config, algorithm={"kl_coef": 0.1}, train={"drop_truncated": True})
+    responses = [response(0, 0, 4), response(0, 1, 8), response(0, 2, 2), response(0, 3, 16, finished=False)]
+    plan = plan_of(config, [Group(0, Prompt(0, "", [1], "", {}), responses, [Score(float(n)) for n in range(4)], None)])
+    found = scalars(TrainState(config, [Prompt(0, "", [1], "", {})]).policy_learned(plan, np.array([1.0, 4.0, 3.0, 99.0])))
+    assert found["actor/reference_kl"] == pytest.approx(8 / 3)
+    assert found["actor/reference_kl_per_token"] == pytest.approx((1 / 4 + 4 / 8 + 3 / 2) / 3)
 
 
 def test_the_parts_of_a_sum_reach_the_advantage(config: TrainConfig) -> None:
