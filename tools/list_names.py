@@ -1,4 +1,4 @@
-"""The table of other systems' keys in `megarl/config/README.md`, made from the hints that a refused key gets. `--write` writes it."""
+"""The table of other systems' keys in `megarl/config/coming_from.md`, made from the hints that a refused key gets. `--write` writes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.config.hints import ALIASES, NO_KEY
 from tools.list_upstream import show_or_write
 
-PAGE = Path(__file__).parents[1] / "megarl" / "config" / "README.md"
+PAGE = Path(__file__).parents[1] / "megarl" / "config" / "coming_from.md"
 START = "<!-- python -m tools.list_names --write -->\n"
 
 

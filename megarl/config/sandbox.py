@@ -10,7 +10,7 @@ from megarl.config.section import EnvironmentVariable, Place, Section
 
 
 class SandboxSettings(Section):
-    """The sandbox of scorers, environments and tools (see megarl/sandbox/README.md for what it guarantees on which kernel)."""
+    """The sandbox of scorers, environments and tools (see megarl/sandbox/guarantees.md for what it guarantees on which kernel)."""
 
     require: Literal["limits", "landlock", "namespaces"] = "limits"
     """Refuse to start if the machine cannot isolate processes at least this well."""
