@@ -52,7 +52,7 @@ def test_a_run_whose_engines_are_ahead_goes_on_as_if_nothing_had_been(mode: str,
     assert_same(lab.run(Job(cut, tiny_model, (*EACH, *MODES[mode], "rollout.max_num_seqs=2"))), straight, "model")
 
 
-def test_engines_that_never_wait_keep_their_bound(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+def test_free_engines_keep_the_bound_on_lag(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """With experts replayed, of a response that two versions have written too."""
     free = (*EACH, "rollout.mode=free", "rollout.max_lag=2", "train.prompts_per_step=4")
     job = lab.run(Job(tmp_path, tiny_model, free), own_engine=True)
@@ -124,7 +124,7 @@ def test_a_run_whose_engines_are_ahead_and_that_is_killed_in_every_phase_is_the_
 
 @pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_engines_that_never_wait_are_replaced(replicas: int, tmp_path: Path, tiny_model: Path) -> None:
+def test_lost_free_engines_are_replaced(replicas: int, tmp_path: Path, tiny_model: Path) -> None:
     """The last one, or one of two; at any moment. Nothing is older than before, and no prompt is lost."""
     free = ("rollout.mode=free", "rollout.max_lag=2", "train.prompts_per_step=4", f"rollout.replicas={replicas}")
     job, random = Job(tmp_path, tiny_model, (*EACH, *free, "train.steps=12", "save.every=0")).start(), np.random.default_rng(replicas)

@@ -30,7 +30,7 @@ class Neighbour:
 
 
 @pytest.mark.usefixtures("lab")
-def test_a_dead_actor_is_told_and_not_what_its_neighbour_says_of_it() -> None:
+def test_worker_died_names_the_dead_actor_not_its_neighbours_error() -> None:
     group = ActorGroup("rank", [ray.remote(Neighbour).options(num_cpus=0).remote(dies) for dies in (False, True)])
     ray.get([actor.__ray_ready__.remote() for actor in group.actors])
     with pytest.raises(WorkerDied, match=r"^work: rank 1 died"):
@@ -40,7 +40,7 @@ def test_a_dead_actor_is_told_and_not_what_its_neighbour_says_of_it() -> None:
 
 
 @pytest.mark.usefixtures("lab")
-def test_a_lost_connection_is_a_death_even_if_ray_knows_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_connection_counts_as_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a node is lost with all its processes: Ray's news of it come later than the broken connection."""
     monkeypatch.setattr(actor_group, "NODE_DEATH_S", 1.0)
     group = ActorGroup("rank", [ray.remote(Neighbour).options(num_cpus=0).remote(False)])

@@ -26,7 +26,9 @@ from tests.e2e.lab import Lab
 from tests.engines.backwards_engine import PLACE, STUCK, BackwardsSettings
 
 
-def test_another_engine_answers_and_is_given_weights(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_another_type_generates_and_receives_weights(
+    lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(ENGINES, "backwards", PLACE)
     config = load(Job(tmp_path, tiny_model).write(), [], TrainConfig)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": BackwardsSettings()})})
@@ -104,7 +106,7 @@ def test_engines_that_are_lost_beside_the_ranks_are_a_part_of_their_restart(lab:
 
 
 @pytest.mark.long
-def test_engines_that_are_late_are_replaced_and_so_are_those_in_their_places_as_often_as_is_allowed(lab: Lab, two: TrainConfig) -> None:
+def test_late_engines_are_replaced_as_often_as_restarts_allow(lab: Lab, two: TrainConfig) -> None:
     told, notes = list[Restart](), list[str]()
     late = two.model_copy(update={"rollout": two.rollout.model_copy(update={"timeout_s": 3.0})})
     with lab.workers(two) as (models, _):

@@ -327,7 +327,7 @@ def test_an_engine_that_shares_devices_with_the_ranks_is_replaced(
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["pp2", "pp2-shared"])
-def test_a_process_is_replaced_that_dies_while_two_ranks_send(
+def test_a_process_that_dies_while_two_ranks_send_is_replaced(
     lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path, layout: str
 ) -> None:
     """The engine, then the first sender, then the second."""

@@ -14,7 +14,7 @@ ONE_UPDATE = ("train.steps=2", "algorithm={type: dapo}", "train.mini_batches=1")
 OWN_PASS = ("routing/policy_", "routing_by_layer/policy_")  # that pass is compared with the update's
 
 
-def test_a_pass_that_is_left_out_changes_no_bit(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+def test_skipping_the_pass_for_old_log_probs_changes_no_bit(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """Neither of the weights, and so of what is sampled from them in the steps that follow, nor of what the update says."""
     jobs = [
         lab.run(Job(tmp_path / kind, tiny_model, (*ONE_UPDATE, "routing.sample=1.0", f"train.old_logp={kind}")))
@@ -42,7 +42,7 @@ def test_engines_with_another_model_end_the_run_at_its_first_step(lab: Lab, tmp_
 
 
 @pytest.mark.parametrize("layout", ["{ranks: 1}", "{ranks: 2, cp: 2}"])
-def test_old_log_probs_of_the_engine(lab: Lab, tmp_path: Path, tiny_model: Path, layout: str) -> None:
+def test_the_engines_log_probs_can_serve_as_old_ones(lab: Lab, tmp_path: Path, tiny_model: Path, layout: str) -> None:
     """The ratio of the update is then the gap between engine and trainer."""
     for row in lab.run(Job(tmp_path, tiny_model, (*ONE_UPDATE, "train.old_logp=rollout", f"layout={layout}"))).steps():
         gap = row["training/logprob_gap_mean"]
@@ -65,5 +65,5 @@ def test_old_log_probs_of_the_engine(lab: Lab, tmp_path: Path, tiny_model: Path,
         (("train.mini_batches=2", "train.old_logp=rollout"), "rollout"),
     ],
 )
-def test_the_pass_is_left_out_where_nothing_else_reads_it(tmp_path: Path, overrides: tuple[str, ...], source: str) -> None:
+def test_the_pass_for_old_log_probs_is_skipped_if_nothing_reads_it(tmp_path: Path, overrides: tuple[str, ...], source: str) -> None:
     assert load(Job(tmp_path, tmp_path).write(), list(overrides), TrainConfig).old_logp == source

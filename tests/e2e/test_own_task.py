@@ -49,7 +49,7 @@ def call_of(word: str) -> str:
     return f'<tool_call>{{"name": "upper", "arguments": {{"word": "{word}"}}}}</tool_call>'
 
 
-def test_every_verb_takes_what_a_stranger_brings(own: Path, lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_works_on_a_newcomers_data(own: Path, lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     assert len((own / "prompts.jsonl").read_text().splitlines()) == 200
 
     assert called("init", "tiny", "talks.jsonl", "--cpu", "--out", "sft.yaml") == 0
@@ -107,20 +107,20 @@ def test_a_conversation_with_reasoning_and_a_call_is_read_and_learned_as_the_tem
         assert tokenizer.decode(tokens[~mask]) == f"<tool>{word.upper()}<assistant>"
 
 
-def test_a_model_is_told_of_the_tool_as_in_its_lessons() -> None:
+def test_an_episodes_tool_schema_is_that_of_the_training_rows() -> None:
     """The schema in the column `tools` is that of the function, so that an episode begins as a row does."""
     environment = {"source": {"type": "tools", "tools": ["examples.own_task.my_tools:upper"]}}
     assert tool_schemas(EnvironmentSettings.model_validate(environment)) == [{"type": "function", "function": make.TOOL}]
 
 
-def test_the_script_leaves_a_folder_alone_that_is_there(tmp_path: Path) -> None:
+def test_the_script_of_the_own_task_refuses_an_existing_folder(tmp_path: Path) -> None:
     done = subprocess.run(["bash", EXAMPLE / "hour.sh", tmp_path], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == f"hour: error: {tmp_path} is there already: name another directory\n"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.long
-def test_the_hour_itself(tmp_path: Path) -> None:
+def test_the_hour_of_the_own_task_runs_and_learns(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for name, command in (("python", ""), ("megarl", "-m megarl.cli")):
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')

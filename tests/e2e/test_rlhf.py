@@ -97,7 +97,7 @@ def test_a_served_reward_model_scores_as_transformers_does(url: str, reward_mode
         (signal.SIGKILL, r"WorkerDied: serve: rank 0 died"),
     ],
 )
-def test_a_service_that_nobody_asks_ends_when_its_rank_does(tmp_path: Path, reward_model: Path, number: signal.Signals, fault: str) -> None:
+def test_an_idle_service_ends_when_its_rank_does(tmp_path: Path, reward_model: Path, number: signal.Signals, fault: str) -> None:
     job = Job(tmp_path, reward_model, ("cluster.stall_timeout_s=3",), verb="serve", template=SERVE).start()
     try:
         job.wait_for("service", lambda: " at http://" in job.text())

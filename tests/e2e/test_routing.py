@@ -48,7 +48,7 @@ def test_replay_sends_every_token_to_the_experts_of_the_first_pass(lab: Lab, tmp
         assert row["training/logprob_gap_max"] <= 1e-4
 
 
-def test_nothing_is_asked_for_where_nothing_is_wanted(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_experts_are_requested_if_none_are_used(lab: Lab, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = list[Any]()
     monkeypatch.setattr(Dispatcher, "ask", spied(wanted))
     job = lab.run(Job(tmp_path, tiny_model, (*SHORT, "train.steps=1", "routing.sample=0.0")))
@@ -66,7 +66,7 @@ def spied(wanted: list[Any]) -> Any:
     return spy
 
 
-def test_replay_takes_away_what_a_routing_jitter_does(
+def test_replay_removes_the_effect_of_a_routing_jitter(
     lab: Lab, long: bool, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it the alarm rings; with it the train/rollout KL is less than half, and the first update begins at a ratio of exactly 1."""

@@ -120,7 +120,7 @@ def kind(request: pytest.FixtureRequest, slurm: Cluster) -> Iterator[str]:
 
 
 @pytest.mark.long
-def test_a_run_is_warned_twice_and_queued_again(slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_run_warned_twice_is_requeued_once(slurm: Cluster, straight: Job, tmp_path: Path, tiny_model: Path) -> None:
     job = Job(tmp_path, tiny_model, (*OVERRIDES, PATIENT))
     first = Submitted(slurm, job)
     first.wait_for_step(2)
@@ -166,7 +166,7 @@ def kill_driver(submitted: Submitted) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 @pytest.mark.parametrize(("interrupt", "state", "status"), [(cancel, "CANCELLED", 143), (kill_driver, "FAILED", 137)], ids=named)
-def test_a_run_ends_and_leaves_nothing_and_goes_on_once_submitted_again_after(
+def test_a_run_ends_cleanly_and_resumes_when_submitted_again_after_a_fault(
     interrupt: Callable[[Submitted], None],
     state: str,
     status: int,
@@ -250,7 +250,7 @@ def run_out_of_time(submitted: Submitted) -> None:
     indirect=["kind"],
     ids=named,
 )
-def test_a_run_goes_on_after(
+def test_a_run_resumes_after_a_fault(
     interrupt: Callable[[Submitted], None],
     options: tuple[str, ...],
     kind: str,

@@ -175,7 +175,7 @@ def table(samples: Sequence[Sample], names: dict[int, str]) -> tuple[list[str], 
 
 
 @pytest.mark.long
-def test_nothing_of_a_long_run_grows(tmp_path: Path) -> None:
+def test_no_process_of_a_long_run_grows(tmp_path: Path) -> None:
     build(tmp_path / "model", layers=1, hidden=64, experts=2, expert_hidden=64, seed=1)
     job, samples, names = Job(tmp_path, tmp_path / "model", SHORT), list[Sample](), dict[int, str]()
     job.start()
@@ -220,7 +220,7 @@ def fictitious(**growth: float) -> list[Sample]:
     ],
     ids=str,
 )
-def test_what_grows_is_named(growth: dict[str, float], sentence: str | None) -> None:
+def test_growing_processes_are_named(growth: dict[str, float], sentence: str | None) -> None:
     assert table(fictitious(**growth), {1: "rank", 2: "core"})[1] == ([] if sentence is None else [sentence])
 
 

@@ -176,7 +176,7 @@ def add_predictor(model: Path) -> None:
 
 
 @pytest.mark.parametrize("family", rows(FAMILIES, ["glm4_moe"]))
-def test_the_job_runs_on_other_families(lab: Lab, tmp_path: Path, family: str) -> None:
+def test_other_families_train_and_sync(lab: Lab, tmp_path: Path, family: str) -> None:
     """Every sync is checked by fingerprints (sync.verify), and engine and trainer agree about every token after an update."""
     model = tmp_path / "model"
     build(model, layers=2, hidden=128, experts=8, expert_hidden=64, seed=1, family=family)

@@ -54,7 +54,7 @@ def test_after_every_sync_the_engine_answers_as_transformers_does(
     assert len(seen) >= 3, "the updates are large enough to change what the policy says"
 
 
-def test_what_stops_one_of_two_senders_is_said_and_the_next_run_is_well(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_failing_sender_is_reported_and_the_next_run_works(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """A weight of the second stage that is not finite, which the second rank alone sees; it tells it once it has sent all."""
     senders = ("layout.ranks=2", "layout.pp=2", "sync.transport=gloo", "train.steps=1")
     name = with_nan(tiny_model, broken := tmp_path / "model")

@@ -37,7 +37,7 @@ WAITING = {"get": ray.get, "wait": lambda awaited: ray.wait([awaited])}
 
 
 @pytest.mark.parametrize("waiting", WAITING.values(), ids=WAITING)
-def test_a_signal_ends_the_wait_as_itself(never: Any, waiting: Callable[[Any], object]) -> None:
+def test_a_signal_ends_a_wait_with_its_own_exit_status(never: Any, waiting: Callable[[Any], object]) -> None:
     threading.Timer(LATER_S, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with pytest.raises(SystemExit) as stop, termination.raised():
         try:
@@ -48,7 +48,7 @@ def test_a_signal_ends_the_wait_as_itself(never: Any, waiting: Callable[[Any], o
     assert isinstance(stop.value, Terminated) and stop.value.code == 143 and stop.value.message == "SIGTERM"
 
 
-def test_a_signal_that_was_noted_does_so_where_the_run_can_be_saved(never: Any) -> None:
+def test_a_deferred_signal_ends_a_wait_where_the_run_can_be_saved(never: Any) -> None:
     threading.Timer(LATER_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     with termination.deferred(), pytest.raises(Terminated) as stop, termination.interruptible(lambda: True):
         ray.get(never)

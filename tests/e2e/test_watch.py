@@ -115,7 +115,7 @@ def test_a_stopped_rank_is_seen_while_a_judge_is_silent(tmp_path: Path, tiny_mod
 
 
 @pytest.mark.long
-def test_what_stops_itself_in_an_environment_costs_the_run_nothing(tmp_path: Path, tiny_model: Path) -> None:
+def test_an_environment_that_stops_itself_costs_only_its_episode(tmp_path: Path, tiny_model: Path) -> None:
     """In its sandbox, for longer than anything of the run may be stopped."""
     game = [part.replace("games:Letters", "games:Stoppers") for part in GAME]
     settings = (*game, "train.steps=6", "cluster.stall_timeout_s=1", "cluster.restarts=0")

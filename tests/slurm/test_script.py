@@ -156,7 +156,7 @@ def test_a_preempted_run_is_saved_and_queued_again_on_both_kinds_of_cluster(
     slurm.wait_until_clean()
 
 
-def test_what_the_user_ends_is_not_queued_again(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+def test_jobs_ended_by_the_user_are_not_requeued(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
     """Neither a cancelled job, which leaves at once, nor one whose steps somebody ends by SIGTERM, as Slurm does in a preemption."""
     _, jobs = submitted(slurm, tmp_path, tiny_model, {name: ASKED[name] for name in ("signalled", "cancelled")})
     for name in jobs:
@@ -176,9 +176,7 @@ FOREIGN = ("SBATCH_", "SRUN_EXPORT_ENV", "SLURM_TIMELIMIT", "SLURM_MEM_PER_CPU",
 
 
 @pytest.mark.parametrize("inside", [(), ("salloc", "--quiet", "--nodes=1", "--time=1", "--mem-per-cpu=10", "--cpus-per-task=1")])
-def test_the_shell_in_which_a_run_is_submitted_decides_nothing(
-    inside: tuple[str, ...], slurm: Cluster, tmp_path: Path, tiny_model: Path
-) -> None:
+def test_the_submitting_shell_does_not_change_the_job(inside: tuple[str, ...], slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
     slurm.wait_until_idle()
     _, jobs = submitted(slurm, tmp_path, tiny_model, SHOW, *inside, env=SHELL)
     assert ends(slurm, jobs) == dict.fromkeys(SHOW, [("COMPLETED", "0:0", "0")]), "\n".join(output(tmp_path, name) for name in SHOW)
@@ -189,7 +187,7 @@ def test_the_shell_in_which_a_run_is_submitted_decides_nothing(
         assert not [line for line in variables if line.startswith(FOREIGN)], variables
 
 
-def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+def test_the_script_requeues_only_saved_runs_and_lost_nodes(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
     said, jobs = submitted(slurm, tmp_path, tiny_model, DRIVERS)
     partition, nowhere, nine, three, default, longer, shut, paid, low = said
     assert partition.startswith("Partition(name='main', nodes=3, sizes=((2, 8), (2, 8), (2, 8)), state='UP', default_time=None,")
@@ -241,7 +239,7 @@ def test_the_script_queues_again_what_was_saved_or_lost_a_node_and_nothing_else(
 
 
 @pytest.mark.long
-def test_a_node_that_is_left_queues_the_job_again_as_long_as_it_may(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_remaining_node_requeues_the_job_while_restarts_remain(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "python").write_text(f"#!/usr/bin/env bash\n{HERE}\n{HEADLESS}\n")
     (tmp_path / "python").chmod(0o755)
     job = replace(script_job(tmp_path, str(tmp_path / "python")), nodes=2, spare=1, max_restarts=1)
@@ -277,7 +275,7 @@ def test_scripts_for_one_to_64_nodes_are_what_sbatch_accepts(slurm: Cluster, tmp
         assert (done.returncode == 0) == (nodes <= MANY), done.stderr
 
 
-def test_what_sbatch_refuses_is_said_in_a_line_and_leaves_nothing(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
+def test_a_refusal_of_sbatch_is_one_line_and_leaves_nothing(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
     done = slurm.megarl("slurm", tmp_path / "job.yaml", "--nodes", 1, "--sbatch=--licenses=gold")
     assert done.returncode == 2 and re.fullmatch("megarl: error: slurm: sbatch: .*[Ll]icense.*\n", done.stderr), done.stderr

@@ -24,7 +24,7 @@ def tree(*overrides: str) -> dict[str, Any]:
     return load(EXAMPLE, list(overrides), TrainConfig).model_dump(mode="json")
 
 
-def test_the_same_run_may_be_resumed() -> None:
+def test_an_unchanged_configuration_may_be_resumed() -> None:
     """From the configuration as its checkpoint has it."""
     config = load(EXAMPLE, [], TrainConfig)
     assert compare(yaml_text.read(dump(config)), config.model_dump(mode="json")) == []
@@ -73,7 +73,7 @@ def test_relative_paths_are_those_of_where_the_command_ran(tmp_path: Path, monke
         "routing={sample: 0.5, alarm: 0.5}",
     ],
 )
-def test_where_and_how_long_a_run_goes_on_may_differ(override: str) -> None:
+def test_layout_place_and_length_of_a_run_may_differ(override: str) -> None:
     assert tree(override) != tree()
     assert compare(tree(), tree(override)) == []
 
@@ -96,7 +96,7 @@ def test_where_and_how_long_a_run_goes_on_may_differ(override: str) -> None:
         ("routing={replay: r2}", "routing.replay", "r2"),
     ],
 )
-def test_what_would_make_it_another_run_is_refused_with_both_values(override: str, key: str, now: object) -> None:
+def test_settings_that_change_the_result_are_refused_with_both_values(override: str, key: str, now: object) -> None:
     before: Any = tree()
     for part in key.split("."):
         before = before.get(part, "(absent)")
@@ -104,7 +104,7 @@ def test_what_would_make_it_another_run_is_refused_with_both_values(override: st
     assert compare(tree(), tree(override)) == [f"{key}: {before!r} in the checkpoint and {now!r} now: a resumed run cannot change it"]
 
 
-def test_a_part_of_a_sum_may_differ_where_it_may_alone() -> None:
+def test_parts_of_a_sum_may_differ_in_the_same_keys_as_a_single_reward() -> None:
     def summed(parts: str) -> dict[str, Any]:
         return tree(f"reward.source={{type: sum, parts: [{{name: right, source: {{type: math_verify}}}}, {parts}]}}")
 
@@ -116,7 +116,7 @@ def test_a_part_of_a_sum_may_differ_where_it_may_alone() -> None:
     assert line.startswith("reward.source.parts: [{'name': 'right'")
 
 
-def test_another_algorithm_is_one_refusal() -> None:
+def test_another_algorithm_is_refused_in_one_line() -> None:
     [line] = compare(tree(), tree("algorithm={type: reinforce}"))
     assert line.startswith("algorithm.type: ") and "'reinforce' now" in line
 

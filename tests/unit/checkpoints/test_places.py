@@ -28,7 +28,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_copy_has_the_same_fingerprint_and_anything_else_another(model: Path, tmp_path: Path) -> None:
+def test_fingerprints_of_copies_are_equal_and_of_other_files_are_not(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "elsewhere" / "copy")
     (copy / "README.md").write_text("a page")
     (copy / ".cache").mkdir()
@@ -53,7 +53,7 @@ def test_a_copy_has_the_same_fingerprint_and_anything_else_another(model: Path, 
     assert fingerprint(tmp_path / "a.jsonl") == fingerprint(tmp_path / "b.jsonl") != fingerprint(model)
 
 
-def test_a_run_goes_on_with_models_and_data_that_have_moved_and_with_no_others(model: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_moved_models_and_data_and_refuses_others(model: Path, tmp_path: Path) -> None:
     (rows := tmp_path / "rows.jsonl").write_text("1\n2\n")
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path, model=model))
 
@@ -105,7 +105,7 @@ def test_other_contents_at_the_same_path_are_refused_and_named(model: Path, tmp_
     assert compare(now, now, {"model.path": "what an earlier version has saved"}) == []
 
 
-def test_a_large_file_in_another_order_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reordered_large_file_has_another_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which only pieces are read, far apart."""
     monkeypatch.setattr(places, "WHOLE", 1000)
     monkeypatch.setattr(places, "PIECE", 16)

@@ -177,7 +177,7 @@ def test_damaged_steps_do_not_count_as_kept(tmp_path: Path) -> None:
     assert [entry.step for entry in listing(tmp_path)] == [4, 3]
 
 
-def test_a_step_that_somebody_takes_away_at_once_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_removed_just_after_it_was_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_writer, "point", lambda root, name: shutil.rmtree(root / name))
     with pytest.raises(OSError, match="no step is intact, step_000001 included, which has just been written"):
         save(tmp_path, 1)
@@ -207,7 +207,7 @@ def test_a_step_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000002", "step_000005"]
 
 
-def test_a_file_that_does_not_fit_says_so_when_it_is_closed(tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_raises_when_it_is_closed(tmp_path: Path) -> None:
     """Not while it is written: torch.save would lose the cause."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(SHARD), hard))
@@ -222,7 +222,7 @@ def test_a_file_that_does_not_fit_says_so_when_it_is_closed(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 4095, LARGE - 1, LARGE, LARGE + 1, 2 * LARGE + 12_345])
-def test_a_file_and_its_parts_are_what_was_written(tmp_path: Path, size: int, direct: bool) -> None:
+def test_a_file_and_its_parts_read_back_as_written(tmp_path: Path, size: int, direct: bool) -> None:
     """In pieces that are collected and in larger ones, whether they pass the page cache or not."""
     data, parts = random.Random(size).randbytes(size), []
     with HashedFile(tmp_path / "file", direct=direct) as file:

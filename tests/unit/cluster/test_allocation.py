@@ -142,7 +142,7 @@ FAILING = """
 """
 
 
-def test_what_a_node_lacks_is_no_fault_of_the_configuration(tmp_path: Path) -> None:
+def test_what_a_node_lacks_is_not_reported_as_bad_input(tmp_path: Path) -> None:
     (allocation := tmp_path / "allocation").mkdir()
     (allocation / "nodes.json").write_text('{"nodes": ["a", "b"], "needed": 1, "gpus": 0}')
     (model := tmp_path / "model").mkdir()
@@ -182,7 +182,7 @@ ANSWERS: list[tuple[dict[str, str | None], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("said", "found"), ANSWERS)
-def test_nodes_are_to_blame_for_what_others_have(
+def test_nodes_are_blamed_for_what_only_they_lack(
     said: dict[str, str | None], found: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fitness, "answers", lambda nodes, *_, within_s: {name: said[name] for name in nodes})
@@ -193,7 +193,7 @@ def test_nodes_are_to_blame_for_what_others_have(
         }
 
 
-def test_gpus_are_touched_in_a_process_of_its_own_which_nobody_waits_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_tested_in_a_process_with_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     fault = fitness.sick_gpus(3, 300.0)
     assert fault is None if torch.version.cuda is None else str(fault).startswith("GPU 0: "), "torch for CPUs: no GPU is to blame"
     assert fitness.sick_gpus(3, 300.0, "import sys; sys.exit(f'GPU {sys.argv[1]}: ECC error')") == "GPU 3: ECC error"
@@ -253,7 +253,7 @@ def test_a_job_that_is_cancelled_leaves_neither_processes_nor_files(tmp_path: Pa
     assert caches == [str(kept / "triton"), "/the/users"]
 
 
-def test_compiled_kernels_are_kept_in_no_folder_that_somebody_else_has_made(tmp_path: Path) -> None:
+def test_compiled_kernels_are_not_kept_in_another_users_folder(tmp_path: Path) -> None:
     assert _own_caches(tmp_path).keys() == CACHES.keys()
     (folder,) = tmp_path.iterdir()
     folder.rename(tmp_path / "elsewhere")
@@ -274,7 +274,7 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setattr(Path, method, once)
 
 
-def test_what_is_announced_is_for_the_owner_alone_and_stop_is_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_files_are_private_and_the_stop_file_raises_sigusr1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allocation = Allocation(tmp_path, ("a",), 1, 0)
     head = HeadNode("10.0.0.1:1", "secret", None, 80, 1.0, False)
     assert allocation.head() is None
@@ -332,7 +332,7 @@ def test_a_node_that_is_unlike_the_head_or_lacks_something_is_named(wrong: Repor
     assert faults({"a": GOOD, "b": GOOD}, "a", gpus=8) == {}
 
 
-def test_a_node_whose_processes_are_bound_to_a_core_is_told() -> None:
+def test_a_node_whose_processes_are_bound_to_a_core_is_reported() -> None:
     reports: dict[str, Report | str] = {"a": GOOD, "b": replace(GOOD, cpus=1), "c": "does not answer"}
     assert bound(reports, dict.fromkeys("abc", 96)) == ["b lets processes run on 1 of its 96 CPUs (--cpu-bind of Slurm's step?)"]
 
@@ -352,7 +352,7 @@ def test_a_canary_is_on_the_disk_and_a_node_that_sees_it_late_sees_it(tmp_path: 
     late.join()
 
 
-def test_a_full_disk_that_all_share_is_no_node_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_shared_disk_blames_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full, asked = shutil.disk_usage(tmp_path)._replace(free=250_000_000), list[Allocation]()
     allocation = Allocation(tmp_path, ("a", "b"), needed=2, gpus=0)
     with monkeypatch.context() as patched, pytest.raises(ConfigError, match=f"^{tmp_path}: the run's disk has 0.2 GB free of 1$"):
@@ -370,7 +370,7 @@ def test_a_full_disk_that_all_share_is_no_node_s_fault(tmp_path: Path, monkeypat
     assert not list(tmp_path.glob(".seen-*"))
 
 
-def test_the_slow_node_is_named_whatever_the_others_take() -> None:
+def test_the_slow_node_is_named_whatever_the_speed_of_others() -> None:
     random = np.random.default_rng(1)
     for nodes in range(1, 12):
         rounds = edges(nodes)

@@ -89,7 +89,7 @@ UNSEEN = """
 
 
 @pytest.mark.parametrize(("victim", "status"), [("raylet", 1), ("driver", -signal.SIGKILL)])
-def test_a_driver_that_ends_without_a_word_has_one_all_the_same(victim: str, status: int) -> None:
+def test_a_driver_killed_silently_leaves_one_error_line(victim: str, status: int) -> None:
     with tempfile.TemporaryDirectory(prefix="ms-") as place:  # a short name: Ray's sockets live below it
         done = run(UNSEEN, victim, TMPDIR=place)  # returns once the reaper, too, has closed its standard error
         assert done.returncode == status and members(place) == [], done.stderr
@@ -113,7 +113,7 @@ REAPER = """
 
 
 @pytest.mark.parametrize("number", ["SIGSTOP", "SIGKILL"])
-def test_a_session_closes_without_the_process_that_cleans_up(number: str) -> None:
+def test_a_session_closes_without_its_reaper(number: str) -> None:
     with tempfile.TemporaryDirectory(prefix="ms-") as place:  # a short name: Ray's sockets live below it
         done = run(REAPER, number, TMPDIR=place)
         assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
@@ -159,7 +159,7 @@ HELPER = """
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
-def test_a_copy_store_that_dies_or_is_stopped_is_no_rank_that_does(number: str) -> None:
+def test_a_dead_or_stopped_copy_store_is_not_reported_as_a_rank(number: str) -> None:
     done = run(HELPER, number)
     assert done.returncode == 0, done.stderr
     line, *others = [line[1:] for line in done.stdout.splitlines() if line.startswith(">")]  # Ray prints there as well

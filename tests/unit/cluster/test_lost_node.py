@@ -85,9 +85,7 @@ PROGRAM = """
 FAST = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "30000", "RAY_health_check_failure_threshold": "3"}
 
 
-def test_what_a_lost_node_held_is_on_the_next_one_and_its_places_are_taken_by_a_spare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spare_node_takes_the_places_of_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in FAST.items():
         monkeypatch.setenv(name, value)
     [before, (refusal, waited), after, restored], error = joined("token", tmp_path, [0, 1, 1, 1], [], PROGRAM)

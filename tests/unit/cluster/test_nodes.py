@@ -93,7 +93,7 @@ def joined(mode: str, tmp_path: Path, gpus: list[int], shapes: list[Any], progra
         cluster.communicate(timeout=60)
 
 
-def test_on_a_cluster_without_a_token_ranks_and_engines_are_whole_and_a_blind_node_is_named(tmp_path: Path, long: bool) -> None:
+def test_a_cluster_without_a_token_runs_and_a_node_without_the_model_is_named(tmp_path: Path, long: bool) -> None:
     shapes = SHAPES + FURTHER * long
     [gpus, *said, read, written], error = joined("disabled", tmp_path, [2, 4, 4], [*shapes, TOO_LARGE])
     assert gpus == [2, 4, 4] and "which asks for no token" in error
@@ -110,7 +110,7 @@ def test_on_a_cluster_without_a_token_ranks_and_engines_are_whole_and_a_blind_no
     assert written == f"Unfit: run_dir: {tmp_path}/runs is not, on a node, what it is here: every machine of a run must see the same disk"
 
 
-def test_where_no_cluster_answers_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
         from megarl.cluster.session import ray_session
         from megarl.config import ClusterSettings

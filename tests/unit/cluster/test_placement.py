@@ -72,7 +72,7 @@ def nodes_of(gpus: Sequence[int], cpus: int = 64) -> list[Node]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_block_is_on_one_node_and_every_kind_on_few(name: str) -> None:
+def test_placement_keeps_blocks_on_one_node_and_kinds_on_few(name: str) -> None:
     groups, engines, gpus = SHAPES[name]
     kinds, nodes = kinds_of(groups, engines), nodes_of(gpus)
     places = place(kinds, nodes)
@@ -122,7 +122,7 @@ def test_an_engine_has_as_many_data_parallel_ranks_on_a_node_as_fit(tp: int, dp:
     assert [places[:dp], places[dp:]] == engines
 
 
-def test_cpus_count_too() -> None:
+def test_placement_counts_cpus() -> None:
     kinds = [ProcessKind("model", 4, 1, (4,)), ProcessKind("engines", 2, 2)]
     assert [set(found) for found in place(kinds, nodes_of([8, 8], cpus=4))] == [{"node 0"}, {"node 1"}]
     with pytest.raises(NoRoom, match=r"^8 GPUs .*; there are 16 \(8, 8\); and 6 CPUs, of 4$"):
@@ -132,7 +132,7 @@ def test_cpus_count_too() -> None:
 
 
 @pytest.mark.parametrize("gpus", [(8, 4), (4, 4, 2), (6, 3, 3), (5, 5, 2), (1, 2, 4, 1)])
-def test_where_sizes_divide_each_other_places_are_found_whenever_there_are_any(gpus: tuple[int, ...]) -> None:
+def test_placement_is_exact_for_sizes_that_divide_each_other(gpus: tuple[int, ...]) -> None:
     found = Counter[bool]()
     for tp in (1, 2, 4):
         for replicas in range(1, 5):

@@ -53,12 +53,12 @@ def test_a_slow_raylet_has_the_whole_start_limit() -> None:
     assert done.returncode == 0 and done.stdout == "started light\n", done.stderr
 
 
-def test_a_raylet_that_does_not_come_is_told_with_the_limit() -> None:
+def test_a_raylet_that_does_not_start_is_reported_with_the_limit() -> None:
     line = refusal(start(0.5, "is slow"))
     assert line == "megarl.cluster.session.ClusterError: cluster.start_timeout_s: Ray's raylet did not register within 0.5 s"
 
 
 @pytest.mark.parametrize("process", ["raylet", "gcs_server"])
-def test_a_process_that_dies_is_told_at_once(process: str) -> None:
+def test_a_process_that_dies_is_reported_at_once(process: str) -> None:
     line = refusal(start(1e6, process))
     assert line.startswith(f"megarl.cluster.session.ClusterError: Ray's {process} ended at the start (exit code -9; ")

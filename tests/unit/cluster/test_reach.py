@@ -38,18 +38,18 @@ def outcome(monkeypatch: pytest.MonkeyPatch, names: str, needed: int, *hang: str
     return reach.reach(list(names), {name: name for name in names}, needed, 2, False, 300.0), links.tests
 
 
-def test_links_that_work_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_links_are_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(monkeypatch, "abcd", 4) == ((list("abcd"), {}), ["abcd"])
 
 
-def test_a_node_whose_links_hang_is_done_without_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_whose_links_hang_is_left_out_if_others_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     (times, alone), tests = outcome(monkeypatch, "abcde", 4, "bc", "cd")
     assert times == list("abde") and alone == {"c": "does not reach b, d"}
     assert tests[0] == "abcde" and sorted(tests[1:6]) == list("abcde") and tests[-1] == "abde"
     assert sorted(tests[6:-1]) == ["ab", "bc", "cd", "de", "ea"]
 
 
-def test_a_node_with_one_sick_gpu_fails_alone_and_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_one_sick_gpu_is_left_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     (times, alone), tests = outcome(monkeypatch, "abcde", 4, "c")
     assert times == list("abde") and alone == {"c": f"fails alone: WorkerLate: {HANGS}"} and len(tests) == 1 + 5 + 1
     with pytest.raises(TooFewNodes) as refused:
@@ -68,7 +68,7 @@ def test_a_node_with_one_sick_gpu_fails_alone_and_is_done_without(monkeypatch: p
         (("ae",), {"e": "does not reach a"}),  # the head stays
     ],
 )
-def test_of_two_nodes_that_do_not_reach_each_other_others_tell_which_one_is_to_go(
+def test_of_two_nodes_that_do_not_connect_the_less_connected_is_left_out(
     monkeypatch: pytest.MonkeyPatch, hang: tuple[str, ...], bad: dict[str, str]
 ) -> None:
     (times, alone), tests = outcome(monkeypatch, "abcde", 4, *hang)
@@ -76,7 +76,7 @@ def test_of_two_nodes_that_do_not_reach_each_other_others_tell_which_one_is_to_g
     assert len(tests) == 1 + 5 + 5 + 2 + 1
 
 
-def test_what_a_node_does_not_reach_that_is_left_out_is_not_held_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_nodes_that_are_left_out_do_not_count_against_others(monkeypatch: pytest.MonkeyPatch) -> None:
     (times, alone), _ = outcome(monkeypatch, "abcd", 2, "bc", "ac", "da")
     assert alone == {"c": "does not reach a, b", "d": "does not reach a"} and times == ["a", "b"]
 
@@ -99,7 +99,7 @@ def test_nodes_that_are_needed_and_do_not_reach_each_other_are_named(
     assert refused.value.bad == bad and f"not all nodes reach each other (WorkerLate: {HANGS}): " in str(refused.value)
 
 
-def test_what_fails_on_all_nodes_and_on_no_two_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_failure_of_all_nodes_but_no_pair_is_reported_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> Any:
         if len(nodes) > 2:
             raise WorkerLate(HANGS)
@@ -111,7 +111,7 @@ def test_what_fails_on_all_nodes_and_on_no_two_is_told_as_it_is(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("answered", [0, 1, 2, 3])  # tests: of both nodes together, of each alone, of the two as neighbours
-def test_a_lost_session_is_told_as_it_is_and_no_node_is_blamed(monkeypatch: pytest.MonkeyPatch, answered: int) -> None:
+def test_a_lost_session_is_reported_as_such_and_blames_no_node(monkeypatch: pytest.MonkeyPatch, answered: int) -> None:
     tests = list[str]()
 
     def measured(nodes: Sequence[str], per_node: int, gpus: bool, timeout_s: float) -> Any:
@@ -125,7 +125,7 @@ def test_a_lost_session_is_told_as_it_is_and_no_node_is_blamed(monkeypatch: pyte
         reach.reach(list("ab"), {name: name for name in "ab"}, 2, 1, False, 300.0)
 
 
-def test_ranks_that_are_as_slow_as_over_tcp_are_told_where_there_is_infiniband(tmp_path: Path) -> None:
+def test_tcp_speed_despite_infiniband_is_reported(tmp_path: Path) -> None:
     def told(seconds: float, nodes: int, fabric: Path) -> str | None:
         times = [LinkTimes(256, 1.0, 1.0, seconds if nodes > 1 else 0.0)] * (8 * nodes)
         return reach.without_fabric([*times[1:], replace(times[0], best_edge=2 * seconds)], nodes, fabric)

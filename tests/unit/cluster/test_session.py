@@ -128,7 +128,7 @@ def run(program: str, place: Path, *before: str, **more: str) -> subprocess.Comp
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def test_the_environment_leads_no_session_elsewhere_and_the_next_one_sweeps_what_a_killed_one_left(place: Path) -> None:
+def test_a_session_ignores_ray_variables_and_removes_a_killed_sessions_remains(place: Path) -> None:
     assert run(KILLED, place).returncode == -9
     [left] = place.iterdir()
     done = run(SEES, place, **FOREIGN)
@@ -140,7 +140,7 @@ def test_the_environment_leads_no_session_elsewhere_and_the_next_one_sweeps_what
     assert members(str(place)) == [] and list(place.iterdir()) == []
 
 
-def test_nobody_without_its_token_controls_a_session_and_who_ends_it_is_seen(place: Path) -> None:
+def test_a_session_refuses_callers_without_its_token(place: Path) -> None:
     done = run(UNINVITED, place)
     [modes, *answers, still] = done.stdout.splitlines()
     mode, ports = modes.split()
@@ -159,7 +159,7 @@ def test_a_full_dev_shm_does_not_end_the_object_store(place: Path) -> None:
     assert done.returncode == 0 and done.stdout == "60\n", done.stderr
 
 
-def test_below_a_temporary_directory_of_a_long_name_there_is_no_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_directory_too_long_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("n" * 50)
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))

@@ -113,7 +113,7 @@ def actor(node: str) -> Any:
     return SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: f"actor {node}"))
 
 
-def test_a_machine_that_does_not_answer_is_named_and_costs_only_those_that_are_there(machines: Machines, watched: Watch) -> None:
+def test_a_silent_machine_is_named_and_fails_only_actors_on_it(machines: Machines, watched: Watch) -> None:
     machines.answer |= {"node 7": None, "node 8": list}
     ranks = {"rank": [actor("node 8"), actor("node 7")]}
     assert raised(watched, ranks) == "update: address of node 7 does not answer within 0.02 s (GetTimeoutError)"
@@ -125,7 +125,7 @@ def test_a_machine_that_does_not_answer_is_named_and_costs_only_those_that_are_t
     watched.check("update", {})
 
 
-def test_silent_machines_are_found_together(machines: Machines, watched: Watch) -> None:
+def test_several_silent_machines_are_detected_in_one_wait(machines: Machines, watched: Watch) -> None:
     """And not one after the other: two waits, for the first and for the second actor there, not sixteen."""
     watched.close()
     slow = Roster(0.4, None, others=False)
@@ -138,7 +138,7 @@ def test_silent_machines_are_found_together(machines: Machines, watched: Watch) 
         slow.close()
 
 
-def test_a_scan_that_has_died_or_is_stopped_is_no_machine_that_does_not_answer(
+def test_a_dead_or_stopped_scan_is_not_reported_as_a_silent_machine(
     machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def died() -> Any:
@@ -158,7 +158,7 @@ def test_a_scan_that_has_died_or_is_stopped_is_no_machine_that_does_not_answer(
     assert not watched._roster.silent
 
 
-def test_only_machines_with_an_actor_of_the_run_are_asked_and_only_for_these(machines: Machines, watched: Watch) -> None:
+def test_only_machines_of_the_run_are_scanned_and_only_for_its_processes(machines: Machines, watched: Watch) -> None:
     only = list[Any]()
     scan_on = machines.scan_on
 
@@ -183,7 +183,7 @@ def test_only_machines_with_an_actor_of_the_run_are_asked_and_only_for_these(mac
     within(30, lambda: "node 7" not in watched._roster._machines)
 
 
-def test_a_watch_that_fails_itself_says_so_and_does_not_leave_the_run_unwatched(machines: Machines, watched: Watch) -> None:
+def test_a_failing_watch_ends_the_run_with_its_own_error(machines: Machines, watched: Watch) -> None:
     def broken() -> Any:
         raise ValueError("no such column")
 
@@ -192,9 +192,7 @@ def test_a_watch_that_fails_itself_says_so_and_does_not_leave_the_run_unwatched(
         raised(watched, {})
 
 
-def test_a_watch_that_stands_still_is_seen_by_whoever_it_watches_for(
-    machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_watch_is_detected_by_the_run(machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SLACK_S", 0.0)
     blocked = threading.Event()
     monkeypatch.setattr(watched._scan, "stopped", lambda limit_s: blocked.wait(60))
@@ -205,7 +203,7 @@ def test_a_watch_that_stands_still_is_seen_by_whoever_it_watches_for(
         blocked.set()
 
 
-def test_what_a_scan_sees_while_the_watch_is_renewed_is_not_raised(
+def test_a_scan_that_ends_during_a_renewal_of_the_watch_raises_nothing(
     machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be a process that the renewal has killed, whose name is gone already: another restart for nothing."""
@@ -229,9 +227,7 @@ def test_what_a_scan_sees_while_the_watch_is_renewed_is_not_raised(
     watched.check("update", {})
 
 
-def test_a_server_that_does_not_answer_the_watch_loses_the_session(
-    machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_server_that_does_not_answer_ends_the_session(machines: Machines, watched: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SLACK_S", 0.2)
     blocked = threading.Event()
     monkeypatch.setattr(roster, "_actors", lambda: blocked.wait(60))
@@ -260,7 +256,7 @@ def test_a_call_into_the_server_ends_when_its_time_is_over() -> None:
         ask("a call", lambda: 1 // 0)
 
 
-def test_only_what_belongs_to_the_run_is_seen_and_ended() -> None:
+def test_a_scan_sees_and_ends_only_the_runs_processes() -> None:
     """Of two programs that have stopped a child, one is another's."""
     mine, theirs = (subprocess.Popen(["bash", "-c", "bash -c 'kill -STOP $$' & sleep 60"]) for _ in range(2))
     try:
@@ -280,7 +276,7 @@ def test_only_what_belongs_to_the_run_is_seen_and_ended() -> None:
             one.wait()
 
 
-def test_what_stops_itself_in_a_sandbox_is_nobodys_affair() -> None:
+def test_processes_stopped_in_a_sandbox_are_ignored() -> None:
     """A sandbox's first process leads a session of its own: nothing below it is seen, whatever it does."""
     program = ["bash", "-c", "bash -c 'kill -STOP $$' & kill -STOP $$"]
     parent = "import subprocess, sys, time; subprocess.Popen(sys.argv[2:], start_new_session=sys.argv[1] == 'True'); time.sleep(60)"

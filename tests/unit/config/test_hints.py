@@ -68,7 +68,7 @@ def test_every_alias_leads_to_a_key() -> None:
         ("model.lora_rank", " (not here: all weights are trained)"),
     ],
 )
-def test_a_wrong_key_leads_to_the_right_one(tmp_path: Path, key: str, hint: str) -> None:
+def test_an_unknown_key_gets_a_hint(tmp_path: Path, key: str, hint: str) -> None:
     (tmp_path / "a.yaml").write_text(CONFIG)
     with pytest.raises(ConfigError) as refused:
         load(tmp_path / "a.yaml", [f"{key}=1"], TrainConfig)
@@ -105,7 +105,7 @@ def test_keys_of_another_systems_section_are_known(tmp_path: Path, override: str
     assert str(refused.value) == told
 
 
-def test_a_name_leads_to_a_key_of_the_verb(tmp_path: Path) -> None:
+def test_a_foreign_key_leads_to_a_key_of_the_same_verb(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "name: a\nmodel: {path: m}\ndata: {train: {type: file, path: x}}\nsft: {steps: 1, train_batch_size: 2}"
     )
@@ -117,7 +117,7 @@ def test_a_name_leads_to_a_key_of_the_verb(tmp_path: Path) -> None:
         load(tmp_path / "a.yaml", [], SftConfig)
 
 
-def test_what_contradicts_itself_is_told_at_once(tmp_path: Path) -> None:
+def test_all_contradictions_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(CONFIG)
     faults = [
         "algorithm.type=ppo",
@@ -133,7 +133,7 @@ def test_what_contradicts_itself_is_told_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_value_at_fault_hides_no_contradiction_of_others(tmp_path: Path) -> None:
+def test_an_invalid_value_does_not_hide_contradictions_of_others(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(CONFIG)
     faults = ["train.mini_batches=7", "train.best=eval/x/avg@1", "rollout.top_p=2", "log.samplse=1", "train.micro_batch_tokens=many"]
     with pytest.raises(ConfigError) as refused:
@@ -143,14 +143,14 @@ def test_a_value_at_fault_hides_no_contradiction_of_others(tmp_path: Path) -> No
     ]
 
 
-def test_the_default_of_a_value_at_fault_contradicts_nothing(tmp_path: Path) -> None:
+def test_an_invalid_value_is_not_replaced_by_its_default_in_other_checks(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(CONFIG)
     with pytest.raises(ConfigError) as refused:  # mini_batches=64 would be too many for the default of prompts_per_step
         load(tmp_path / "a.yaml", ["train.mini_batches=1000", "train.prompts_per_step=lots"], TrainConfig)
     assert [line.partition(":")[0] for line in str(refused.value).splitlines()] == ["train.prompts_per_step"]
 
 
-def test_a_name_within_a_longer_one_is_not_the_value_at_fault(tmp_path: Path) -> None:
+def test_a_key_that_is_part_of_a_longer_one_is_not_confused_with_it(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(CONFIG)
     with pytest.raises(ConfigError) as refused:
         load(tmp_path / "a.yaml", ["train.mini_batches=7", "log.samples=many"], TrainConfig)

@@ -29,7 +29,7 @@ def test_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
     assert (found, type(found)) == (value, type(value))
 
 
-def test_what_is_written_every_reader_reads() -> None:
+def test_written_yaml_is_read_alike_by_yaml_1_1_and_1_2() -> None:
     """Ours, and PyYAML's own of YAML 1.1."""
     texts = [
         "1",

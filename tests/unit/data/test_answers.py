@@ -32,7 +32,7 @@ def test_a_number_becomes_a_text_of_the_same_value_without_an_exponent(number: f
     assert float(text_of(number)) == number and "e" not in text_of(number).lower()
 
 
-def test_the_texts_of_answers() -> None:
+def test_answers_become_text_without_exponents() -> None:
     assert [text_of(one) for one in (0.00001, 1e16, -2.5e-7, 72, 72.0)] == ["0.00001", "10000000000000000", "-0.00000025", "72", "72.0"]
     assert [text_of(one) for one in ("1e-5", True, ["é", 1])] == ["1e-5", "true", '["é", 1]']
 
@@ -97,7 +97,7 @@ def test_columns_of_every_type_keep_what_was_written(tmp_path: Path, kind: str, 
 @pytest.mark.parametrize(
     ("text", "fault"), [("NaN", "nan"), ("Infinity", "inf"), ("1e400", "Infinity|inf"), ("[]", "an empty list"), ("[1, NaN]", "nan")]
 )
-def test_what_is_no_answer_is_refused_by_its_place(tmp_path: Path, text: str, fault: str) -> None:
+def test_malformed_answers_are_refused_with_file_and_line(tmp_path: Path, text: str, fault: str) -> None:
     source = write(tmp_path / "a.jsonl", row("34"), json.dumps(row("?")).replace('"?"', text))
     message = r"a\.jsonl:2: reward_model\.ground_truth must be a text, a finite number, or a list or an object of these, not .*"
     with pytest.raises(ConfigError, match=f"{message}({fault})"):

@@ -59,7 +59,7 @@ def call(request: pytest.FixtureRequest) -> Callable[[Callable[[], object]], obj
 
 
 @pytest.mark.parametrize("function", [endless, stubborn])
-def test_what_takes_too_long_is_interrupted(
+def test_a_bounded_call_that_takes_too_long_is_interrupted(
     function: Callable[[], None], call: Callable[[Callable[[], object]], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "AGAIN_S", SECONDS)
@@ -67,6 +67,6 @@ def test_what_takes_too_long_is_interrupted(
         call(function)
 
 
-def test_each_step_has_the_time_anew_and_what_follows_has_all(call: Callable[[Callable[[], object]], object]) -> None:
+def test_each_bounded_step_has_the_whole_time_limit(call: Callable[[Callable[[], object]], object]) -> None:
     spent = call(in_steps)
     assert isinstance(spent, float) and spent >= 5 * SECONDS

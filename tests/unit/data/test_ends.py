@@ -96,7 +96,7 @@ def test_reasoning_that_a_finished_turn_closes_at_once_is_learned_as_written(tin
     assert texts == [["It is</think>4<|im_end|>"], ["It is</think>4<|im_end|>"], ["</think>4<|im_end|>"]]
 
 
-def test_what_differs_is_shown_from_the_beginning_of_its_tag(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_differing_tag_is_shown_from_its_start(tiny_model: Path, tmp_path: Path) -> None:
     template = (
         "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}{%- if m.role == 'assistant' -%}{{ '</think>' }}{%- endif -%}"
         "{{ m.content + '<|im_end|>' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|><think>' }}{%- endif -%}"

@@ -27,7 +27,7 @@ def tokenizers(tiny_model: Path) -> dict[str, Any]:
     return {name: dressed(tiny, name) for name in ("chatml", "llama3", "r1")}
 
 
-def test_bad_rows_are_left_out_and_shown_where_that_is_wanted(
+def test_on_bad_row_drop_leaves_bad_rows_out_and_shows_them(
     tokenizers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer, good = tokenizers["chatml"], {"messages": [USER, says("4")]}
@@ -150,7 +150,7 @@ def test_control_tokens_inside_texts_are_counted_or_refused(
     assert len(load_prompts(source, tokenizer, dropping, 512, "data.train")) == 62, "the run's own system message is not a row's"
 
 
-def test_a_plain_text_begins_and_ends_once(tokenizers: dict[str, Any], tmp_path: Path) -> None:
+def test_a_plain_text_has_one_bos_and_one_end_token(tokenizers: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = dressed(tokenizers["llama3"], "llama3")
     tokenizer._add_eos_token = True
     tokenizer.add_bos_token = True

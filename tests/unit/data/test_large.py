@@ -92,7 +92,7 @@ def test_a_row_of_a_large_file_is_refused_before_the_start_in_the_same_words(
         assert str(read.value) == str(small.value) and f"a.parquet:{place + 1}" in str(small.value)
 
 
-def test_a_text_that_is_none_is_refused_before_the_start(
+def test_invalid_utf8_in_a_large_file_is_refused_before_the_start(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = pyarrow.array([b"17 + 17?"] * 150 + [b"\xff\xfe?"] + [b"17 + 17?"] * 49).view(pyarrow.string())

@@ -169,7 +169,7 @@ def letters(kind: str) -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("kind", ["named", "nameless", "drops", "composes", "bytes"])
-def test_every_kind_of_vocabulary_is_asked_what_it_has(kind: str) -> None:
+def test_unknown_characters_are_found_in_every_kind_of_vocabulary(kind: str) -> None:
     tokenizer = letters(kind)
     assert unknown_characters(tokenizer, "plain, \u00e9 <unk></s>\n") == ""
     lacked = "" if kind == "bytes" else "\t\u65e5\U0001f600"

@@ -72,7 +72,9 @@ def test_a_key_of_a_message_is_named_or_refused_whatever_its_value_is(
             loaded(kind, tmp_path, tokenizers["chatml"], {**USER, key: media}, says("4"))
 
 
-def test_a_key_is_named_unless_it_is_read_there(tokenizers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_message_keys_that_the_template_ignores_are_named(
+    tokenizers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = dressed(tokenizers["chatml"], "qwen3")
     opening = "{%- for m in messages -%}{{ m.name }}{%- if m.seen -%}{{ '!' }}{%- endif -%}{%- endfor -%}"
     tokenizer.chat_template = opening + TEMPLATES["qwen3"]

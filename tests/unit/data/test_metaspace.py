@@ -63,7 +63,7 @@ def test_a_turn_with_or_without_a_space_at_its_start_is_no_new_context(kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_context_that_is_new_is_the_rendering(kind: str) -> None:
+def test_a_new_context_is_the_templates_rendering(kind: str) -> None:
     tokenizer = metaspace(kind, PLAIN.replace("m.content", "m.content.split(';')[-1]"))
     assert not check_turns(tokenizer, ["user"], "environment"), "nothing in it has a semicolon"
     dialogue = TurnTokens(tokenizer).prompted({"prompt": "q r"})

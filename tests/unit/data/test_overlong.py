@@ -116,7 +116,7 @@ def test_pairs_and_conversations_that_are_too_long_are_left_out(
     assert capsys.readouterr().err.count("data.train: 2 of 3 are longer than sft.max_tokens=64, and left out") == 2
 
 
-def test_the_key_reaches_every_source(tmp_path: Path, tiny_model: Path) -> None:
+def test_data_overlong_applies_to_every_source(tmp_path: Path, tiny_model: Path) -> None:
     path = written(tmp_path / "a.jsonl", rows("1 + 1?", LONG, ENDLESS, "2 + 2?"))
     (tmp_path / "sft.yaml").write_text(
         f"name: job\nrun_dir: {tmp_path}\nmodel: {{path: {tiny_model}, dtype: float32}}\ncluster: {{gpus: false}}\n"

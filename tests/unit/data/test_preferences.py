@@ -77,7 +77,7 @@ def test_a_pair_is_two_finished_responses_to_the_prompt_that_a_rollout_would_see
             assert side.prompt_length == len(prompt.tokens)
 
 
-def test_every_fault_of_a_weak_model_is_among_the_rejected() -> None:
+def test_corrupted_answers_have_every_fault_of_a_weak_model() -> None:
     draw = random.Random(0)
     wrong = {corrupted("olleh", "hello", draw) for _ in range(2000)}
     assert {"hello", "olle", "o", "lleh", "oleh", "olleeh"} <= wrong, "copied, cut, one letter lost, one doubled"
@@ -238,7 +238,7 @@ data:
         ),
     ],
 )
-def test_a_stage_is_refused_before_it_starts(
+def test_bad_settings_of_a_stage_are_refused_before_it_starts(
     verb: str, override: str, line: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], termination: None
 ) -> None:
     other = copy_of(tiny_model, tmp_path / "other", "config.json", '"hidden_size": 128', '"hidden_size": 96')

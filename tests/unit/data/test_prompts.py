@@ -273,7 +273,7 @@ def test_template_that_refuses_a_chat_names_the_line(load: Load, tokenizer: PreT
         tokenizer.chat_template = kept
 
 
-def test_a_billion_episodes_are_made_when_they_are_asked_for(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_episodes_are_made_on_demand(tokenizer: PreTrainedTokenizerBase) -> None:
     source = EpisodeSource(seed=7, items=1_000_000_000)
     episodes = load_prompts(source, tokenizer, SourceFormat(), 64, "data.train")
     assert len(episodes) == source.items and [one.id for one in episodes[2:4]] == [2, 3]
@@ -307,7 +307,7 @@ def test_every_epoch_is_a_permutation_and_the_sampler_resumes_anywhere(count: in
         assert sorted(epoch) == list(range(count)) and (shuffle or epoch == sorted(epoch))
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_order_differs_between_epochs_and_seeds() -> None:
     sampler = Sampler(100, 1, True)
     orders = [sampler.take(100), sampler.take(100), Sampler(100, 2, True).take(100)]
     assert len({tuple(order) for order in orders}) == 3
@@ -405,7 +405,7 @@ def test_a_template_that_leaves_earlier_messages_out_is_refused(tmp_path: Path, 
         conversations(tmp_path / "a.jsonl", forgetful, {"messages": TURNS})
 
 
-def test_steps_of_a_sum_lead_to_its_answer() -> None:
+def test_written_steps_of_a_sum_end_in_its_answer() -> None:
     item: dict[str, Any] = {"question": "State the answer: 4 - 1 - 7 =", "answer": "-4"}
     assert make_data.solved("chain_sum", item) == "4-1=3;3-7=-4" and make_data.copied("chain_sum", item) == "4-1=4;4-7=4"
     for item in make_data.entries("chain_sum", TERMS, 5, 50):
@@ -413,7 +413,7 @@ def test_steps_of_a_sum_lead_to_its_answer() -> None:
         assert len(steps) == item["metadata"]["num_terms"] - 1 and steps[-1].endswith("=" + item["answer"])
 
 
-def test_the_last_demonstrations_are_wrong_as_often_as_they_say() -> None:
+def test_the_share_of_wrong_demonstrations_is_the_configured_one() -> None:
     made = replace(make_data.DEMONSTRATIONS["quickstart"], items=1000, held_out=10, steps=10, batch_size=100)
     rows = list(made.rows(1))
     assert rows == list(made.rows(1)) != list(made.rows(2)) and len(rows) == 1000

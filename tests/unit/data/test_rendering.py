@@ -324,7 +324,7 @@ def test_arguments_and_tools_reach_every_rendering(tokenizers: dict[str, Any], t
         SourceFormat(chat=False, template_args=off)
 
 
-def test_what_nothing_uses_is_named(tokenizers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_that_nothing_uses_are_named(tokenizers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {
         "messages": [{"role": "narrator", "content": "Once"}, {**USER, "mood": "good"}, says("4")],
         "chat_template_kwargs": {"x": 1},
@@ -339,7 +339,7 @@ def test_what_nothing_uses_is_named(tokenizers: dict[str, Any], tmp_path: Path, 
     ]
 
 
-def test_what_arrow_fills_in_is_left_out(tokenizers: dict[str, Any], tmp_path: Path) -> None:
+def test_null_keys_filled_in_by_arrow_are_left_out(tokenizers: dict[str, Any], tmp_path: Path) -> None:
     """Arrow gives every message the keys of all, every call the arguments of all, and every schema the keys of all."""
     other = {"id": "b", "type": "function", "function": {"name": "sub", "arguments": {"c": "1"}}}
     tools = [
@@ -371,7 +371,7 @@ def test_what_arrow_fills_in_is_left_out(tokenizers: dict[str, Any], tmp_path: P
     assert '{"a": null}' in tokenizers["chatml"].decode(kept[0].tokens), "a null that the user wrote is an argument"
 
 
-def test_an_end_at_which_no_engine_stops_is_named(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_end_token_unknown_to_the_engines_is_named(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     template = load_tokenizer(tiny_model).chat_template.replace("<|end|>", "<|pad|>")
     (tmp_path / "model" / "chat_template.jinja").write_text(template)

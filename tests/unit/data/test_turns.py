@@ -35,7 +35,7 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("template", [None, QWEN], ids=["tiny", "qwen"])
-def test_turn_by_turn_is_the_whole_that_the_template_renders(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+def test_turns_joined_are_the_templates_rendering_of_the_whole(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
     tokenizer.chat_template = template or tokenizer.chat_template
     assert check_turns(tokenizer, ["user", "tool"] if template else ["user"], "environment") == (template is not None)
     turns = TurnTokens(tokenizer)
@@ -178,7 +178,7 @@ HOSTILE = {  # what a policy may write instead of a call, after its reasoning
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_whatever_a_policy_writes_its_episode_goes_on(published: dict[str, PreTrainedTokenizerBase], text: str) -> None:
+def test_any_text_of_a_policy_lets_its_episode_continue(published: dict[str, PreTrainedTokenizerBase], text: str) -> None:
     turns = TurnTokens(published["qwen3"])
     dialogue = turns.prompted({"prompt": "2 + 2?"})
     [sampled] = encode(published["qwen3"], [THOUGHT + text + turns.template.end], special=False)

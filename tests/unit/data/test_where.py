@@ -100,7 +100,7 @@ def test_every_kind_of_file_gives_the_rows_that_are_asked_for(source: FileSource
 
 
 @pytest.mark.parametrize("source", KINDS, indirect=True)
-def test_what_takes_no_row_is_refused(source: FileSource, read: Read) -> None:
+def test_a_where_that_selects_no_row_is_refused(source: FileSource, read: Read) -> None:
     refused = [
         ({"extra_info.lvl": 1}, r"no row of \S+ has a value for 'extra_info.lvl'; the first one has prompt, .*, extra_info.level, "),
         ({"hard": 1}, r"selects none of the 60 rows of \S+, where hard is True, False$"),

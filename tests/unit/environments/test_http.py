@@ -93,7 +93,7 @@ class Crowded(Counting):
         Crowded.now -= 1
 
 
-def test_episodes_of_clients_that_are_gone_end_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_episodes_of_lost_clients_expire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One whose step is under way does not."""
     with EnvironmentServer(("127.0.0.1", 0), Counting) as server:
         gone, waiting, asked = (server.answer("reset", {"seed": seed})["episode"] for seed in (1, 2, 3))
@@ -107,7 +107,7 @@ def test_episodes_of_clients_that_are_gone_end_after_a_while(monkeypatch: pytest
     assert capsys.readouterr().err == f"episode {gone}, of a client that is gone: ValueError: nobody minds\n"
 
 
-def test_no_step_meets_an_environment_that_is_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_reaches_an_environment_that_is_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Watched(Counting):
         """Says at its end whether a step would have to wait."""
 
@@ -135,7 +135,7 @@ def test_no_step_meets_an_environment_that_is_ending(monkeypatch: pytest.MonkeyP
         assert idle not in server._episodes and alone == [True, True]
 
 
-def test_no_more_episodes_have_begun_at_a_time_than_the_environment_bears() -> None:
+def test_max_concurrent_limits_the_open_episodes() -> None:
     """Whatever becomes of them: some fail, one is called off while it waits."""
 
     async def body(url: str) -> list[bool]:
@@ -170,7 +170,7 @@ def test_no_more_episodes_have_begun_at_a_time_than_the_environment_bears() -> N
     assert (Crowded.now, Crowded.most) == (0, 3)
 
 
-def test_an_environment_that_does_not_begin_is_closed_and_the_client_is_told_why() -> None:
+def test_an_environment_that_fails_to_reset_is_closed_and_the_client_gets_the_reason() -> None:
     class Refusing(Counting):
         closed = 0
 
@@ -222,7 +222,7 @@ class Nonsense(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_talks_nonsense_ends_that_episode() -> None:
+def test_a_malformed_answer_of_a_server_ends_that_episode() -> None:
     async def body(url: str) -> list[str]:
         host, said = HttpHost(HttpEnvironment(url=url), STEP_S), []
         for seed in ANSWERS:
@@ -265,7 +265,7 @@ class DeafToClose(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_is_late_with_closes_holds_up_nobody_and_is_told_of_once(
+def test_slow_closes_of_a_server_delay_no_episode_and_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Here one after another would take 12 s. All are sent in the end, unless the host is closed first."""
@@ -315,12 +315,12 @@ def test_the_reference_server_answers_a_close_though_a_step_hangs_and_ends_the_e
         assert hangs.result(20)["observation"] and ended == [True]
 
 
-def test_a_token_that_is_not_there_is_refused() -> None:
+def test_a_missing_token_variable_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^environment\.source\.token_env: the environment variable MEGARL_NO_TOKEN is not set$"):
         check(HttpEnvironment(url="http://127.0.0.1:1", token_env="MEGARL_NO_TOKEN"))
 
 
-def test_a_server_that_is_not_there_is_a_warning_before_the_run_and_refused_at_its_start(
+def test_a_missing_environment_server_is_a_warning_in_a_check_and_refused_at_the_start(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one of rewards: where the checks run it may not be reached, or not be up yet."""

@@ -74,7 +74,7 @@ def settings(*tools: str, **more: Any) -> EnvironmentSettings:
     return EnvironmentSettings(source=source, step_s=1.0, workers=2, sandbox=SandboxSettings(memory_gb=2))
 
 
-def test_the_model_is_told_of_a_function_by_its_types_and_its_docstring() -> None:
+def test_a_tools_schema_comes_from_its_types_and_docstring() -> None:
     found = tool_schemas(settings("calculator", "my_tools:search", "my_tools:roll"))
     assert found is not None and [one["function"]["name"] for one in found] == ["calculator", "search", "roll"]
     assert found[1] == {
@@ -97,7 +97,7 @@ def test_the_model_is_told_of_a_function_by_its_types_and_its_docstring() -> Non
     }
 
 
-def test_calls_are_answered_and_what_goes_wrong_is_told_to_the_model() -> None:
+def test_own_tools_answer_calls_and_report_their_errors_to_the_model() -> None:
     turns = answered(
         [
             call("search", query="a", most=2) + call("calculator", expression="6*7"),
@@ -124,7 +124,7 @@ def test_calls_are_answered_and_what_goes_wrong_is_told_to_the_model() -> None:
     assert turns[-1].info["tool_errors"] == 6
 
 
-def test_a_process_stays_until_it_is_done_with() -> None:
+def test_a_tool_process_survives_calls_that_fail() -> None:
     tools = OwnTools(
         ("my_tools:search", "my_tools:fails"), settings("my_tools:search", "my_tools:fails").model_copy(update={"workers": 1}), 10
     )
@@ -155,12 +155,12 @@ def test_a_process_stays_until_it_is_done_with() -> None:
         ("ends:f", r"tools: importing ends:f ended the process \(.*exit status 4"),
     ],
 )
-def test_what_is_no_tool_is_refused_before_the_run(tool: str, line: str) -> None:
+def test_functions_that_are_no_tools_are_refused_before_the_run(tool: str, line: str) -> None:
     with pytest.raises(ConfigError, match=rf"^environment\.source\.{line}"):
         tool_schemas(settings(tool))
 
 
-def test_names_of_tools_are_refused_when_they_are_read() -> None:
+def test_wrong_tool_names_are_refused_when_the_configuration_loads() -> None:
     with pytest.raises(ValueError, match="'search' is neither calculator nor python nor a function of yours, as module:function"):
         settings("search")
     with pytest.raises(ValueError, match="one of them is listed twice"):

@@ -39,7 +39,7 @@ async def episode(host: Any, seed: int, texts: list[str], task: dict[str, Any] |
         await one.close()
 
 
-def test_a_machine_says_how_far_environments_are_shut_in_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_machine_reports_the_sandbox_level_of_its_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     game = settings("Counting")
     http = EnvironmentSettings.model_validate({"source": {"type": "http", "url": "http://127.0.0.1:1"}})
     assert guarantee(http) is None
@@ -68,7 +68,7 @@ ATTACKS = {
 }
 
 
-def test_what_an_environment_does_ends_its_episode_and_no_other(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_misbehaving_environment_ends_only_its_own_episode(capfd: pytest.CaptureFixture[str]) -> None:
     """Sound episodes share the processes with one attack after the other; they are played again, and say the same."""
 
     async def body(host: ProcessHost) -> tuple[list[list[Turn]], list[str], list[list[Turn]]]:
@@ -105,7 +105,7 @@ def test_what_an_environment_does_ends_its_episode_and_no_other(capfd: pytest.Ca
     capfd.readouterr()
 
 
-def test_an_episode_that_does_not_repeat_itself_is_not_gone_on_with() -> None:
+def test_an_episode_whose_replay_differs_is_given_up() -> None:
     async def body(host: ProcessHost) -> None:
         one = host.open()
         await one.reset(1, None)
@@ -123,7 +123,7 @@ def test_an_episode_that_does_not_repeat_itself_is_not_gone_on_with() -> None:
     played(settings("Forgetful", step_s=20), body)
 
 
-def test_the_end_of_an_episode_whose_process_is_gone_starts_none() -> None:
+def test_closing_an_episode_of_a_dead_process_starts_no_process() -> None:
     async def body(host: ProcessHost) -> None:
         one = host.open()
         await one.reset(1, None)
@@ -135,7 +135,7 @@ def test_the_end_of_an_episode_whose_process_is_gone_starts_none() -> None:
     played(settings("Counting", step_s=20), body)
 
 
-def test_a_long_answer_ends_its_episode_alone() -> None:
+def test_an_overlong_answer_ends_only_its_episode() -> None:
     async def body(host: ProcessHost) -> None:
         sound, long = host.open(), host.open()
         host.open()
@@ -202,7 +202,7 @@ def test_sources_that_run_in_the_sandbox_play() -> None:
         ("x", {"path": "no.such:Thing"}, r"^environment\.source\.path: cannot import module 'no\.such': ModuleNotFoundError: "),
     ],
 )
-def test_what_cannot_be_made_is_refused(name: str, source: dict[str, Any], line: str) -> None:
+def test_an_environment_that_cannot_be_created_is_refused(name: str, source: dict[str, Any], line: str) -> None:
     async def body(host: ProcessHost) -> None:
         await host.open().reset(1, None)
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_made_is_refused(name: str, source: dict[str, Any], line:
         played(settings(name, **source), body)
 
 
-def test_what_is_no_answer_is_named() -> None:
+def test_malformed_steps_of_an_environment_are_named() -> None:
     bad_steps = {
         "text": "a str, not",
         ("go", 0.0): "a tuple of 2, not",

@@ -47,7 +47,7 @@ class Older(Guess):
 
 
 @pytest.mark.parametrize("kind", [Guess, Older])
-def test_a_game_is_told_once_and_pays_at_its_end(kind: type[Guess], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_textarena_game_explains_itself_once_and_rewards_at_its_end(kind: type[Guess], monkeypatch: pytest.MonkeyPatch) -> None:
     games = {"Guess-v0": kind}
     monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda env_id: games[env_id]()))
     make, seed = load({"type": "textarena", "id": "Guess-v0"}), 3
@@ -64,7 +64,7 @@ def test_a_game_is_told_once_and_pays_at_its_end(kind: type[Guess], monkeypatch:
         assert (last.messages, last.reward, last.done) == (None, reward, True)
 
 
-def test_a_game_that_is_not_there_is_an_error_of_its_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_game_is_an_error_of_its_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(env_id: str) -> Guess:
         raise ValueError(f"Environment {env_id} not found in registry.")
 

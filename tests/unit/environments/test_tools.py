@@ -58,7 +58,7 @@ def test_the_calculator_calculates_and_says_what_it_cannot() -> None:
         calculate("1" * 257)
 
 
-def test_calls_are_answered_and_malformed_ones_are_told_so() -> None:
+def test_malformed_tool_calls_get_an_error_as_answer() -> None:
     both = call("calculator", expression="6*7") + "text between" + call("python", code="x = 5\nprint('sum', x)\nx * 2")
     malformed = {
         "<tool_call>{oops</tool_call>": "error: a call is JSON",
@@ -105,7 +105,7 @@ ATTACKS = {
 }
 
 
-def test_a_program_is_contained_in_time_and_the_next_one_meets_nothing_of_it(
+def test_a_program_is_limited_in_time_and_leaves_nothing_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)

@@ -113,7 +113,7 @@ def test_a_file_is_there_whole_or_not_at_all_and_nobody_elses_is_touched(tmp_pat
     assert others.read_text() == "half" and "wrote 2 responses to 2 prompts" in capsys.readouterr().out
 
 
-def test_a_program_that_an_engine_lacks_is_no_bad_input_and_a_place_that_cannot_be_written_is(
+def test_a_missing_compiler_is_a_failure_and_an_unwritable_out_file_bad_input(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def start(*_: object, **named: object) -> None:
@@ -126,7 +126,7 @@ def test_a_program_that_an_engine_lacks_is_no_bad_input_and_a_place_that_cannot_
         answer(SimpleNamespace(), Path("/proc/out.jsonl"))  # type: ignore[arg-type]  # it is not asked
 
 
-def test_what_the_engine_is_asked_for(here: Path, tiny_model: Path) -> None:
+def test_generate_passes_its_options_to_the_engine(here: Path, tiny_model: Path) -> None:
     given = [str(tiny_model), "--file", str(here / "rows.jsonl"), "--prompt-key", "question", "--n", "3", "--top-k", "5", "--stop", "!"]
     job = check(parser().parse_args([*given, "--cpu"]))
     assert [prompt.text for prompt in job.prompts] == ["one?", "and two?"] and job.dtype == "float32" and not job.gpu

@@ -71,7 +71,7 @@ def rows(lines: list[str], path: Path) -> list[int]:
     return [int(line.removeprefix(start).partition(":")[0]) for line in lines if line.startswith(start)]
 
 
-def test_the_first_rows_and_what_was_left_out(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_shows_the_first_rows_and_those_left_out(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, job, *DROP, "--rows", "3")
     assert lines[0].startswith(f"data.train: {job.parent}/rows.jsonl: 4 rows, 4 samples, ") and rows(lines, job) == [1, 2, 4]
     assert [line for line in lines if line.startswith("learned | ")] == [f"learned | 34 {word}<|end|>" for word in ("one", "two", "four")]
@@ -82,7 +82,7 @@ def test_the_first_rows_and_what_was_left_out(job: Path, capsys: pytest.CaptureF
     assert not (job.parent / "runs").exists()
 
 
-def test_what_the_run_refuses_is_refused_unless_another_row_is_asked_for(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_refuses_a_bad_row_unless_another_row_is_requested(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, job).startswith(
         f"data.train.path: {job.parent}/rows.jsonl:3: the conversation has no message of the assistant's"
     )
@@ -92,7 +92,7 @@ def test_what_the_run_refuses_is_refused_unless_another_row_is_asked_for(job: Pa
         assert rows(lines, job) == [4] and "learned | 34 four<|end|>" in lines
 
 
-def test_a_row_that_is_left_out_says_why(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_is_left_out_shows_its_reason(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, job, *DROP, "--row", 5)
     assert rows(lines, job) == [] and lines[-1].startswith(f"left out: data.train.path: {job.parent}/rows.jsonl:5: the conversation has ")
 
@@ -212,7 +212,7 @@ def test_episodes_have_nothing_to_show_before_they_begin(tmp_path: Path, tiny_mo
         ({"serve": {}}, "serve"),
     ],
 )
-def test_the_verb_is_told_by_the_sections(tree: dict[str, Any], verb: str) -> None:
+def test_the_verb_follows_from_the_sections(tree: dict[str, Any], verb: str) -> None:
     assert verb_of(tree) == verb
 
 
@@ -223,7 +223,7 @@ def test_a_configuration_without_data_says_so(tmp_path: Path, tiny_model: Path, 
     assert refused(capsys, tmp_path / "job.yaml").startswith("data: the configuration has no section of a verb that reads data")
 
 
-def test_it_needs_neither_torch_nor_ray_and_ends_quietly_with_its_reader(job: Path) -> None:
+def test_megarl_data_imports_neither_torch_nor_ray_and_survives_a_closed_pipe(job: Path) -> None:
     code = f"import sys; from megarl import cli; cli.main(['data', {str(job)!r}, {DROP[0]!r}, {DROP[1]!r}])"
     code += "; print(sorted({'torch', 'ray', 'megatron', 'vllm'} & set(sys.modules)), file=sys.stderr)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -75,7 +75,7 @@ def steps_of(directory: Path) -> tuple[int, int]:
     return max(row["step"] for row in rows), int((directory / "model" / "steps").read_text())
 
 
-def test_it_ends_when_patience_does_with_the_best_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_ends_a_stage_with_its_best_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, numbers = learned(tmp_path, monkeypatch, [0.5, 0.7, 0.9, 0.8, 0.85, 0.95, 0.95])
     assert steps_of(directory) == (8, 4) and numbers["rm/accuracy"] == 0.9
     assert json.loads((directory / "summary.json").read_text())["results"]["held-out later"]["rm/accuracy"] == 0.85

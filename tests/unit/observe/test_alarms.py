@@ -29,7 +29,7 @@ def stepped(reward: float) -> Row:
     return {"reward/mean": reward}
 
 
-def test_reward_up_and_pass_rate_down() -> None:
+def test_a_rising_reward_with_a_falling_pass_rate_raises_an_alarm() -> None:
     rows = [evaluated(0.25), stepped(1.0), stepped(2.0), evaluated(0.5), stepped(3.0), evaluated(0.45), stepped(4.0), evaluated(0.2)]
     assert given([*rows, evaluated(0.0)]) == [(7, "over_optimisation")]
     [message] = [text for alarms in [Alarms()] for number, row in enumerate(rows) for text in alarms.check(number, row).values()]
@@ -49,25 +49,25 @@ def test_reward_up_and_pass_rate_down() -> None:
         [evaluated(0.2), stepped(1.0), stepped(2.0), evaluated(0.5)],
     ],
 )
-def test_no_alarm_for_what_is_not(rows: Sequence[Row]) -> None:
+def test_healthy_runs_raise_no_alarm(rows: Sequence[Row]) -> None:
     assert given(rows) == []
 
 
-def test_kl_beyond_twice_its_target() -> None:
+def test_kl_beyond_twice_its_target_raises_an_alarm() -> None:
     far, near = ({"actor/reference_kl": kl, "actor/kl_target": 6.0} for kl in (12.1, 11.9))
     assert given([far] * (KL_STEPS - 1) + [near] + [far] * KL_STEPS) == [(2 * KL_STEPS - 1, "kl_beyond_target")]
     assert given([{"actor/reference_kl": 100.0}] * (KL_STEPS + 1)) == []
 
 
 @pytest.mark.parametrize("name", ["reward/outside/mean", "reward/judge/outside/mean"])
-def test_scores_that_the_reward_model_never_gave_in_training(name: str) -> None:
+def test_scores_outside_the_reward_models_range_raise_an_alarm(name: str) -> None:
     """A reward model alone, or a part of a sum."""
     far, near = ({name: share} for share in (0.3, 0.2))
     assert given([far] * (OUTSIDE_STEPS - 1) + [near] + [far] * OUTSIDE_STEPS) == [(2 * OUTSIDE_STEPS - 1, "reward_outside_range")]
 
 
 @pytest.mark.parametrize(("replay", "names"), [("off", ["rollout_routing", "policy_routing"]), ("r2", ["rollout_routing"]), ("r3", [])])
-def test_tokens_that_go_elsewhere_where_no_replay_keeps_them(replay: Literal["off", "r2", "r3"], names: list[str]) -> None:
+def test_rerouted_tokens_raise_an_alarm_unless_replayed(replay: Literal["off", "r2", "r3"], names: list[str]) -> None:
     row = {"routing/rollout_changed_frac": 0.06, "routing/policy_changed_frac": 0.07}
     alarms = Alarms(RoutingSettings(replay=replay, alarm=0.05))
     found = [(number, event) for number in range(REROUTED_STEPS + 2) for event in alarms.check(number, row)]
@@ -120,12 +120,12 @@ def test_a_run_that_dies_is_named_within_three_steps(event: str) -> None:
 
 
 @pytest.mark.parametrize("event", sorted(set(DEAD) - {"entropy_collapse", "length_collapse"}))
-def test_a_run_that_recovers_is_not(event: str) -> None:
+def test_a_run_that_recovers_raises_no_alarm(event: str) -> None:
     sick = ALIVE | DEAD[event]
     assert given([ALIVE, sick, sick, ALIVE, sick, sick, ALIVE]) == []
 
 
-def test_cut_responses_that_score_nothing_are_told_with_their_share_and_the_key() -> None:
+def test_truncated_responses_that_score_0_raise_an_alarm_with_share_and_key() -> None:
     alarms = Alarms()
     messages = [alarms.check(step, ALIVE | DEAD["responses_unscored"]).get("responses_unscored") for step in (1, 2, 3)]
     assert messages[:2] == [None, None] and messages[2] is not None
@@ -156,14 +156,14 @@ def test_a_critic_learns_from_rewards_that_differ_between_prompts() -> None:
         ([evaluated(0.5)], None),
     ],
 )
-def test_a_run_that_learned_nothing_says_so(rows: Sequence[Row], said: str | None) -> None:
+def test_a_run_that_learned_nothing_raises_its_alarm(rows: Sequence[Row], said: str | None) -> None:
     alarms = Alarms()
     for step, row in enumerate(rows):
         alarms.check(step, row)
     assert alarms.at_the_end() == ({} if said is None else {"learned_nothing": said})
 
 
-def test_a_side_that_waits_for_the_other_is_named_where_both_may_work() -> None:
+def test_a_starved_side_is_named_where_engines_run_ahead() -> None:
     waiting = {"perf/idle_ranks": 0.6, "perf/idle_engines": 0.1}
     alarms, in_turn = Alarms(ahead=True), Alarms()
     found = [alarms.check(step, waiting) for step in range(1, 12)]

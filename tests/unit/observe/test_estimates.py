@@ -43,7 +43,7 @@ def test_the_interval_of_a_score_holds_the_truth_in_about_95_of_100_draws() -> N
     assert 0.92 < fmean(one.low <= 3.0 <= one.high for one in means) < 0.97
 
 
-def test_a_response_without_a_score_is_in_no_number() -> None:
+def test_a_response_without_a_score_counts_in_no_statistic() -> None:
     found = estimated("a", [[1, None, 0, 0], [None] * 4, [1, 1, 1, 1]], [None, 1, 0])
     assert {name: one.value for name, one in found.estimates.items()} == pytest.approx(
         {"avg@4": (1 / 3 + 1) / 2, "pass@2": (2 / 3 + 1) / 2, "pass@4": 1.0, "greedy": 0.5}
@@ -53,7 +53,7 @@ def test_a_response_without_a_score_is_in_no_number() -> None:
     assert nothing.estimates == {} and nothing.stderr is None and SetResult.read(nothing.plain()) == nothing
 
 
-def test_a_set_says_what_its_scores_allow() -> None:
+def test_evaluation_estimates_depend_on_the_kind_of_scores() -> None:
     rates = estimated("a", [[1, 0, 0, 0, 0], [1, 1, 1, 1, 1]], [0, 1])
     assert (rates.kind, list(rates.estimates)) == ("pass rate", ["avg@5", "pass@2", "pass@4", "pass@5", "greedy"])
     assert [one.value for one in rates.estimates.values()] == pytest.approx([0.6, 0.7, 0.9, 1.0, 0.5])

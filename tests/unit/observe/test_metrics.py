@@ -33,12 +33,12 @@ def test_metrics_do_not_depend_on_the_layout(shards: list[list[float]]) -> None:
     assert merged == pytest.approx(whole, rel=1e-9, abs=1e-5)
 
 
-def test_std_is_that_of_the_values() -> None:
+def test_merged_std_is_the_std_of_all_values() -> None:
     values = list(np.random.default_rng(0).normal(3.0, 0.5, 1000))
     assert scalars(merge([report(values[:400]), report(values[400:])]))["std"] == pytest.approx(float(np.std(values)), rel=1e-9)
 
 
-def test_a_mean_of_nothing_has_no_value_and_last_follows_the_order() -> None:
+def test_an_empty_mean_has_no_value_and_last_keeps_the_order() -> None:
     assert scalars(merge([{"a": Mean(0.0, 0.0), "b": Last(1.0)}, {"b": Last(2.0)}])) == {"b": 2.0}
 
 

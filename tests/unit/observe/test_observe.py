@@ -154,7 +154,7 @@ def test_peak_memory_tells_the_processes_of_a_ray_session_apart() -> None:
         ("python -P -m megarl.rewards.worker 7", "driver", "reward"),
     ],
 )
-def test_what_an_engine_has_started_is_the_engine_or_an_environment(command: str, parent: str, kind: str) -> None:
+def test_peak_memory_counts_an_engines_children_as_engine_or_environment(command: str, parent: str, kind: str) -> None:
     assert processes._kind(command.split(), parent) == kind
 
 
@@ -242,7 +242,7 @@ def test_two_runs_do_not_share_a_directory(config: TrainConfig) -> None:
         pass
 
 
-def test_a_run_waits_for_the_lock_of_its_last_start_and_goes_on_without_where_there_are_none(
+def test_a_run_waits_for_its_directorys_lock_unless_the_file_system_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held, usual = claim(tmp_path, patient=False), fcntl.flock
@@ -375,7 +375,7 @@ def test_a_reward_that_fails_on_every_response_ends_the_run(config: TrainConfig)
         run.failures([broken, good])
 
 
-def test_a_line_of_metrics_that_does_not_reach_a_full_disk_is_told_with_the_file() -> None:
+def test_a_metrics_line_lost_to_a_full_disk_is_reported_with_the_file() -> None:
     lines = JsonLines(Path("/dev/full"))
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'$"):
         lines.write(1, {"reward/mean": 0.5})

@@ -50,7 +50,7 @@ def test_all_that_a_process_and_its_children_write_is_kept_however_it_ends(tmp_p
     assert sorted(path.name for path in (tmp_path / LOGS).iterdir()) == ["rank-0.2.log", "rank-0.log"], "the one in its place"
 
 
-def test_a_process_that_cannot_write_there_prints_as_before(tmp_path: Path) -> None:
+def test_a_process_without_a_log_file_prints_to_the_console(tmp_path: Path) -> None:
     assert printed(tmp_path / "nowhere", 'output.keep_output(run, "rank 0"); print("here")') == ("here\n", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -64,7 +64,7 @@ Path(sys.argv[1], "alive").touch()
 """
 
 
-def test_a_full_disk_loses_what_is_printed_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_loses_only_log_output(tmp_path: Path) -> None:
     (tmp_path / LOGS).mkdir()
     assert printed(tmp_path, FULL) == ("", "")
     assert (tmp_path / "alive").exists()

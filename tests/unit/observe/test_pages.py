@@ -63,7 +63,7 @@ def test_a_page_loads_nothing_runs_nothing_and_shows_hostile_words_as_text(confi
     assert "20 responses, mean reward 0.500" in marks.text and written.count("<details><summary>reward 0.5") == 17
 
 
-def test_nothing_of_a_summary_is_mark_up(tmp_path: Path) -> None:
+def test_summary_values_are_not_read_as_mark_up(tmp_path: Path) -> None:
     word = {HOSTILE: 1.0}
     estimates = {HOSTILE: {"value": 0.5, "low": 0.1, "high": 0.9}}
     evaluation = {"step": 1, "results": [{"set": HOSTILE, "prompts": HOSTILE, "rate": True, "estimates": estimates}]}

@@ -54,7 +54,7 @@ def test_the_seconds_of_all_starts_add_up_those_of_killed_ones_too(
     assert "140.0" in capsys.readouterr().out
 
 
-def test_a_run_that_begins_anew_counts_from_zero(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_run_counts_seconds_from_zero(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     spending(monkeypatch, {"update": 7.0})
     for _ in range(2):
         with Run(config) as run:
@@ -64,7 +64,7 @@ def test_a_run_that_begins_anew_counts_from_zero(config: TrainConfig, monkeypatc
 
 
 @pytest.mark.parametrize("left", [None, b"", b'{"id": 3}', b"\xff"])
-def test_a_record_that_is_gone_is_told_and_keeps_no_run_from_resuming(
+def test_a_missing_run_record_is_reported_and_the_run_resumes(
     left: bytes | None, config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Run(config) as run:
@@ -84,7 +84,7 @@ def test_the_comparison_reads_runs_of_earlier_versions(tmp_path: Path) -> None:
     assert "3" in next(line for line in compare.table([compare.read(tmp_path)]) if line.startswith("seconds"))
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_run_record_round_trips(tmp_path: Path) -> None:
     inputs: dict[str, Any] = {"data.train.path": {"": "ab"}}
     record = RunRecord("1f", "sft", inputs, 3, (RunStart(8, {"update": 1.5}), RunStart(0, {})))
     run_record.write(tmp_path, record)

@@ -52,7 +52,7 @@ def test_a_sample_without_a_reward_is_neither_the_best_nor_the_worst(tmp_path: P
     assert shown(capsys, tmp_path)[1] == "--- step 1, training: no reward, 3 tokens, ended by itself, not judged: timeout"
 
 
-def test_nothing_that_a_model_wrote_reaches_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_a_model_do_not_reach_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["samples", str(run), "--whole"]) == 0
     written = capsys.readouterr().out
     kept = "".join(file.path.read_bytes().decode("ascii") for file in files(run))
@@ -63,12 +63,14 @@ def test_nothing_that_a_model_wrote_reaches_the_terminal(run: Path, capsys: pyte
     assert [record.response for record in file.records()] == [HOSTILE]
 
 
-def test_a_run_that_goes_on_forgets_what_it_writes_anew(run: Path) -> None:
+def test_a_resumed_run_drops_rows_that_it_writes_again(run: Path) -> None:
     forget_after(run, 3)
     assert [(file.step, file.set) for file in files(run)] == [(3, None)]
 
 
-def test_what_is_no_run_and_what_is_no_sample_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_refuses_directories_without_a_run_and_malformed_files(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (empty := tmp_path / "empty").mkdir()
     broken = tmp_path / "broken"
     (broken / FOLDER).mkdir(parents=True)
@@ -83,13 +85,13 @@ def test_what_is_no_run_and_what_is_no_sample_is_refused(run: Path, tmp_path: Pa
         assert capsys.readouterr().err.splitlines() == [message]
 
 
-def test_few_responses_of_many_are_of_as_many_prompts_as_possible() -> None:
+def test_kept_samples_come_from_as_many_prompts_as_possible() -> None:
     assert spread(64, 4) == [0, 21, 42, 63]  # of 16 prompts with 4 responses each: four prompts
     assert spread(512, 16)[-1] == 511 and spread(5, 1) == [0]
     assert spread(3, 8) == [0, 1, 2] and spread(3, 0) == []
 
 
-def test_a_cut_response_that_nobody_scored_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_unscored_response_is_marked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut = replace(PLAIN, reward=-1.0, parts={"overlong": -1.0}, finish_reason="length", scored=False)
     write(run, 13, [cut])
     said = "3 tokens, cut by the length limit and not scored (reward.require_finished)"
@@ -97,7 +99,7 @@ def test_a_cut_response_that_nobody_scored_says_so(run: Path, capsys: pytest.Cap
     assert line(cut) == f"reward -1, {said}: 2+2? -> is it 4"
 
 
-def test_a_prompt_with_a_message_that_only_calls_is_shown_with_the_call(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_message_with_only_a_tool_call_shows_the_call(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}]
     prompt: list[dict[str, Any]] = [
         {"role": "user", "content": "3 + 4?"},
@@ -110,7 +112,7 @@ def test_a_prompt_with_a_message_that_only_calls_is_shown_with_the_call(run: Pat
     assert '"name": "add", "arguments": {"a": 3, "b": 4}' in line(called)
 
 
-def test_an_episode_says_its_turns(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shown_episode_has_its_number_of_turns(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run, 13, [replace(PLAIN, turns=3)])
     assert shown(capsys, run, "--step", 13) == ["--- step 13, training: reward 1 (raw 0.5), 3 tokens, ended by itself after 3 turns"]
     [file] = [one for one in files(run) if one.step == 13]

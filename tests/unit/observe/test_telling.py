@@ -37,7 +37,7 @@ def steps(run: Run, count: int) -> None:
         run.log(step, {"reward/mean": Mean(1.0, 2.0)})
 
 
-def test_a_part_of_the_start_is_named_when_it_begins_and_timed_once_it_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_start_up_phases_are_named_at_their_begin_and_timed_at_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Run(config("train", tmp_path)) as run:
         lines(capsys)
         with run.starting("Ray"):
@@ -49,9 +49,7 @@ def test_a_part_of_the_start_is_named_when_it_begins_and_timed_once_it_is_there(
         assert lines(capsys) == ["start: engines ..."]
 
 
-def test_a_run_that_goes_on_says_from_where_and_one_that_begins_what_became_of_the_earlier_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_says_from_which_step_it_resumes_or_where_the_earlier_run_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = config("train", tmp_path)
     with Run(settings) as run:
         steps(run, 2)
@@ -65,7 +63,7 @@ def test_a_run_that_goes_on_says_from_where_and_one_that_begins_what_became_of_t
         assert lines(capsys) == [f"files of an earlier run with this name were moved to {settings.directory / 'earlier-2'}"]
 
 
-def test_metrics_that_no_run_wrote_are_refused_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_resume_refuses_metrics_that_no_run_wrote(tmp_path: Path) -> None:
     settings = config("train", tmp_path)
     with Run(settings) as run:
         steps(run, 2)
@@ -92,7 +90,7 @@ def test_an_interrupted_run_says_what_is_saved(saved: str | None, tmp_path: Path
     assert lines(capsys) == [f"interrupted after step 3; another start {then}"]
 
 
-def test_a_run_that_is_not_saved_on_the_way_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_checkpoints_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Run(config("train", tmp_path, "train.steps=50", "save.every_minutes=0")):
         off = "save.every=0 and save.every_minutes=0"
         assert lines(capsys) == [f"{off}: none of the 50 steps is saved as a checkpoint; a killed run starts over"]
@@ -102,9 +100,7 @@ def test_a_run_that_is_not_saved_on_the_way_says_so(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(("verb", "key"), [("train", "train.steps"), ("sft", "sft.steps"), ("dpo", "dpo.steps")])
-def test_a_run_that_has_more_steps_than_it_is_to_have_says_so(
-    verb: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_more_steps_than_configured_is_reported(verb: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Run(config(verb, tmp_path, f"{key}=3")) as run:
         for step in range(1, 4):
             run.log(step, {"actor/grad_norm": Mean(1.0, 2.0)})
@@ -159,7 +155,7 @@ def test_the_next_command_takes_as_many_gpus_as_the_model_needs(
         (ConfigError("a: bad"), True, False),
     ],
 )
-def test_a_run_that_fails_says_where_its_processes_have_printed_unless_its_message_says_all(
+def test_a_failed_run_names_the_logs_of_its_processes(
     error: Exception, printed: bool, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(type(error)), Run(config("train", tmp_path)) as run:

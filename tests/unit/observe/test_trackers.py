@@ -68,7 +68,7 @@ def step(run: Run, number: int) -> dict[str, Any]:
     return run.state()
 
 
-def test_every_start_of_a_run_goes_on_with_its_run_and_a_new_run_has_one_of_its_own(tmp_path: Path, wandb: Calls) -> None:
+def test_all_starts_of_a_run_are_one_wandb_run_and_a_new_run_is_another(tmp_path: Path, wandb: Calls) -> None:
     settings = config(tmp_path, "log.trackers=[wandb]", "log.project=thirty", "log.entity=team", "log.group=g", "log.tags=[a, b]")
     with Run(settings) as run:
         state = step(run, 1)
@@ -90,7 +90,7 @@ def test_every_start_of_a_run_goes_on_with_its_run_and_a_new_run_has_one_of_its_
 
 
 @pytest.mark.parametrize("broken", ["log", "init"])
-def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(
+def test_a_failing_tracker_is_reported_once_and_ends_no_run(
     broken: str, tmp_path: Path, wandb: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = config(tmp_path, "log.trackers=[wandb]")
@@ -149,7 +149,7 @@ def test_mlflow_is_refused_if_nothing_says_where_its_server_is(monkeypatch: pyte
         ("log.trackers=[comet]", r"^log\.trackers\.0: "),
     ],
 )
-def test_what_no_tracker_would_show_and_the_keys_of_earlier_versions_are_refused(override: str, message: str, tmp_path: Path) -> None:
+def test_tracker_keys_that_no_tracker_reads_are_refused(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, override)
 

@@ -108,7 +108,7 @@ def test_a_response_is_right_or_wrong(gold: str, response: str, value: float) ->
 
 
 @pytest.mark.parametrize("gold", [pytest.param(gold, id=gold[:40]) for gold in KINDS])
-def test_such_an_answer_is_taken(gold: str) -> None:
+def test_readable_answers_are_accepted(gold: str) -> None:
     MATH.check_gold(gold)
 
 

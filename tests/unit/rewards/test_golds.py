@@ -125,7 +125,7 @@ def test_every_readable_answer_is_right_itself() -> None:
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_a_number_is_read_exactly(number: float) -> None:
+def test_decimal_numbers_are_compared_exactly(number: float) -> None:
     for text in (text_of(number), repr(number), f"${text_of(number)} \\text{{ cm}}$"):
         digits = numeral(text.strip("$"))
         assert digits is not None and value_of(digits) == Fraction(repr(number))

@@ -21,7 +21,7 @@ def model() -> Lengths:
     return Lengths()
 
 
-def test_slow_bytes_are_not_awaited(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_headers_and_bodies_run_into_their_time_limits(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEADERS_S", 0.4)
     monkeypatch.setattr(module, "BODY_S", 0.4)
     with serving(model) as server, ThreadPoolExecutor(8) as pool:
@@ -38,7 +38,7 @@ def test_slow_bytes_are_not_awaited(model: Lengths, monkeypatch: pytest.MonkeyPa
         assert_alive(server.port)
 
 
-def test_who_takes_no_answer_is_left(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_its_answer_is_disconnected(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "UNREAD_S", 0.3)
     body = asking(*[""] * 1_000_000)
     with serving(model) as server, socket.socket() as client:
@@ -51,14 +51,14 @@ def test_who_takes_no_answer_is_left(model: Lengths, monkeypatch: pytest.MonkeyP
         assert_alive(server.port)
 
 
-def test_of_a_connection_one_request_is_answered(model: Lengths) -> None:
+def test_a_connection_serves_one_request(model: Lengths) -> None:
     with serving(model) as server:
         found = raw(server.port, (HEAD + b"Content-Length: 0\r\n\r\n") * 1000)
         assert found.count(b"HTTP/1.1 400 ") == 1 and b"Connection: close" in found
 
 
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer other"}, {"Authorization": f"Basic {TOKEN}"}])
-def test_without_the_token_no_body_is_kept(model: Lengths, given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_without_the_token_are_not_read(model: Lengths, given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINGER_S", 20.0)
     size = 32 << 20
 
@@ -79,7 +79,7 @@ def test_without_the_token_no_body_is_kept(model: Lengths, given: dict[str, str]
         assert_alive(server.port, Authorization=f"Bearer {TOKEN}")
 
 
-def test_a_token_of_strange_letters_is_another_token(model: Lengths) -> None:
+def test_a_token_of_invalid_bytes_gets_401(model: Lengths) -> None:
     with serving(model, TOKEN) as server:
         found = raw(server.port, HEAD + b"Authorization: Bearer \xff\xc3\r\nContent-Length: 0\r\n\r\n")
         assert found.startswith(b"HTTP/1.1 401 ")
@@ -88,7 +88,7 @@ def test_a_token_of_strange_letters_is_another_token(model: Lengths) -> None:
 @pytest.mark.parametrize(
     ("length", "status"), [(b"9" * 5000, 400), (b"9" * 30, 400), (b"%d" % (1 << 62), 413), (b"-1", 400), (b"+5", 400), (b"x", 400)]
 )
-def test_a_length_that_is_none_is_refused(
+def test_an_invalid_content_length_is_refused(
     model: Lengths, length: bytes, status: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LINGER_S", 0.1)
@@ -100,7 +100,7 @@ def test_a_length_that_is_none_is_refused(
     assert capfd.readouterr() == ("", "")
 
 
-def test_chunks_are_taken_within_the_same_bound(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_bodies_have_the_same_size_limit(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGEST", 1 << 20)
     with serving(model) as server:
         assert ask(server.port, iter([b'{"samples": ["a', b'bc", ""]}'])) == (200, {"scores": [3.0, 0.0]})
@@ -112,7 +112,7 @@ def test_chunks_are_taken_within_the_same_bound(model: Lengths, monkeypatch: pyt
         assert_alive(server.port)
 
 
-def test_a_short_body_stays_a_short_one(model: Lengths) -> None:
+def test_a_compressed_body_is_not_inflated(model: Lengths) -> None:
     bomb = gzip.compress(bytes(50 << 20), 1)
     with serving(model) as server:
         before = psutil.Process().memory_info().rss
@@ -149,7 +149,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED)
-def test_what_is_malformed_is_refused_in_one_printable_line(model: Lengths, body: bytes) -> None:
+def test_malformed_requests_get_400_with_one_printable_line(model: Lengths, body: bytes) -> None:
     with serving(model) as server:
         status, answer = ask(server.port, body)
         assert status == 400 and answer["error"].isprintable() and 0 < len(answer["error"]) <= 500
@@ -158,7 +158,7 @@ def test_what_is_malformed_is_refused_in_one_printable_line(model: Lengths, body
 
 
 @pytest.mark.parametrize("sent", [b"SSH-2.0-OpenSSH_9.2\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"POST\r\n\r\n"])
-def test_what_is_no_http_leaves_no_line_on_the_console(model: Lengths, sent: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_not_http_print_nothing(model: Lengths, sent: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     with serving(model) as server:
         assert raw(server.port, sent).startswith(b"HTTP/1.0 400 ")
         assert_alive(server.port)

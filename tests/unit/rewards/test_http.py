@@ -109,7 +109,7 @@ def test_scores_come_in_the_order_of_the_responses_with_their_parts() -> None:
         assert any(sample in body["samples"] for body in server.bodies)
 
 
-def test_a_response_cut_by_the_limit_is_asked_for_only_where_it_may_score() -> None:
+def test_truncated_responses_reach_the_function_only_if_they_may_score() -> None:
     with serving(length_of) as server:
         requests = [ask("abc"), ask("abcd", finished=False)]
         for required, expected in ((True, [(3.0, True), (0.0, False)]), (False, [(3.0, True), (4.0, True)])):
@@ -118,7 +118,7 @@ def test_a_response_cut_by_the_limit_is_asked_for_only_where_it_may_score() -> N
         assert [[sample["finished"] for sample in body["samples"]] for body in server.bodies] == [[True], [True, False]]
 
 
-def test_a_response_that_the_server_cannot_score_costs_no_other() -> None:
+def test_a_response_that_the_server_cannot_score_fails_alone() -> None:
     body = b'{"scores": [1, null, {"score": null, "note": 2}, {"score": 0.5, "note": 2}]}'
     with serving(lambda handler, _: reply(handler, body)) as server:
         missing = Score(None, error="abstained")
@@ -143,7 +143,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_answer_that_is_no_answer_is_refused_at_once(lie: str) -> None:
+def test_malformed_server_answers_are_refused_at_once(lie: str) -> None:
     body, message = LIES[lie]
     with serving(lambda handler, _: reply(handler, body)) as server:
         with pytest.raises(RewardUnavailable, match=rf"^reward\.source\.url: http://127\.\S+ {message}.* \(1 attempt, 0\.\d s\)$"):
@@ -154,7 +154,7 @@ def test_an_answer_that_is_no_answer_is_refused_at_once(lie: str) -> None:
 
 
 @pytest.mark.parametrize(("status", "asked"), [(404, 1), (401, 1), (302, 1), (204, 1), (500, 3), (503, 3), (429, 3), (408, 3)])
-def test_a_status_is_tried_again_where_it_may_pass(status: int, asked: int) -> None:
+def test_temporary_http_statuses_are_retried(status: int, asked: int) -> None:
     with serving(lambda handler, _: reply(handler, b"the reason\n" if status != 204 else b"", status)) as server:
         attempts = f"{asked} attempt{'s' if asked > 1 else ''}"
         said, last = "No Content" if status == 204 else ".*: the reason", r"; reward\.source\.attempts=3" if asked > 1 else ""
@@ -188,7 +188,7 @@ def strange_score(handler: BaseHTTPRequestHandler, _: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", [strange_reason, strange_language, strange_body, strange_keys, strange_score])
-def test_what_a_server_says_reaches_the_console_printable_and_cut(fault: Answer) -> None:
+def test_a_servers_message_is_printed_escaped_and_shortened(fault: Answer) -> None:
     with serving(fault) as server:
         with pytest.raises(RewardUnavailable, match="red") as refused:
             score(settings(server.url), "a")
@@ -235,7 +235,7 @@ def drip(handler: BaseHTTPRequestHandler, _: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", [vanish, break_off, other_language, silent, drip])
-def test_a_fault_that_passes_is_survived_and_one_that_stays_is_not(fault: Answer) -> None:
+def test_transient_faults_are_retried_and_lasting_ones_end_the_call(fault: Answer) -> None:
     count = 0
 
     def twice(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -268,7 +268,7 @@ def test_the_silence_of_the_last_attempt_does_not_hide_what_the_server_said_befo
 
 
 @pytest.mark.parametrize(("status", "attempts"), [(503, "3 attempts"), (401, "1 attempt")])
-def test_a_status_whose_body_does_not_come_is_what_is_told(status: int, attempts: str) -> None:
+def test_a_status_is_reported_even_if_its_body_does_not_arrive(status: int, attempts: str) -> None:
     """And one that no further attempt would change is not asked for again."""
 
     def without_body(handler: BaseHTTPRequestHandler, _: Any) -> None:
@@ -281,7 +281,7 @@ def test_a_status_whose_body_does_not_come_is_what_is_told(status: int, attempts
             score(settings(server.url), "a")
 
 
-def test_the_deadline_names_itself_and_what_the_server_did_until_then() -> None:
+def test_an_expired_deadline_names_its_key_and_the_servers_answers() -> None:
     """Whether it comes in a pause, in an attempt that it cuts short, or before a request has been sent at all."""
 
     def refuse(handler: BaseHTTPRequestHandler, _: Any) -> None:
@@ -323,7 +323,7 @@ def test_the_server_of_evaluations_is_named_by_its_own_key() -> None:
         scorer.score([ask("a")])
 
 
-def test_the_run_is_looked_after_while_a_server_is_silent() -> None:
+def test_a_lost_rank_is_detected_while_a_reward_server_is_silent() -> None:
     """As by the session's watch: what it raises ends the scoring at once, and the server's sockets."""
     hung_up = threading.Event()
 
@@ -417,7 +417,7 @@ def test_a_server_that_dies_in_the_middle_leaves_no_score_at_all() -> None:
     assert len(server.bodies) >= 5
 
 
-def test_the_batch_that_fails_first_is_the_cause_and_those_stopped_by_it_are_not() -> None:
+def test_the_first_failed_batch_is_reported_not_those_it_stopped() -> None:
     both = threading.Barrier(2)
 
     def refused_while_another_waits(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from tests.e2e.job import RL
         ("http://user:hush@host/", "contains a user or a password; put a token into the environment variable"),
     ],
 )
-def test_an_address_that_is_none_is_refused_at_load(url: str, message: str, tmp_path: Path) -> None:
+def test_a_malformed_url_is_refused_when_the_configuration_loads(url: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path, model="nowhere"))
     with pytest.raises(ConfigError, match=rf"^reward\.source\.url: .*{message}") as refused:
         load(tmp_path / "job.yaml", [f"reward.source={{type: http, url: '{url}'}}"], TrainConfig)

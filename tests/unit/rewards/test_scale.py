@@ -20,7 +20,7 @@ def test_reference_rewards_have_mean_0_and_standard_deviation_1() -> None:
     assert RewardScale(*scale.plain()) == scale
 
 
-def test_a_reward_far_away_is_clipped_and_keeps_what_it_was() -> None:
+def test_a_normalised_reward_is_clipped_and_its_raw_value_kept() -> None:
     scale = RewardScale(mean=2.0, std=0.5, clip=3.0)
     scores = [scale(Score(value, {"model": value})) for value in (2.5, 10.0, -10.0)]
     assert [score.value for score in scores] == [1.0, 3.0, -3.0]
@@ -43,7 +43,7 @@ def test_too_few_judged_responses_are_refused() -> None:
         RewardScale.of([0.5], None)
 
 
-def test_the_range_of_a_reward_model_comes_back(tmp_path: Path) -> None:
+def test_a_reward_models_score_range_round_trips(tmp_path: Path) -> None:
     assert read_range(tmp_path, "reward.source.path") is None
     write_range(tmp_path, ScoreRange(-3.5, 4.25))
     found = read_range(tmp_path, "reward.source.path")

@@ -251,7 +251,7 @@ SOUND = {"right": 1.0, "wrong": 0.0, "true": 1.0, "half": 0.5, "part": 1.0}
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_each_failure_costs_its_own_sample_alone(workers: int) -> None:
+def test_each_scoring_failure_costs_only_its_own_sample(workers: int) -> None:
     responses = [name for failure in FAILURES for name in (failure, *SOUND)]  # failures amid sound samples of the same chunk
     with Scorer(settings("unusual", timeout_s=0.3, workers=workers)) as scorer:
         before = pids(scorer)
@@ -295,7 +295,7 @@ def test_process_that_dies_or_is_stopped_between_calls_is_replaced(number: signa
         assert not alive(outer.pid) and pids(scorer)[0] != outer.pid
 
 
-def test_the_run_is_looked_after_while_functions_score_and_after_a_loss_scoring_starts_anew() -> None:
+def test_a_lost_rank_is_detected_while_functions_score() -> None:
     lost = True
 
     def look() -> None:
@@ -331,12 +331,12 @@ def test_prints_go_to_the_log_of_a_run_within_its_bound(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_function_that_prints_goes_on_where_its_log_cannot_be_written_to(tmp_path: Path) -> None:
+def test_a_function_that_prints_works_without_a_writable_log(tmp_path: Path) -> None:
     with Scorer(settings("floods"), tmp_path / "nowhere" / "rewards.log") as scorer:  # more than a pipe holds
         assert scorer.score([ask("right")] * 3) == [Score(1.0)] * 3
 
 
-def test_where_it_is_said_why_a_scoring_process_does_not_start(tmp_path: Path) -> None:
+def test_a_scoring_process_that_does_not_start_names_its_log(tmp_path: Path) -> None:
     log = tmp_path / "rewards.log"
     with (
         Scorer(RewardSettings(source=FunctionReward(path="ends:f")), log) as scorer,

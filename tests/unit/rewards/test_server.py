@@ -48,7 +48,7 @@ def test_requests_that_wait_are_scored_together_and_each_gets_its_own(model: Len
     assert len(model.calls) == 2 and len(model.calls[1]) == 0 + 1 + 2 + 3 + 4
 
 
-def test_a_bounded_number_of_samples_is_scored_together(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_scored_in_one_batch_are_bounded(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TOGETHER", 4)
     model.free.clear()
     with serving(model) as server, ThreadPoolExecutor(8) as pool:
@@ -61,7 +61,7 @@ def test_a_bounded_number_of_samples_is_scored_together(model: Lengths, monkeypa
     assert [len(call) for call in model.calls] == [1, 6, 6, 3]
 
 
-def test_a_client_that_has_gone_is_not_scored(model: Lengths) -> None:
+def test_a_disconnected_client_is_not_scored(model: Lengths) -> None:
     model.free.clear()
     with serving(model) as server, ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, server.port, asking("a"))
@@ -77,7 +77,7 @@ def test_a_client_that_has_gone_is_not_scored(model: Lengths) -> None:
     assert model.calls == [["a"], ["abc"]]
 
 
-def test_where_the_model_fails_every_client_is_told_and_the_caller_too(model: Lengths) -> None:
+def test_a_model_failure_reaches_every_client_and_the_caller(model: Lengths) -> None:
     model.free.clear()
     model.failure = RuntimeError("rank 1 is gone")
     with serving(model) as server, ThreadPoolExecutor(4) as pool:
@@ -89,7 +89,7 @@ def test_where_the_model_fails_every_client_is_told_and_the_caller_too(model: Le
         assert [answer.result() for answer in answers] == [(500, {"error": "RuntimeError: rank 1 is gone"})] * 3
 
 
-def test_a_server_that_nobody_asks_looks_around(model: Lengths) -> None:
+def test_an_idle_server_notices_the_death_of_its_ranks(model: Lengths) -> None:
     """So that what has happened to its ranks is seen before a client comes."""
 
     def look() -> None:
@@ -126,7 +126,7 @@ def test_hundreds_of_clients_at_a_time_are_answered(model: Lengths) -> None:
     assert len(model.calls) < 400, "some of them waited, and were scored together"
 
 
-def test_no_more_connections_than_the_bound_are_taken_and_the_others_wait(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_beyond_the_limit_wait(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CONNECTIONS", 3)
     monkeypatch.setattr(module, "HEADERS_S", 0.5)
     with serving(model) as server, ExitStack() as stack:
@@ -137,7 +137,7 @@ def test_no_more_connections_than_the_bound_are_taken_and_the_others_wait(model:
         assert time.monotonic() - before > 0.4, "until those that say nothing were left"
 
 
-def test_a_client_that_waits_for_leave_to_send_gets_it_after_its_token(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_100_continue_is_sent_only_after_the_token(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINGER_S", 0.1)
     body = asking("abc")
     head = HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n" % len(body)
@@ -207,7 +207,7 @@ def alone() -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.communicate()
 
 
-def test_a_server_without_descriptors_answers_when_it_has_some_and_says_nothing() -> None:
+def test_a_server_out_of_descriptors_answers_once_it_has_some() -> None:
     with alone() as (process, port), ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(20)]
         with ThreadPoolExecutor(100) as pool:
@@ -227,7 +227,7 @@ def test_a_server_without_descriptors_answers_when_it_has_some_and_says_nothing(
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_at_once_and_who_waits_is_told(number: signal.Signals, status: int) -> None:
+def test_a_signal_ends_the_server_and_waiting_clients_get_503(number: signal.Signals, status: int) -> None:
     with alone() as (process, port), ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(ask, port, asking("slow")) for _ in range(2)]
         assert process.stdout is not None

@@ -40,7 +40,7 @@ def test_the_answers_of_known_sets_are_read_as_they_are(name: str, right: str, w
 SPELL = {"source_dataset": "spell_backward", "source_params": {}}
 
 
-def test_a_last_match_without_its_group_is_no_answer() -> None:
+def test_a_last_match_without_the_extract_group_is_no_answer() -> None:
     verify = load({"type": "reasoning_gym", "threshold": 1.0, "extract": r"answer: (\w+)|none"})
     for response, value in (("answer: esroh", 1.0), ("none, or answer: esroh", 1.0), ("answer: esroh, or none", 0.0), ("none", 0.0)):
         assert verify("q", response, "esroh", SPELL) == (value, {"raw": value}), response
@@ -65,7 +65,7 @@ def test_the_scorers_that_evaluate_a_response_are_those_that_are_refused() -> No
     assert {name for name, text in modules.items() if call.search(text)} == EVALUATING
 
 
-def test_a_prompt_file_that_names_such_a_data_set_runs_nothing(tmp_path: Path) -> None:
+def test_a_prompt_file_cannot_choose_a_scorer_that_evaluates_python(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     meta = {"source_dataset": "string_insertion", "source_params": {}}
     with pytest.raises(ValueError, match="the scorer of string_insertion evaluates the response as Python, which is refused"):

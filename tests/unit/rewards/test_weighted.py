@@ -54,7 +54,7 @@ def test_every_kind_of_reward_is_a_part_of_a_sum() -> None:
     assert cut == [Score(10 * 3 + 100 * 0.25, {"world": 3.0, "judge": 0.25, "judge/model": 0.25})], "nobody has looked at the others"
 
 
-def test_what_fails_in_a_part_is_told_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_part_of_a_sum_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(length_of) as there:
         given = summed(MATH, server(there.url))
         check(given)
@@ -102,7 +102,7 @@ def test_the_ranks_read_the_responses_of_a_sum_with_a_reward_model() -> None:
     assert [score.value for score in judge.scores([said, cut])] == [0.25, -3.0] and not Reward(settings, scorers.train).on_ranks
 
 
-def test_what_turns_have_earned_counts_by_the_weight_of_its_part() -> None:
+def test_turn_rewards_are_weighted_by_their_part() -> None:
     assert turn_weight(summed(MATH, WORLD)) == 10.0 and turn_weight(summed(MATH)) == 0.0
     assert turn_weight(RewardSettings.model_validate({"source": WORLD["source"]})) == 1.0
     assert turn_weight(summed(WORLD, normalise={"prompts": 8})) == 0.0

@@ -187,7 +187,7 @@ def test_a_hostile_response_costs_its_own_sample_and_nothing_else(
     assert out == "" and "[31mred" in err and "the rest is not shown" in err and len(err) < 2 << 20
 
 
-def test_a_function_of_ones_own_is_given_what_it_needs(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_function_gets_its_readable_files_and_variables(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file to read, a variable, a directory to write, a loop of asyncio's, which has a pair of sockets."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "words.txt").write_text("right")
@@ -212,7 +212,7 @@ def test_a_function_of_ones_own_is_given_what_it_needs(granted: Level, tmp_path:
         assert score.value == (1.0 if error is None else None) and (score.error or "None").partition(":")[0] in (error or "None").split("|")
 
 
-def test_it_is_said_where_roots_processes_have_no_bound(tmp_path: Path) -> None:
+def test_the_level_says_if_roots_processes_are_unlimited(tmp_path: Path) -> None:
     program = bubblewrap()
     if program is None or not program.drops:
         pytest.skip("no namespaces here, or no root who can become another user")
@@ -224,7 +224,7 @@ def test_it_is_said_where_roots_processes_have_no_bound(tmp_path: Path) -> None:
             assert scorer.guarantee == meaning(level(), network=False) + said
 
 
-def test_code_behind_a_link_is_found(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_behind_a_symbolic_link_is_importable(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("elsewhere", "code"):
         (tmp_path / folder).mkdir()
     (tmp_path / "elsewhere" / "scores.py").write_text("def f(response):\n    return 0.5\n")
@@ -254,7 +254,7 @@ def test_without_namespaces_no_socket_is_made_and_no_other_process_reached(
     assert dict(zip(names, scores[:-1], strict=True)) == dict.fromkeys(names, Score(0.0)) and scores[-1] == Score(0.25)
 
 
-def test_a_network_that_was_asked_for_is_there(granted: Level, tmp_path: Path) -> None:
+def test_network_true_gives_a_sandbox_the_network(granted: Level, tmp_path: Path) -> None:
     settings = RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=SandboxSettings(network=True))
     with host(tmp_path) as meta, ProcessScorer(settings) as scorer:
         scores = scorer.score([ScoreRequest("", name, "", meta, True) for name in ("tcp_to_this_machine", "a_socket_to_the_hypervisor")])
@@ -262,7 +262,7 @@ def test_a_network_that_was_asked_for_is_there(granted: Level, tmp_path: Path) -
     assert scores == [Score(1.0), Score(0.0)] and "no network" not in said and "no sockets" not in said
 
 
-def test_what_a_machine_cannot_grant_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_required_level_that_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process, "level", lambda: Level.LIMITS)
     with pytest.raises(ConfigError, match=r"^reward\.sandbox\.require: namespaces, and this machine allows only limits"):
         check(RewardSettings(source=FunctionReward(path="tests.unit.sandbox.hostile:score"), sandbox=SandboxSettings(require="namespaces")))
@@ -272,7 +272,7 @@ def test_what_a_machine_cannot_grant_is_refused(monkeypatch: pytest.MonkeyPatch,
         check(RewardSettings(source=FunctionReward(path="m:f"), sandbox=SandboxSettings(env=["MEGARL_NOT_SET"])))
 
 
-def test_the_home_directory_is_not_shown_because_it_is_on_pythons_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_directory_on_pythons_path_stays_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home" / "project").mkdir(parents=True)
     (tmp_path / "home" / "my_scores.py").write_text("")
@@ -283,7 +283,7 @@ def test_the_home_directory_is_not_shown_because_it_is_on_pythons_path(tmp_path:
     assert not any((tmp_path / "home").is_relative_to(place) for place in shown)
 
 
-def test_a_process_that_is_ended_while_it_starts_leaves_nothing(granted: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_killed_while_starting_leaves_nothing(granted: Level, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGARL_STARTING", mark := f"starting-{os.getpid()}-{granted}")
     for number in range(20):
         started = process.SandboxedProcess("megarl.rewards.worker", SandboxSettings(env=["MEGARL_STARTING"]))

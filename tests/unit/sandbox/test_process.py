@@ -23,7 +23,7 @@ def test_a_process_that_cannot_be_started_leaves_no_directory(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_does_not_stop_is_killed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that a disk holds up."""
     if level() < Level.NAMESPACES:
         pytest.skip(f"this machine grants {level()}")

@@ -31,7 +31,7 @@ def score(response):
 
 
 @pytest.mark.parametrize("granted", list(Level), ids=str)
-def test_a_warning_to_every_process_costs_no_score(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_to_every_process_costs_no_score(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even that of a program which dies of it: its sample is scored once more. The user's own code ends its children by SIGTERM."""
     if granted > level() or granted == Level.LANDLOCK and not landlockpy.supported():
         pytest.skip(f"this machine grants {level()}")

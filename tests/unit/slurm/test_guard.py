@@ -51,7 +51,7 @@ STUBS = {
         (THERE, "n2,n3", 0, 1, 0, []),  # its script goes on
     ],
 )
-def test_it_queues_the_job_again_where_the_first_node_is_lost_and_a_restart_is_left(
+def test_the_guard_requeues_if_the_first_node_is_lost_and_a_restart_remains(
     first: str, left: str, restart: int, restarts: int, answer: int, calls: list[str], tmp_path: Path
 ) -> None:
     for name, body in STUBS.items():

@@ -126,7 +126,7 @@ LACKING = {  # what is lacking: what happens to the model, the arguments, the li
 
 
 @pytest.mark.parametrize("name", LACKING)
-def test_what_this_machine_lacks_is_named_and_refused_where_slurm_answers(
+def test_a_dry_run_names_what_is_missing_and_a_submission_refuses_it(
     name: str, laptop: Path, tiny_model: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lose, arguments, line = LACKING[name]
@@ -147,7 +147,7 @@ def test_what_this_machine_lacks_is_named_and_refused_where_slurm_answers(
     assert not (laptop / "runs").exists()
 
 
-def test_what_is_wrong_is_refused_on_a_laptop_too(laptop: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checks_refuse_bad_input_without_slurm_or_gpus(laptop: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(tiny_model, laptop / "model")
     bare(laptop / "model")
     (laptop / "job.yaml").write_text(RL.format(runs=laptop / "runs", model=laptop / "model"))

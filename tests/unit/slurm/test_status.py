@@ -30,16 +30,14 @@ def run(here: Path, config: str | bytes | Callable[[Path], None]) -> Path:
     return here
 
 
-def test_step_and_next_checkpoint_are_those_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_reads_step_and_next_checkpoint_from_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(run(tmp_path, GOOD)) == 0
     shown = capsys.readouterr().out
     assert "step: 3 of 9, reward 0.5\n" in shown and "next expected: step 5\n" in shown
 
 
 @pytest.mark.parametrize(("verb", "of"), [("train", 13), ("value", 4)])
-def test_steps_of_value_pretraining_count_and_of_value_alone_no_others(
-    verb: str, of: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_counts_the_steps_of_value_pretraining(verb: str, of: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "slurm" / "submitted-1").mkdir(parents=True)
     (tmp_path / "slurm" / "submitted-1" / "job.sbatch").write_text(f"verb={verb}\n")
     assert status(run(tmp_path, GOOD.replace("gspo}", "vapo}") + "critic: {pretrain_steps: 4}\n")) == 0
@@ -58,7 +56,7 @@ def test_steps_of_value_pretraining_count_and_of_value_alone_no_others(
     ]
     + ["train: {steps: .inf}\nsave: {every: .nan}", "- 1"],
 )
-def test_what_is_no_configuration_says_nothing(
+def test_status_survives_an_unreadable_configuration(
     config: str | bytes | Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status(run(tmp_path, config)) == 0
@@ -66,7 +64,7 @@ def test_what_is_no_configuration_says_nothing(
     assert "step: 3 of ?, reward 0.5\n" in shown and "next expected: when the run is stopped" in shown
 
 
-def test_names_that_no_job_has_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_ignores_files_that_are_no_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("submitted-x", "submitted-2"):
         (tmp_path / "slurm" / name).mkdir(parents=True)
         (tmp_path / "slurm" / name / "job.sbatch").write_text("#SBATCH --job-name=x\n")
@@ -75,7 +73,7 @@ def test_names_that_no_job_has_are_left_out(tmp_path: Path, capsys: pytest.Captu
     assert "restarts: 0\n" in capsys.readouterr().out
 
 
-def test_a_command_of_slurm_that_cannot_be_started_is_no_bad_input(
+def test_a_slurm_command_that_cannot_start_is_a_failure_not_bad_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "squeue").touch(mode=0o644)

@@ -73,7 +73,7 @@ def shown(script: str, *names: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_scripts_are_bash_and_say_what_was_asked_for(name: str, tmp_path: Path) -> None:
+def test_scripts_are_valid_bash_with_the_requested_options(name: str, tmp_path: Path) -> None:
     job = JOBS[name]
     script = render(job, SCRIPTS)
     (tmp_path / TEMPLATE).write_text(script)
@@ -151,7 +151,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_said_before_anything_is_written(
+def test_bad_input_is_refused_before_anything_is_written(
     name: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, line = BAD[name]
@@ -168,7 +168,7 @@ def test_bad_input_is_said_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
 
-def test_a_cluster_that_is_to_be_found_is_the_jobs_own(
+def test_address_auto_is_the_jobs_own_cluster(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """cluster.address=auto, as the examples for several nodes have it, is left out of what the job runs."""
@@ -197,7 +197,7 @@ echo "$((100 + n));cluster"
 
 
 @pytest.mark.parametrize("taken", [0, 2])
-def test_a_chain_that_breaks_off_names_the_jobs_that_are_there(
+def test_a_chain_that_breaks_off_names_the_jobs_already_submitted(
     taken: int, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "count").write_text(str(2 - taken))
@@ -215,7 +215,7 @@ def test_a_chain_that_breaks_off_names_the_jobs_that_are_there(
     assert str(refused.value) == said + (chain if taken else "")
 
 
-def test_gpus_are_not_given_to_a_python_that_cannot_use_them(
+def test_gpus_with_a_cpu_build_of_torch_are_refused(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = replace(JOB, python=sys.executable)
@@ -256,14 +256,14 @@ PASSED = {
 
 
 @pytest.mark.parametrize("name", PASSED)
-def test_the_users_own_options_are_joined_with_those_of_the_job(name: str) -> None:
+def test_the_users_sbatch_options_are_merged_with_the_jobs(name: str) -> None:
     job, own, words = PASSED[name]
     usual, now = options(job), options(replace(job, sbatch=own))
     assert set(words) <= set(now) and len(now) == len(set(now))
     assert {word.partition("=")[0] for word in usual if word not in now} <= {"--dependency", "--mem", "--export"}
 
 
-def test_variables_of_slurm_decide_nothing_but_defaults(
+def test_slurm_variables_set_defaults_only(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor do those of the allocation from which a job is submitted: they would be limits of its steps."""
@@ -311,7 +311,7 @@ LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_the_limits_of_a_partition_are_said_before_a_job_waits_for_ever(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_beyond_the_limits_of_its_partition_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, changes, line = LIMITS[name]
     (tmp_path / "sacctmgr").write_text("#!/bin/sh\ncase $* in *=team*) echo prod ;; *=prod*) echo root ;; esac\n")
     (tmp_path / "sacctmgr").chmod(0o755)
@@ -324,7 +324,7 @@ def test_the_limits_of_a_partition_are_said_before_a_job_waits_for_ever(name: st
             check_limits(job, partition)
 
 
-def test_a_partition_that_is_too_small_is_said_with_its_numbers() -> None:
+def test_a_partition_that_is_too_small_is_refused_with_both_numbers() -> None:
     partition = Partition("main", nodes=3, sizes=((64, 8), (64, 8), (64, 4)))
     check_partition(replace(JOB, nodes=2), partition)
     with pytest.raises(ConfigError, match="--gpus-per-node 16: a node of partition main has 8"):
@@ -350,7 +350,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_whatever_slurm_says_of_its_partitions_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_answers_of_slurm_are_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, line = ANSWERS[name]
     for command, text in zip(("scontrol", "sinfo"), said, strict=True):
         (tmp_path / command).write_text(f"#!/bin/sh\nprintf '%s\\n' '{text}'\n")
@@ -384,7 +384,7 @@ def test_time_limits_are_read_as_slurm_reads_them(given: str, seconds: int | Non
     assert replace(JOB, time=given).seconds == seconds
 
 
-def test_what_saves_nothing_is_not_queued_again_when_slurm_ends_it() -> None:
+def test_verbs_that_save_nothing_are_not_requeued() -> None:
     [named] = re.findall(r"^ +([a-z| ]+)\) say .* saves nothing", (templates() / TEMPLATE).read_text(), re.MULTILINE)
     configs: dict[str, Any] = {name: find(verb.config) for name, verb in VERBS.items()}
     assert set(named.split(" | ")) == {name for name, config in configs.items() if not issubclass(config, TrainingSettings)}

@@ -54,7 +54,7 @@ def _key(seed: int, index: int) -> int:
 @pytest.mark.parametrize(
     ("dtype", "value"), [(FP8, math.nan), *((dtype, value) for dtype in WIDE for value in (math.nan, math.inf, -math.inf))]
 )
-def test_what_is_not_finite_is_named(dtype: torch.dtype, value: float) -> None:
+def test_tensors_that_are_not_finite_are_named(dtype: torch.dtype, value: float) -> None:
     prints, ruined = Fingerprinter(), _weight(dtype)
     ruined[17, 1] = value
     for name, weight in (("a", _weight(dtype)), ("b", ruined), ("c", _weight(dtype))):
@@ -64,7 +64,7 @@ def test_what_is_not_finite_is_named(dtype: torch.dtype, value: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_single_change_changes_it(dtype: torch.dtype) -> None:
+def test_any_changed_bit_changes_a_fingerprint(dtype: torch.dtype) -> None:
     weight = _weight(dtype)
     before = fingerprint(weight)
     for row, column in [(0, 0), (36, 52), (17, 1)]:
@@ -74,7 +74,7 @@ def test_any_single_change_changes_it(dtype: torch.dtype) -> None:
         assert fingerprint(changed) != before
 
 
-def test_moved_and_swapped_elements_change_it() -> None:
+def test_moved_and_swapped_elements_change_a_fingerprint() -> None:
     weight = _weight(torch.float32)
     before = fingerprint(weight)
     assert fingerprint(weight.flip(0)) != before
@@ -86,7 +86,7 @@ def test_moved_and_swapped_elements_change_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shards_add_up(dtype: torch.dtype) -> None:
+def test_fingerprints_of_shards_add_up(dtype: torch.dtype) -> None:
     weight = _weight(dtype)
     assert fingerprint(weight) == fingerprint(weight[:9]) + fingerprint(weight[9:], row=9)
     assert fingerprint(weight) == fingerprint(weight[:, :20]) + fingerprint(weight[:, 20:], column=20)
@@ -94,7 +94,7 @@ def test_shards_add_up(dtype: torch.dtype) -> None:
     assert fingerprint(vector) == fingerprint(vector[:5]) + fingerprint(vector[5:], column=5)
 
 
-def test_chunks_and_stacks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprints_do_not_depend_on_chunks_or_stacking(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = torch.randn(5, 37, 53, generator=torch.Generator().manual_seed(1))
     whole = fingerprints(stack)
     assert whole.tolist() == [int(fingerprint(matrix)) for matrix in stack]
@@ -104,7 +104,7 @@ def test_chunks_and_stacks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-def test_zeros_and_subnormals_count_alike(dtype: torch.dtype) -> None:
+def test_zeros_and_subnormals_have_the_same_fingerprint(dtype: torch.dtype) -> None:
     weight = _weight(dtype)
     weight[2, 3], weight[4, 5] = 0.0, 0.0
     flushed = weight.clone()
@@ -113,14 +113,14 @@ def test_zeros_and_subnormals_count_alike(dtype: torch.dtype) -> None:
     assert fingerprint(flushed) == fingerprint(weight)
 
 
-def test_every_bit_of_eight_counts() -> None:
+def test_all_fp8_numbers_have_different_fingerprints() -> None:
     """All 254 numbers of e4m3 differ, subnormal ones and the two zeros included."""
     numbers = torch.arange(256, dtype=torch.uint8).view(FP8).view(256, 1, 1)
     numbers = numbers[~numbers.float().isnan().flatten()]
     assert len(set(fingerprints(numbers).tolist())) == len(numbers) == 254
 
 
-def test_other_dtypes_are_refused() -> None:
+def test_fingerprints_refuse_integer_tensors() -> None:
     with pytest.raises(TypeError, match="int64"):
         fingerprint(torch.arange(3))
 

@@ -46,7 +46,7 @@ def test_every_element_becomes_the_nearest_number_of_the_format(shape: tuple[int
     )
 
 
-def test_stacks_and_strips_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_values_do_not_depend_on_stacking_or_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     stack_BRC = torch.stack([_matrix(300, 200, seed=seed) for seed in range(3)])
     value_BRC, scale_BIJ = quantize(stack_BRC)
     for one, value_RC, scale_IJ in zip(stack_BRC, value_BRC, scale_BIJ, strict=True):
@@ -60,7 +60,7 @@ def test_stacks_and_strips_make_no_difference(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("tiny", [0.0, 1e-41, 2.0**-140])
-def test_a_block_of_nothing_stays_nothing(tiny: float) -> None:
+def test_a_block_of_tiny_values_quantises_to_tiny_values(tiny: float) -> None:
     weight_RC = torch.ones(128, 256)
     weight_RC[:, :128] = tiny
     value_RC, scale_IJ = quantize(weight_RC)
@@ -69,13 +69,13 @@ def test_a_block_of_nothing_stays_nothing(tiny: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_shows_in_the_scale(value: float) -> None:
+def test_a_value_that_is_not_finite_makes_its_scale_not_finite(value: float) -> None:
     weight_RC = torch.ones(128, 256)
     weight_RC[3, 200] = value
     assert quantize(weight_RC)[1].isfinite().tolist() == [[True, False]]
 
 
-def test_a_stream_takes_the_dtypes_that_the_engine_expects() -> None:
+def test_a_stream_is_converted_to_the_dtypes_of_the_engine() -> None:
     stack = torch.stack([_matrix(128, 256, seed=seed) for seed in (1, 2)])
     stream: list[tuple[TensorName, torch.Tensor]] = [
         ("norm", torch.ones(4)),
