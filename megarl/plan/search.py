@@ -244,7 +244,8 @@ def _candidates(
             yield config.model_copy(update=laid_out(layout))
         return
     assert isinstance(config, TrainConfig)
-    if config.placement.critic or config.placement.reference or config.placement.reward:
+    placement = config.placement
+    if placement.critic or placement.reference or placement.reward or placement.teacher:
         return  # the search does not split ranks among several groups
     shared = config.placement.engines == "shared"
     splits = {gpus} if shared else {config.layout.ranks, gpus // 4, gpus // 2, gpus - gpus // 4} & set(range(1, gpus))
@@ -255,8 +256,10 @@ def _candidates(
         for layout, shape, offload in product(_layouts(ranks, experts, sequences), engines, sorted(offloads)):
             replicas, rest = divmod(engine_gpus, shape.tp * shape.dp)
             if replicas and not rest:
-                placement = config.placement.model_copy(update={"offload": offload})
-                changes = {"rollout": shape.of(config.rollout, replicas=replicas), "placement": placement}
+                changes = {
+                    "rollout": shape.of(config.rollout, replicas=replicas),
+                    "placement": placement.model_copy(update={"offload": offload}),
+                }
                 yield config.model_copy(update={**laid_out(layout), **changes})
 
 

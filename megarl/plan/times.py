@@ -65,6 +65,7 @@ def plan_times(
     waiting: float,
     offloaded: float,
     sent: float,
+    teacher: tuple[Facts, int] | None,
     *,
     ahead: bool,
 ) -> StepTimes:
@@ -79,6 +80,7 @@ def plan_times(
         waiting: bytes of a rank's models that wait in host memory.
         offloaded: bytes of a rank's optimizers that work in host memory.
         sent: bytes of the weights that each engine is sent.
+        teacher: the teacher and the number of its parameters; None: there is none.
         ahead: whether engines generate while ranks work.
     """
     layout, train, rollout = config.layout, config.train, config.rollout
@@ -94,15 +96,30 @@ def plan_times(
     critic = 0 if config.critic is None else config.critic.epochs
     updates = forward(count, training=True) * train.mini_batches * factor * (train.epochs + critic)
     updates += train.mini_batches * train.epochs * (_reduced(elements, model, layout, device) + _in_host_memory(offloaded))
+    score = forward(count * train.mini_batches, training=False) * passes
+    if teacher is not None:
+        own = config.placement.teacher
+        taught = _scored_by(teacher, config, own or layout, device)
+        score = max(score, taught) if own is not None else score + taught
     return StepTimes(
         generate=_generate(rollout, train.prompts_per_step, model, elements, engine, device),
-        score=forward(count * train.mini_batches, training=False) * passes,
+        score=score,
         update=updates,
         # Each sender's stream goes to all engines at once; GPUs of a node, each with a link of its own, pass on what one of them receives.
         sync=sent / (device.network * NETWORK_SHARE * min(config.senders, rollout.devices, NODE)),
         park=4 * waiting / HOST_BANDWIDTH,  # out and in, both for scoring and for the update
         ahead=ahead,
     )
+
+
+def _scored_by(teacher: tuple[Facts, int], config: TrainConfig, layout: Layout, device: Device) -> float:
+    """Seconds in which a teacher scores a step's tokens, on ranks of this layout."""
+    model, elements = teacher
+    tokens = _tokens(config.train, config.rollout) / layout.dp
+    count = max(1, round(tokens / config.train.micro_batch_tokens))
+    fields = config.model.megatron if layout is config.layout else {}
+    stages = stage_seconds(model, elements, layout, fields, device, tokens / count, _length(config.rollout), training=False)
+    return Pipeline(stages, count, layout.vpp or 1).seconds
 
 
 def plan_learning(config: LearnConfig, model: Facts, elements: int, device: Device, offloaded: float) -> StepTimes:

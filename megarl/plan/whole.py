@@ -124,7 +124,8 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         host = plan_host(config, policy, facts(models.get("critic", model)), groups, engines, -(-needed_gpus // NODE), shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
         sent, ahead = sent_bytes(model, config.rollout, dtype), config.rollout.mode != "sync"
-        times = plan_times(config, policy, elements, engine, device, waiting, offloaded, sent, ahead=ahead)
+        teacher = (facts(models["teacher"]), model_elements(models["teacher"])) if "teacher" in models else None
+        times = plan_times(config, policy, elements, engine, device, waiting, offloaded, sent, teacher, ahead=ahead)
     else:
         assert isinstance(config, LearnConfig)
         times = plan_learning(config, policy, elements, device, offloaded)

@@ -328,3 +328,22 @@ def test_bad_input_is_refused_in_one_line(published: Path, capsys: pytest.Captur
 def test_devices_are_found_by_memory() -> None:
     assert [device_of(memory).name for memory in (40, 80, 141, 180, 288)] == ["H100", "H100", "H200", "B200", "B200"]
     assert replace(DEVICES["H100"], name="H200", memory_gb=141, bandwidth=4.8e12) == DEVICES["H200"]
+
+
+def test_a_teacher_takes_ranks_and_time(published: Path) -> None:
+    """On ranks of its own it scores beside the policy, on the policy's ranks after it."""
+    given = [f"model.path={published / 'Qwen3-8B'}", f"distillation.teacher={published / 'Qwen3-30B-A3B'}"]
+
+    def plan(*changes: str) -> Plan:
+        config = load(EXAMPLES / "qwen3_30b_a3b" / "distill_8b.yaml", [*given, *changes], TrainConfig)
+        return planned(config, 16, memory_gb=141)
+
+    apart, shared, alone = (
+        plan(),
+        plan("placement.teacher=null", "layout={ranks: 8, tp: 2}"),
+        plan("layout={ranks: 8, tp: 2}", "distillation=null", "placement={}"),
+    )
+    assert [group.name for group in apart.groups] == ["policy", "teacher"] and apart.faults == [] and apart.gpus == 16
+    assert [group.name for group in shared.groups] == ["policy+teacher"]
+    assert apart.times is not None and shared.times is not None and alone.times is not None
+    assert shared.times.score > 1.5 * alone.times.score and shared.times.update == alone.times.update
