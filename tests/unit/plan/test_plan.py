@@ -343,6 +343,7 @@ def test_a_teacher_takes_ranks_and_time(published: Path) -> None:
         plan("placement.teacher=null", "layout={ranks: 8, tp: 2}"),
         plan("layout={ranks: 8, tp: 2}", "distillation=null", "placement={}"),
     )
+    assert max(group.worst.total for group in apart.groups) < 80 * GB
     assert [group.name for group in apart.groups] == ["policy", "teacher"] and apart.faults == [] and apart.gpus == 16
     assert [group.name for group in shared.groups] == ["policy+teacher"]
     assert apart.times is not None and shared.times is not None and alone.times is not None
