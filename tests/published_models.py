@@ -43,6 +43,25 @@ def qwen3(layers: int, hidden: int, heads: int, expert: int) -> dict[str, Any]:
 
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+DELTA_NETS = {  # of Qwen3-Next and Qwen3.5-35B-A3B alike
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
 MODELS = {
     "Qwen3-30B-A3B": Published(
         "qwen3_moe", "Qwen3MoeForCausalLM", qwen3(48, 2048, 32, 768), 30_532_122_624, Layout(ranks=64, tp=4, pp=4, ep=8)
@@ -552,6 +571,60 @@ MODELS = {
         },
         6_919_161_856,
         Layout(ranks=16, tp=2, pp=2, ep=8),
+    ),
+    "Qwen3-Next-80B-A3B": Published(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        {
+            **DELTA_NETS,
+            "num_hidden_layers": 48,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "intermediate_size": 5120,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_scaling": None,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        79_674_391_296,
+        Layout(ranks=64, tp=2, pp=4, ep=8),
+    ),
+    "Qwen3.5-35B-A3B": Published(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        {
+            "text_config": {
+                **DELTA_NETS,
+                "model_type": "qwen3_5_moe_text",
+                "num_hidden_layers": 40,
+                "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+                "attention_bias": False,
+                "attn_output_gate": True,
+                "dtype": "bfloat16",
+                "eos_token_id": 248044,
+                "mamba_ssm_dtype": "float32",
+                "mtp_num_hidden_layers": 1,
+                "mtp_use_dedicated_embeddings": False,
+                "rope_parameters": {
+                    "mrope_interleaved": True,
+                    "mrope_section": [11, 11, 10],
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 10000000,
+                    "rope_type": "default",
+                },
+                "vocab_size": 248320,
+            },
+            "image_token_id": 248056,
+            "tie_word_embeddings": False,
+            "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5_moe", "out_hidden_size": 2048},
+        },
+        34_660_610_688,  # of its language model
+        Layout(ranks=32, tp=2, pp=2, ep=8),
     ),
 }
 

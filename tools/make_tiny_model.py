@@ -145,6 +145,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [0]}),
     "olmoe": ("olmoe", {}),
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "qwen3_5": ("qwen3_5_text", {"tie_word_embeddings": True}),
 }
 
 
@@ -234,12 +236,13 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
     if kind == "minimax_m2":  # its keys as in the published config.json; transformers' class has none of the last two, which vLLM needs
         chosen = {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
         return {**chosen, "scoring_func": "sigmoid", "use_routing_bias": True}
-    if kind == "qwen3_next":
+    if kind in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"):
+        mixture = {**routed, "num_experts": experts, "shared_expert_intermediate_size": expert_hidden // 2}
+        axes = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
         return {
-            **routed,
-            "num_experts": experts,
-            "shared_expert_intermediate_size": expert_hidden // 2,
-            "partial_rotary_factor": 0.5,
+            **(mixture if kind != "qwen3_5_text" else {}),
+            **({"partial_rotary_factor": 0.5} if kind == "qwen3_next" else {"rope_parameters": {**rope, **axes}}),
             "layer_types": [("linear_attention", "full_attention", "linear_attention")[layer % 3] for layer in range(layers)],
             "linear_num_key_heads": hidden // 32,
             "linear_num_value_heads": hidden // 16,

@@ -235,21 +235,23 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     Returns:
         The configuration as a tree, and notes by key.
     """
-    description = check_checkpoint(model.absolute(), drop_mtp=True)
+    description = check_checkpoint(model.absolute(), drop_mtp=True, drop_images=True)
     tokenizer = load_tokenizer(model.absolute())
     room, chat = description.room, bool(tokenizer.chat_template)
     source: Tree = {"type": "file", "path": str(data)}
     tree: Tree = {"name": data.stem, "seed": 1, "model": {"path": str(model), "dtype": "float32" if cpu else "bfloat16"}}
-    further = bool(description.config.get("num_nextn_predict_layers"))
+    further = bool(description.family.predictors(description.config))
     tree["model"] |= {"drop_mtp": True} if further else {}
+    tree["model"] |= {"drop_images": True} if description.sees_images else {}
     if not cpu:
         tree["model"] |= {"recompute": "full"} if model_elements(description) >= LARGE else {}
         tree["layout"] = {"ranks": 1}
     tree["cluster"] = {"gpus": not cpu}
     tree["optimizer"] = {"lr": 1e-4 if cpu else 1e-6, "warmup_steps": 5}
     notes = {"optimizer": "the learning rate is a guess by size: 1e-4 for a few million parameters, 1e-6 for billions"}
-    if further:
-        notes["model"] = "its multi-token prediction layers are left out: they are not trained"
+    dropped = ["multi-token prediction layers"] * further + ["part that sees images"] * description.sees_images
+    if dropped:
+        notes["model"] = f"its {' and '.join(dropped)} are left out: they are not trained"
     shape: Tree = {"chat": chat} if chat else {"chat": False, "template": "{prompt}"}
     if not chat:
         notes["data"] = "the tokenizer has no chat template: set the text around a prompt in template"

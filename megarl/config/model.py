@@ -30,6 +30,8 @@ class ModelSettings(Section):
     """Any fields of megatron.core's TransformerConfig that megarl does not set itself; names and types are checked."""
     drop_mtp: bool = False
     """Drop a checkpoint's multi-token prediction layers, which are not trained; without this, such a checkpoint is refused."""
+    drop_images: bool = False
+    """Drop what sees images of a model of text and images, which is not trained; without this, such a checkpoint is refused."""
 
 
 class Layout(Section):

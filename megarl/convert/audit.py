@@ -22,7 +22,7 @@ from megarl.models.quantized import MXFP4, dequantized, from_mxfp4
 from megarl.models.weight_map import HeadKind, Shape, Weight
 from megarl.parallel.checkpoint.dcp import memory_of
 
-MTP = "multi-token prediction"
+MTP, IMAGES = "multi-token prediction", "of images"
 _FRESH = 0  # seed of a head that the source does not have
 _PIECE = 16 << 20  # bytes hashed at a time if the tensor is not loaded
 
@@ -78,13 +78,14 @@ class Source:
         return totals([(info.shape, info.dtype) for info in _stored(self.held).values()])
 
 
-def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
+def audit(path: Path, head: HeadKind, *, drop_mtp: bool, drop_images: bool) -> Source:
     """Account for every tensor of a directory, for a model with `head`. Reads only headers, and tied weights if they are stored twice.
 
     Args:
         path: the Hugging Face directory.
         head: the head that the model is to have; "value" may start from a language model.
         drop_mtp: multi-token prediction layers are allowed, and are left out.
+        drop_images: so is what sees images.
 
     Returns:
         The tensors that are used, and why the others are not.
@@ -93,7 +94,7 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
         ConfigError: one line: whatever `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
             index does not name.
     """
-    model, held = check_checkpoint(path, head, drop_mtp=drop_mtp), inventory(path)
+    model, held = check_checkpoint(path, head, drop_mtp=drop_mtp, drop_images=drop_images), inventory(path)
     stored_tensors, activations = _stored(held), scales_of_activations(held)
     for file in sorted({info.file for info in stored_tensors.values()}):
         _check_file(file, stored_tensors)
@@ -103,6 +104,8 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool) -> Source:
     for name in held.keys() - (used & model.expected().keys()):
         if predictors and name.startswith(predictors):
             left_out[name] = MTP
+        elif model.family.images is not None and name.startswith(model.family.images.tower):
+            left_out[name] = IMAGES
         elif name in activations:
             left_out[name] = "scales of quantised activations"
         elif name in optional:
@@ -134,7 +137,7 @@ def _stored(held: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     scales = {info.scales.name: info.scales.info for info in held.values() if info.scales is not None}
     stacks = [info.stack for info in held.values() if info.stack is not None and info.stack.index == 0]
     whole = {name: one for stack in stacks for name, one in zip(stack.names, stack.infos, strict=True)}
-    return {**{name: info for name, info in held.items() if info.stack is None}, **whole, **scales}
+    return {**{info.name or name: info for name, info in held.items() if info.stack is None}, **whole, **scales}
 
 
 def digest_of(info: TensorInfo) -> str:

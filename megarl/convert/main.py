@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
         )
     for verb in (one, two, three):
         verb.add_argument("--drop-mtp", action="store_true", help="leaves out multi-token prediction layers")
+        verb.add_argument("--drop-images", action="store_true", help="leaves out what sees images")
         verb.add_argument("--model", metavar="NAME", help="of the model in the step directory, or in verl's: policy, actor, critic, ...")
         verb.add_argument("--dtype", choices=("float32", "bfloat16"), help="casts to this dtype; without it every tensor keeps its own")
         verb.add_argument("--workers", type=int, default=4, help="threads (default 4); they share the memory of two layers")
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str]) -> int:
             .replace("model.path: ", "convert: ")
             .replace("checkpoint: ", "convert: ")
             .replace("model.drop_mtp=true", "--drop-mtp")
+            .replace("model.drop_images=true", "--drop-images")
         )
         raise ConfigError(said) from None
 
@@ -133,7 +135,9 @@ def _audited(given: argparse.Namespace) -> Source:
     from megarl.convert.audit import audit
     from megarl.models.description import ModelDescription
 
-    return audit(given.source, given.head or ModelDescription.read(given.source).head, drop_mtp=given.drop_mtp)
+    return audit(
+        given.source, given.head or ModelDescription.read(given.source).head, drop_mtp=given.drop_mtp, drop_images=given.drop_images
+    )
 
 
 def _to_steps(source: Source | DcpSource, given: argparse.Namespace) -> int:

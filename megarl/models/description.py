@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.config_json import ConfigJson
-from megarl.models.hf import read_config
-from megarl.models.registry import completed, family_of
+from megarl.models.hf import CONFIG, json_object, read_config
+from megarl.models.registry import completed, family_of, sees_images
 from megarl.models.rope import Rope
 from megarl.models.weight_map import Family, HeadKind, Shape, Sizes, Weight, WeightMapping
 
@@ -64,6 +64,11 @@ class ModelDescription:
     def vocab(self) -> int:
         """The number of its tokens."""
         return int(self.config["vocab_size"])
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether its directory is that of a model of text and images, whose language model it is."""
+        return self.path is not None and sees_images(json_object(self.path / CONFIG))
 
     @property
     def room(self) -> int:

@@ -26,7 +26,9 @@ EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS = 4096  # rows compared at a time
 
 
-def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path", *, drop_mtp: bool = False) -> ModelDescription:
+def check_checkpoint(
+    path: Path, head: HeadKind = "lm", key: str = "model.path", *, drop_mtp: bool = False, drop_images: bool = False
+) -> ModelDescription:
     """Check that a checkpoint holds exactly the tensors of its architecture, with the right shapes, and can initialise a model.
 
     Args:
@@ -34,6 +36,7 @@ def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path",
         head: the head of the model to initialise. A scalar head ("value": critic, reward model) may also start from a language model.
         key: the setting that gave the path, for messages.
         drop_mtp: the checkpoint may contain multi-token prediction layers, which are left out.
+        drop_images: so may it what sees images.
 
     Returns:
         What its config.json says of the model.
@@ -50,7 +53,7 @@ def check_checkpoint(path: Path, head: HeadKind = "lm", key: str = "model.path",
         _ = model.fields  # a ConfigError if Megatron cannot compute it
         _check_identity(model)
     with where_present("the weights"), _naming(key, path):
-        _check_tensors(model, drop_mtp)
+        _check_tensors(model, drop_mtp, drop_images)
     return model
 
 
@@ -66,7 +69,7 @@ def _naming(key: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}") from None
 
 
-def _check_tensors(model: ModelDescription, drop_mtp: bool) -> None:
+def _check_tensors(model: ModelDescription, drop_mtp: bool, drop_images: bool) -> None:
     """Check the tensors of a checkpoint; see `check_checkpoint`."""
     path, expected, held = model.directory, model.expected(), directory.inventory(model.directory)
     missing = [name for name in expected if name not in held]
@@ -83,7 +86,14 @@ def _check_tensors(model: ModelDescription, drop_mtp: bool) -> None:
             f"model.path: {path} holds {further[0]} and {len(further) - 1} more multi-token prediction tensors, which megarl does not "
             "train (model.drop_mtp=true leaves them out of the model and of what is saved)"
         )
-    optional = {*model.family.optional(model.config), *further, *directory.scales_of_activations(held)}
+    tower = () if model.family.images is None else (model.family.images.tower,)
+    sights = sorted(name for name in held if name.startswith(tower))
+    if sights and not drop_images:
+        raise ConfigError(
+            f"model.path: {path} holds {sights[0]} and {len(sights) - 1} more tensors that see images, which megarl does not train "
+            "(model.drop_images=true leaves them out of the model and of what is saved)"
+        )
+    optional = {*model.family.optional(model.config), *further, *sights, *directory.scales_of_activations(held)}
     unknown = sorted(held.keys() - expected.keys() - optional)
     if unknown:
         raise ConfigError(

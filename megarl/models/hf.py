@@ -38,6 +38,7 @@ _ITEM_SIZES = {
 _SCALES = {"F32", "BF16", "F16", "F8_E8M0"}  # dtypes of the scales of quantised weights
 _STACK = re.compile(r"(.*\.experts\.)([a-z]\w*)")  # the name of a stack of experts' tensors: before and after the expert's number
 _PART = re.compile(r"(.*\.experts\.)(\d+)\.([a-z]\w*)")
+_MODEL = "model."  # what the names of a language model's tensors begin with
 _BLOCKS, _MX_SCALES, _MX_BYTES = "_blocks", "_scales", 16  # what the names of MXFP4's tensors add, and the bytes of a block
 _ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale")  # scales of quantised activations, beside a quantised weight
 
@@ -52,6 +53,7 @@ class TensorInfo:
     start: int  # byte offset in the file
     scales: Scales | None = None  # of quantised values, without which they mean nothing
     stack: Stack | None = None  # of which it is a part
+    name: str | None = None  # in the file, where it is not the one by which megarl knows it
 
     @property
     def read_dtype(self) -> str:
@@ -75,20 +77,23 @@ class Scales:
 
 @dataclass(frozen=True)
 class Stack:
-    """The stored tensors whose first axis is a layer's experts, and an expert's place on it: one, or MXFP4's blocks and scales.
+    """The stored tensors whose first axis is a layer's experts, and a place on it: one, or MXFP4's blocks and scales.
 
     The expert's tensor is named like those of other families, with the expert's number: of `mlp.experts.down_proj` the parts are
-    `mlp.experts.0.down_proj`, `mlp.experts.1.down_proj`, ...
+    `mlp.experts.0.down_proj`, `mlp.experts.1.down_proj`, ...; or as `Family.stacks` says.
     """
 
     names: tuple[str, ...]
     infos: tuple[TensorInfo, ...]
-    index: int
+    index: int  # counts an expert's parts
+    parts: int = 1  # tensors that an expert has in it, one after the other on its rows
 
     def part(self, place: int) -> TensorInfo:
         """Return what the expert has of one of the tensors."""
         info = self.infos[place]
         shape = info.shape[1:]
+        if self.parts > 1:
+            shape = (shape[0] // self.parts, *shape[1:])
         return TensorInfo(shape, info.dtype, info.file, info.start + self.index * math.prod(shape) * _ITEM_SIZES[info.dtype])
 
 
@@ -143,9 +148,9 @@ def inventory(path: Path) -> dict[str, TensorInfo]:
     Raises ConfigError, one line that names the file: a broken header or index, a tensor that the index misplaces; Absent: no weights.
     """
     if (path / INDEX).is_file():
-        return _with_stacks(path, _with_scales(path, _indexed(path)))
+        return _as_known(path, _with_scales(path, _indexed(path)))
     if (path / SINGLE).is_file():
-        return _with_stacks(path, _with_scales(path, header(path / SINGLE)))
+        return _as_known(path, _with_scales(path, header(path / SINGLE)))
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
         raise ConfigError(f"model.path: {path} holds only pickled weights ({pickles[0]}), which are never read: convert to safetensors")
@@ -174,13 +179,36 @@ def _with_scales(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInf
     return {name: info for name, info in (held | scaled).items() if name not in used}
 
 
-def _with_stacks(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Replace the stacks of a family that stores its experts in such by the experts' tensors; MXFP4's blocks and scales by their values."""
-    if not any(".experts." in name for name in held):
-        return held
+def _as_known(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Name the tensors as the family does: each expert's by itself, and those of a language model without the rest of a larger model."""
     family = find_family(json_object(path / CONFIG))
-    if family is None or not family.stacked:
+    if family is None:
         return held
+    if family.images is not None:
+        text = family.images.text
+        named = ((name, replace(info, name=name) if name.startswith(text) else info) for name, info in held.items())
+        held = {_MODEL + name.removeprefix(text) if info.name else name: info for name, info in named}
+    if family.stacks:
+        held = dict(pair for name, info in held.items() for pair in _parts(family.stacks, name, info))
+    return _with_stacks(held) if family.stacked else held
+
+
+def _parts(stacks: Mapping[str, tuple[str, ...]], name: str, info: TensorInfo) -> list[tuple[str, TensorInfo]]:
+    """Return the experts' tensors of which one of these stacks consists; any other tensor as it is."""
+    match = _STACK.fullmatch(name) if name.startswith(_MODEL) else None
+    leaves = stacks.get(match[2]) if match else None
+    if match is None or leaves is None or len(info.shape) < 2 or info.shape[1] % len(leaves):
+        return [(name, info)]
+    found = []
+    for index in range(info.shape[0] * len(leaves)):
+        expert, place = divmod(index, len(leaves))
+        stack = Stack((info.name or name,), (info,), index, len(leaves))
+        found.append((f"{match[1]}{expert}.{leaves[place]}", replace(stack.part(0), stack=stack)))
+    return found
+
+
+def _with_stacks(held: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Replace the stacks of a family that stores its experts in such by the experts' tensors; MXFP4's blocks and scales by their values."""
     found = dict[str, TensorInfo]()
     for name, info in held.items():
         packed = name.endswith(_BLOCKS) and name.removesuffix(_BLOCKS) + _MX_SCALES in held
@@ -231,7 +259,7 @@ class Checkpoint:
         info = self.tensors[name]
         if info.stack is not None:
             return self._part(info, info.stack, dim, slice(start, stop) if dim is not None else slice(None))
-        file = self._file(info.file)
+        file, name = self._file(info.file), info.name or name
         values = file.get_tensor(name) if dim is None else file.get_slice(name)[(slice(None),) * dim + (slice(start, stop),)]
         if info.scales is None:
             return values
@@ -241,7 +269,12 @@ class Checkpoint:
     def _part(self, info: TensorInfo, stack: Stack, dim: int | None, own: slice) -> Tensor:
         stored = [self._file(one.file).get_slice(name) for name, one in zip(stack.names, stack.infos, strict=True)]
         if info.dtype != MXFP4:
-            return stored[0][(stack.index, *(slice(None),) * (dim or 0), own)]
+            expert, place = divmod(stack.index, stack.parts)
+            axes = [slice(None)] * len(info.shape)
+            axes[dim or 0] = own
+            first, size = place * info.shape[0], info.shape[0]
+            begin, end, _ = axes[0].indices(size)
+            return stored[0][(expert, slice(first + begin, first + end), *axes[1:])]
         rows = own if dim == 1 else slice(None)
         values = from_mxfp4(*(one[stack.index, rows] for one in stored)).t()
         return values[own] if dim == 0 else values

@@ -15,6 +15,7 @@ from megarl.checkpoints.files import sync
 from megarl.errors import ConfigError
 from megarl.models.hf import CONFIG, CONVERSION, INDEX, RANGE_FILE, SINGLE, TOKENIZER, json_object, stack_of
 from megarl.models.quantized import QUANTIZATION
+from megarl.models.registry import language_model, sees_images
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,7 @@ _TEMPLATES = ("additional_chat_templates", "chat_templates")  # folders of furth
 _CODE = "auto_map"  # the key that names classes in Python files of the directory
 # Of tensors that no longer exist: indices of files (there are several programs' names), and how they were quantised (ModelOpt).
 _OF_WEIGHTS = ("*.index.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_OF_IMAGES = {"preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"}
 SHARD_BYTES = 4 << 30  # maximum size of a file that `CheckpointWriter` writes, unless a single tensor is larger
 
 
@@ -35,7 +37,8 @@ def described(
     """Return the files that describe a model's weights: config.json, generation defaults, chat templates, tokenizer.
 
     If nothing changes, config.json is the source's, byte for byte. How the source's weights were quantised is left out: they are read as
-    bfloat16. Python files are copied where an `auto_map` names them; an `auto_map` of files that are not there is left out.
+    bfloat16. Python files are copied where an `auto_map` names them; an `auto_map` of files that are not there is left out. What is written
+    of a model of text and images is its language model, without the files on how images are cut.
 
     Args:
         source: the Hugging Face directory that they come from.
@@ -47,12 +50,12 @@ def described(
         File name -> contents; files of chat templates may lie in a folder.
     """
     given = json_object(source / CONFIG)
-    config = {**given, **changes}
+    config = {**language_model(given), **changes}
     if config.pop(QUANTIZATION, None) is not None:
         dtype = dtype or "bfloat16"
     if dtype is not None:
         config |= {"dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in config else {})}
-    left_out = {CONFIG, CONVERSION} | ({RANGE_FILE} if trained else set())
+    left_out = {CONFIG, CONVERSION} | ({RANGE_FILE} if trained else set()) | (_OF_IMAGES if sees_images(given) else set())
     kept = [file for file in sorted(source.iterdir()) if file.suffix in _COPIED and file.name not in left_out]
     kept = [file for file in kept if not any(file.match(pattern) for pattern in _OF_WEIGHTS)]
     kept += [file for folder in _TEMPLATES for file in sorted((source / folder).glob("*.jinja"))]

@@ -471,6 +471,15 @@ def scalar_head(architecture: str, sizes: Callable[[ConfigJson], Sizes], *, know
     return Head(architecture, mapping, {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}, known)
 
 
+@dataclass(frozen=True)
+class Images:
+    """Models of text and images whose language model is of the family: config.json has its own as `text_config`."""
+
+    architecture: str  # config.json's architectures[0]
+    text: str  # what the names of the language model's tensors begin with, in the place of `model.`
+    tower: str  # what those of the images' begin with
+
+
 def _nothing(config: ConfigJson) -> tuple[str, ...]:
     return ()
 
@@ -494,6 +503,9 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)  # other names of these keys -> theirs
     names: tuple[str, ...] = ()  # further values of config.json's model_type
     stacked: bool = False  # checkpoints stack each tensor of a layer's experts along a first axis; see `hf.Stack`
+    # Stacks that checkpoints may hold in the place of experts' tensors, and what an expert has in each, one after the other on its rows.
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    images: Images | None = None  # of which models the language model is one of the family
     layer_spec: Callable[[Any, Any], None] = _as_it_is  # edits a layer's ModuleSpec; see `Backend.replicated_linear`
 
     def head_of(self, config: ConfigJson) -> HeadKind:

@@ -179,15 +179,16 @@ def vllm_names(architectures: Iterable[str]) -> list[str]:
 
 
 def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
-    """Return whether megarl reads a directory's weights for the engine: either of them is quantised, but not as the other."""
-    return bool(settings.quantization or model.config.get(QUANTIZATION))
+    """Return whether megarl reads a directory's weights for the engine: either of them is quantised, but not as the other, or the directory
+    also holds what sees images."""
+    return bool(settings.quantization or model.config.get(QUANTIZATION) or model.sees_images)
 
 
 def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, Any]:
     """Return what vLLM is to read in config.json instead of what it says, or does not say where vLLM's default is not transformers'."""
     given = ("scoring_func", "topk_method", "use_routing_bias")
     overrides: dict[str, Any] = {key: model.config[key] for key in given if key in model.config}
-    if (names := vllm_names(model.config["architectures"])) != model.config["architectures"]:
+    if (names := vllm_names(model.config["architectures"])) != model.config["architectures"] or model.sees_images:
         overrides["architectures"] = names
     if model.latent and model.sizes.experts:  # vLLM groups experts whatever topk_method says, and knows no mlp_layer_types
         fields = model.fields
@@ -347,9 +348,13 @@ def _register_model(model: ModelDescription) -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
+    from megarl.engines.vllm.cpu import torchvision as cpu_torchvision
+
     for architecture in vllm_names(model.config["architectures"]):
         module, name = _VLLM_MODELS[architecture]
-        ModelRegistry.register_model(architecture, getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name))
+        with cpu_torchvision.not_needed():
+            imported = importlib.import_module(f"vllm.model_executor.models.{module}")
+        ModelRegistry.register_model(architecture, getattr(imported, name))
 
 
 @contextmanager

@@ -205,7 +205,7 @@ def _linear(path: str, layer: LinearBase, packed: dict[str, list[str]]) -> Itera
 def _outputs(layer: LinearBase, names: list[str], rows: int) -> list[tuple[str, int, int]]:
     """Return (checkpoint name, rows held here, first row in the checkpoint's tensor) of each part that is stacked in the layer.
 
-    With one name for several parts, the checkpoint stacks the whole parts one after another, too (Phi-3).
+    With fewer names than parts, the first is that of several, which the checkpoint stacks one after another, too (Phi-3, Qwen3.5).
     """
     if isinstance(layer, QKVParallelLinear):
         kv_rank, kv_ranks = layer.tp_rank // layer.num_kv_head_replicas, layer.tp_size // layer.num_kv_head_replicas
@@ -216,9 +216,9 @@ def _outputs(layer: LinearBase, names: list[str], rows: int) -> list[tuple[str, 
         ranks = [layer.tp_rank] * len(held)
     else:
         return [(names[0], rows, layer.tp_rank * rows if isinstance(layer, ColumnParallelLinear) else 0)]
-    together = len(names) == 1
-    starts = accumulate(wholes[:-1], initial=0) if together else [0] * len(held)
-    parts = zip(names * len(held) if together else names, held, ranks, starts, strict=True)
+    together, rest = len(held) - len(names) + 1, names[1:]
+    starts = [*accumulate(wholes[: together - 1], initial=0), *[0] * len(rest)]
+    parts = zip([names[0]] * together + rest, held, ranks, starts, strict=True)
     return [(name, size, start + rank * size) for name, size, rank, start in parts]
 
 

@@ -25,6 +25,7 @@ WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}
 UNREAD = {  # what some classes have no key for, or read for RoPE alone
     "glm4_moe_lite": {"num_nextn_predict_layers", "first_k_dense_replace"},
     "minimax_m2": {"num_nextn_predict_layers", "rotary_dim"},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), {"mtp_num_hidden_layers"}),
 }
 # Compared by what they come to: frequencies, layers.
 BESIDE = {"partial_rotary_factor", "rope_theta", "layer_types", "full_attention_interval", "mlp_only_layers"}
@@ -73,7 +74,7 @@ def theirs(config: dict[str, Any]) -> PreTrainedConfig:
 def rotation(config: PreTrainedConfig) -> tuple[torch.Tensor, float]:
     """The frequencies and the factor of transformers' rotary embedding."""
     module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
-    [name] = {name for name in dir(module) if name.endswith("RotaryEmbedding")}
+    [name] = {name for name in dir(module) if name.endswith("RotaryEmbedding") and "Vision" not in name}
     rotary = getattr(module, name)(config)
     return rotary.inv_freq, rotary.attention_scaling
 

@@ -283,3 +283,19 @@ def test_engines_of_a_model_without_experts_are_told_of_float8_alone(published: 
     [fault] = planned(example, model, *given, memory_gb=80)[1].faults
     assert fault.startswith("rollout.tp=2: weights 7") and fault.endswith("; it would fit with rollout.quantization=fp8")
     assert planned(example, model, *given, "rollout.quantization=fp8", memory_gb=80)[1].faults == []
+
+
+def test_a_gated_delta_net_keeps_a_state_and_no_keys() -> None:
+    model = description_of(MODELS["Qwen3-Next-80B-A3B"])
+    given: dict[str, Any] = {"max_prompt_tokens": 1024, "max_response_tokens": 31 * 1024}
+    one, four = (plan_engine(model, RolloutSettings(**given, tp=tp), "bfloat16", 141 * GB) for tp in (1, 4))
+    assert one.token == 2 * 12 * 2 * 256 * 2, "keys and values of two heads in a quarter of 48 layers"
+    assert one.state == 4 * four.state == 36 * (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128) * 2, "matrices of 32 heads, and three tokens"
+    assert four.live == pytest.approx(four.cache / (2 * 12 * 256 * 2 * 32 * 1024 + four.state))
+
+
+def test_linear_attention_costs_no_more_in_longer_sequences() -> None:
+    its, elements = facts(description_of(MODELS["Qwen3.5-35B-A3B"])), 34_660_610_688
+    longer = times.forward_flops(its, elements, 65536) - times.forward_flops(its, elements, 1)
+    assert longer == 2 * 10 * 16 * 256 * 65535, "ten layers of forty have attention, of 16 heads"
+    assert 2.4e9 < times.active_parameters(its, elements) - 248_320 * 2048 < 3e9, "3B with the output layer"

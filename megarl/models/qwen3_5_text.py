@@ -1,0 +1,101 @@
+"""Qwen3.5 and 3.6, dense, and what they share with the mixtures (`qwen3_5_moe_text`): Qwen3-Next's layers, with the projections of a gated
+delta net in four tensors.
+
+Published models also see images. megarl trains their language model alone, as transformers' text class reads it: `text_config` of
+config.json, and the tensors `model.language_model.*` (`Family.images`). A token of text has the same position on all axes of multimodal
+RoPE, which is then the plain one. Multi-token prediction is not trained here. Refused: attention without gates, biases, and what every
+family refuses (`decoder_blocks.refuse`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megarl.models import decoder_blocks as blocks
+from megarl.models import delta_nets
+from megarl.models.config_json import ConfigJson
+from megarl.models.decoder_blocks import number
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, Images, Sizes, WeightMapping, scalar_head
+
+turned = partial(rope, partial=True)
+
+DECODER: dict[str, Any] = {  # of transformers' Qwen3_5TextConfig and Qwen3_5MoeTextConfig
+    "vocab_size": 248320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mtp_num_hidden_layers": 0,
+    **delta_nets.DEFAULTS,
+}
+DEFAULTS: dict[str, Any] = {
+    **DECODER,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+}
+
+
+def decoder_sizes(config: ConfigJson, **mlp: Any) -> Sizes:
+    """Return the sizes of a decoder; `mlp`: those of its MLPs and experts. Raise ConfigError for what its weight map does not support."""
+    blocks.refuse("Qwen3.5", {**config, "layer_types": None}, attention_bias=False, attn_output_gate=True, mlp_only_layers=[])
+    return blocks.decoder_sizes(config, linear_heads=delta_nets.key_heads(config), **mlp)
+
+
+def decoder(config: ConfigJson, n: Sizes, mlp: list[WeightMapping]) -> list[WeightMapping]:
+    """Return the weight map of a backbone with these MLPs: Megatron parameter <- Hugging Face tensors."""
+    return [
+        blocks.embedding(n),
+        *blocks.attention(n, norm=True, gated=True, layers=delta_nets.layers_of(config, linear=False)),
+        *delta_nets.weight_map(config, n, by_head=False),
+        *mlp,
+        blocks.final_norm(n),
+    ]
+
+
+def decoder_fields(config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig, without those of experts."""
+    return {**blocks.decoder_fields(config, n, turned(config), norm=True), **delta_nets.fields(config)}
+
+
+def predictors(config: ConfigJson) -> tuple[str, ...]:
+    """Return the name prefix of the multi-token prediction layers."""
+    return ("mtp.",)
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
+    return decoder_sizes(config, ffn=number(config, "intermediate_size"))
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
+    n = sizes(config)
+    return decoder(config, n, blocks.gated_mlp(n, number(config, "intermediate_size")))
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig."""
+    return decoder_fields(config, sizes(config))
+
+
+FAMILY = Family(
+    heads={"lm": blocks.lm_head("Qwen3_5ForCausalLM", sizes), "value": scalar_head("Qwen3_5TextForSequenceClassification", sizes)},
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=turned,
+    fields=fields,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+    predictors=predictors,
+    images=Images("Qwen3_5ForConditionalGeneration", "model.language_model.", "model.visual."),
+)
