@@ -58,7 +58,7 @@ def test_logits_equal_those_of_transformers_on_every_layout(pool: Pool, make: Ma
 PARTED = ["qwen2", "deepseek_v3", "ministral", "gpt_oss", "minimax_m2", "qwen3_next"]
 
 
-@pytest.mark.parametrize("family", rows([*PARTED, "moonlight", "deepseek_v2", "glm4_moe_lite"], PARTED))
+@pytest.mark.parametrize("family", rows([*PARTED, "moonlight", "deepseek_v2", "glm4_moe_lite", "qwen3_5_moe"], PARTED))
 def test_logits_equal_those_of_transformers_under_context_parallelism(pool: Pool, make: Make, family: str) -> None:
     assert_transformers(pool, make(family), Layout(ranks=2, cp=2), Layout(ranks=4, cp=2, tp=2))
 
@@ -76,6 +76,7 @@ KINDS = [
     "minimax_m2",
     "qwen2_moe",
     "qwen3_next",
+    "qwen3_5_moe",
 ]  # all kinds of tensors
 
 
@@ -139,6 +140,11 @@ SPARSE: dict[str, tuple[str, set[str], dict[str, Any]]] = {
     ),
     "glm": ("glm4_moe", {"rope_parameters", "partial_rotary_factor", "n_group", "topk_group", "routed_scaling_factor"}, {}),
 }
+SPARSE["hybrid_in_parts"] = (
+    "qwen3_5_moe",
+    {"layer_types", "rope_parameters", "partial_rotary_factor", "attention_bias"},
+    {"full_attention_interval": 2},
+)
 SPARSE["minimax"] = ("minimax_m2", {"rope_parameters", "partial_rotary_factor", "use_routing_bias"}, {"rope_theta": 1e6, "rotary_dim": 24})
 SPARSE["qwen2_moe"] = (
     "qwen2_moe",

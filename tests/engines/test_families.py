@@ -66,6 +66,8 @@ LONG = (
     "qwen2_moe",
     "olmoe",
     "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5",
 )
 SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "moonlight")
 
