@@ -52,7 +52,13 @@ def decoder_sizes(config: ConfigJson, **mlp: Any) -> Sizes:
 
 
 def decoder(config: ConfigJson, n: Sizes, mlp: list[WeightMapping]) -> list[WeightMapping]:
-    """Return the weight map of a backbone with these MLPs: Megatron parameter <- Hugging Face tensors."""
+    """Return the weight map of a backbone: Megatron parameter <- Hugging Face tensors.
+
+    Args:
+        config: config.json.
+        n: the model's sizes.
+        mlp: the mappings of its MLPs and experts.
+    """
     return [
         blocks.embedding(n),
         *blocks.attention(n, norm=True, gated=True, layers=delta_nets.layers_of(config, linear=False)),
