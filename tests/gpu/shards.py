@@ -11,9 +11,9 @@ from megarl.config import Layout, ModelSettings
 from megarl.models.description import ModelDescription
 from megarl.models.registry import completed
 from megarl.plan.facts import facts
+from megarl.plan.forward import forward_flops
 from megarl.plan.parameters import model_elements
 from megarl.plan.ranks import PlannedModel, Work, plan_group
-from megarl.plan.times import forward_flops
 from tests.gpu.process import Run
 from tests.gpu.report import Report
 
