@@ -37,20 +37,24 @@ class DeltaNets:
     keys: int  # dimensions of the keys of all heads together, and of their queries
     values: int  # dimensions of the values of all heads together
     kernel: int  # tokens that its convolution sees
+    wide: bool  # engines keep the states of its heads in float32, whatever the model's dtype
 
     @property
     def channels(self) -> int:
         """The channels of its convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
-    @property
-    def state(self) -> int:
-        """The numbers that a layer keeps of a sequence: a matrix for each head, and the last inputs of the convolution."""
-        return self.values * self.key_dim + self.channels * (self.kernel - 1)
+    def state_bytes(self, item: int) -> int:
+        """Return the bytes that a layer of an engine keeps of a sequence: a matrix for each head, and the last inputs of the convolution.
+
+        Args:
+            item: bytes of a number in the model's dtype.
+        """
+        return self.values * self.key_dim * (4 if self.wide else item) + self.channels * (self.kernel - 1) * item
 
 
-def delta_nets(fields: Mapping[str, Any]) -> DeltaNets | None:
-    """Return the sizes of a model's gated delta nets, given its fields of Megatron's TransformerConfig; None: it has none."""
+def delta_nets(fields: Mapping[str, Any], config: ConfigJson) -> DeltaNets | None:
+    """Return the sizes of a model's gated delta nets, by its fields of Megatron's TransformerConfig and config.json; None: it has none."""
     layers = frozenset(layer for layer, linear in enumerate(fields.get("linear_attention_freq", ())) if linear)
     if not layers:
         return None
@@ -62,6 +66,7 @@ def delta_nets(fields: Mapping[str, Any]) -> DeltaNets | None:
         keys=fields["linear_num_key_heads"] * key,
         values=heads * fields["linear_value_head_dim"],
         kernel=fields["linear_conv_kernel_dim"],
+        wide=config.get("mamba_ssm_dtype") == "float32",  # vllm/model_executor/models/config.py:801
     )
 
 

@@ -161,8 +161,7 @@ def cache_bytes(description: Facts, tp: int, dtype: str) -> int:
 
 
 def state_bytes(description: Facts, tp: int, dtype: str) -> float:
-    """Bytes that a sequence keeps on one rank however long it is: the states of gated delta nets, in the dtype of the cache as vLLM has
-    them by default.
+    """Bytes that a sequence keeps on one rank however long it is: the states of gated delta nets.
 
     Args:
         description: the model.
@@ -171,7 +170,7 @@ def state_bytes(description: Facts, tp: int, dtype: str) -> float:
     """
     if description.delta_nets is None:
         return 0.0
-    return description.linear_layers * description.delta_nets.state * ITEM[dtype] / tp
+    return description.linear_layers * description.delta_nets.state_bytes(ITEM[dtype]) / tp
 
 
 def plan_engine(model: ModelDescription, settings: RolloutSettings, dtype: str, memory: float) -> EngineMemory:

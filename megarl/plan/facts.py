@@ -67,7 +67,7 @@ def facts(model: ModelDescription) -> Facts:
         head_norm=bool(fields["qk_layernorm"]),
         rotary=latents.rotary if latents else int(n.head_dim * model.rope.fraction),
         latents=latents,
-        delta_nets=delta_nets(fields),
+        delta_nets=delta_nets(fields, model.config),
         gated=bool(fields.get("attention_output_gate")),
         shared_gate=bool(fields.get("moe_shared_expert_gate")),
         tied=model.tied,

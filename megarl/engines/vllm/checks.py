@@ -168,10 +168,10 @@ def _hybrid_cache_bytes(model: ModelDescription, tp: int, token: int, item: int,
 
     A block holds either tokens or a sequence's state, of as many layers as there are of the rarer kind (v1/core/kv_cache_utils.py).
     """
-    its = delta_nets(model.fields)
+    its = delta_nets(model.fields, model.config)
     assert its is not None
     linear, attention = len(its.layers), model.sizes.layers - len(its.layers)
     together = max(1, min(linear, attention))
-    block = _BLOCK * -(-its.state * item // tp // (token * _BLOCK))
+    block = _BLOCK * -(-its.state_bytes(item) // tp // (token * _BLOCK))
     each = -(-longest // block) * -(-attention // together) + -(-linear // together)
     return int(token * block * together * (sequences * each + 1))

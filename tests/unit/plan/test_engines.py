@@ -15,7 +15,7 @@ from megarl.engines.vllm.launch import vllm_names
 from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES
 from megarl.models.weight_map import FP8
-from megarl.plan import times
+from megarl.plan import forward, times
 from megarl.plan.devices import DEVICES, GB
 from megarl.plan.engines import OVERHEAD, EngineMemory, engine_weights, plan_engine, splits_tokens, weight_parts
 from megarl.plan.facts import facts
@@ -291,11 +291,13 @@ def test_a_gated_delta_net_keeps_a_state_and_no_keys() -> None:
     one, four = (plan_engine(model, RolloutSettings(**given, tp=tp), "bfloat16", 141 * GB) for tp in (1, 4))
     assert one.token == 2 * 12 * 2 * 256 * 2, "keys and values of two heads in a quarter of 48 layers"
     assert one.state == 4 * four.state == 36 * (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128) * 2, "matrices of 32 heads, and three tokens"
+    wider = plan_engine(description_of(MODELS["Qwen3.5-35B-A3B"]), RolloutSettings(**given, tp=1), "bfloat16", 141 * GB)
+    assert wider.state == 30 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2), "its config.json asks for matrices in float32"
     assert four.live == pytest.approx(four.cache / (2 * 12 * 256 * 2 * 32 * 1024 + four.state))
 
 
 def test_linear_attention_costs_no_more_in_longer_sequences() -> None:
     its, elements = facts(description_of(MODELS["Qwen3.5-35B-A3B"])), 34_660_610_688
-    longer = times.forward_flops(its, elements, 65536) - times.forward_flops(its, elements, 1)
+    longer = forward.forward_flops(its, elements, 65536) - forward.forward_flops(its, elements, 1)
     assert longer == 2 * 10 * 16 * 256 * 65535, "ten layers of forty have attention, of 16 heads"
-    assert 2.4e9 < times.active_parameters(its, elements) - 248_320 * 2048 < 3e9, "3B with the output layer"
+    assert 2.4e9 < forward.active_parameters(its, elements) - 248_320 * 2048 < 3e9, "3B with the output layer"

@@ -41,6 +41,7 @@ PLANNED: dict[str, tuple[str, int | None]] = {
     "qwen3_30b_a3b/one_node.yaml": ("Qwen3-30B-A3B", 8),
     "qwen3_30b_a3b/one_node_80gb.yaml": ("Qwen3-30B-A3B", 8),
     "qwen3_235b_a22b/gspo.yaml": ("Qwen3-235B-A22B", None),
+    "qwen3_5_35b_a3b/gspo.yaml": ("Qwen3.5-35B-A3B", None),
     "deepseek_v3/gspo.yaml": ("DeepSeek-V3", 128),
     "deepseek_v3/gspo_fp8.yaml": ("DeepSeek-V3", 128),
     **{f"recipes/large/{path.name}": ("Qwen3-30B-A3B", None) for path in (EXAMPLES / "recipes" / "large").glob("*.yaml")},
