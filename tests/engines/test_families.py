@@ -16,8 +16,10 @@ from megarl.engines.registry import check_engine
 from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import compare
 from tests.engines.engine_host import Host
+from tests.engines.test_fp8 import digest_of
 from tests.engines.test_updates import SETTINGS, Layout, _check_update, _start, check_plan
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
+from tests.published_form import published
 from tests.rows import rows
 from tools.check_logits import transformers_model
 from tools.make_tiny_model import build, has_experts
@@ -75,6 +77,22 @@ SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "moonlight")
 @pytest.mark.parametrize("family", rows((*LONG, *SUITE), SUITE))
 def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Path, family: str) -> None:
     host.run(_follows, tmp_path, family)
+
+
+async def _of_text(tmp_path: Path) -> None:
+    build(tmp_path / "text", **SIZES, seed=1, family="qwen3_5_moe")
+    published(tmp_path / "text", tmp_path / "whole")
+    engine = await _start(tmp_path / "whole")
+    try:
+        assert compare(digest_of(stored(tmp_path / "text")), await engine.fingerprints(TIMEOUT_S)) == [], "as it has read it"
+        await _check_update(engine, Trainer(engine, "shm"), other(tmp_path / "other", "qwen3_5_moe"), stored(tmp_path / "other"))
+    finally:
+        await engine.close()
+
+
+@pytest.mark.long
+def test_an_engine_has_the_language_model_of_one_that_sees_images(host: Host, tmp_path: Path) -> None:
+    host.run(_of_text, tmp_path)
 
 
 WINDOW = 12  # tokens; the prompts below are longer, and the engine's blocks too
