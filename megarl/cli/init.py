@@ -38,7 +38,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.host.unchecked import naming_unchecked
 from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint
-from megarl.models.hf import has_weights
+from megarl.models.hf import has_weights, inventory
 from megarl.plan.devices import GB, NODE, device_of
 from megarl.plan.main import MAX_NUMBER
 from megarl.plan.parameters import model_elements
@@ -240,7 +240,8 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     room, chat = description.room, bool(tokenizer.chat_template)
     source: Tree = {"type": "file", "path": str(data)}
     tree: Tree = {"name": data.stem, "seed": 1, "model": {"path": str(model), "dtype": "float32" if cpu else "bfloat16"}}
-    further = bool(description.family.predictors(description.config))
+    predictors = description.family.predictors(description.config)
+    further = bool(predictors) and (not has_weights(model) or any(name.startswith(predictors) for name in inventory(model)))
     tree["model"] |= {"drop_mtp": True} if further else {}
     tree["model"] |= {"drop_images": True} if description.sees_images else {}
     if not cpu:

@@ -62,6 +62,8 @@ class _Config(_Section):
     num_nextn_predict_layers: NonNegativeInt | None = None
     num_mtp_layers: NonNegativeInt | None = None
     num_mtp_modules: NonNegativeInt | None = None
+    mtp_num_hidden_layers: NonNegativeInt | None = None
+    attn_output_gate: bool | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: TokenIds = []

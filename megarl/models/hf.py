@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import Absent, ConfigError
 from megarl.models.config_json import check_kinds
 from megarl.models.quantized import FLOAT8, MXFP4, dequantized, from_mxfp4, quantization
-from megarl.models.registry import completed, find_family
+from megarl.models.registry import completed, find_family, language_model
 from megarl.text.strict_json import parse_json, read_json
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).is_file():
         raise ConfigError(f"model.path: {path} has no {CONFIG}")
     config = json_object(path / CONFIG)
-    check_kinds(config, CONFIG)
+    check_kinds(language_model(config), CONFIG)
     if (path / GENERATION).is_file():  # the engine reads it too
         check_kinds(json_object(path / GENERATION), GENERATION)
     return completed(config)

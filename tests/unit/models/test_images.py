@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from megarl.config import ConfigError
 from megarl.models.families import check_checkpoint
-from megarl.models.hf import Checkpoint, json_object
+from megarl.models.hf import Checkpoint, json_object, read_config
 from megarl.models.hf_writer import described
 from megarl.models.registry import completed
 from tests.published_form import PREDICTOR, SIGHT, published
@@ -82,6 +83,10 @@ def test_transformers_reads_the_same_language_model(forms: tuple[Path, Path]) ->
         assert ours[key] == theirs[key], key
 
 
-def test_a_model_without_a_description_of_its_language_is_refused() -> None:
+def test_a_description_of_the_language_model_that_is_missing_or_malformed_is_refused(tmp_path: Path) -> None:
+    whole: dict[str, Any] = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
     with pytest.raises(ConfigError, match="has no text_config"):
-        completed({"architectures": ["Qwen3_5ForConditionalGeneration"]})
+        completed(whole)
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": {"rms_norm_eps": "1e-6"}}))
+    with pytest.raises(ConfigError, match="config.json's rms_norm_eps='1e-6'"):
+        read_config(tmp_path)
