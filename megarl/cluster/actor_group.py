@@ -116,28 +116,28 @@ class ActorGroup:
             The answers of the actors that did not fail, by number.
         """
         answers, deadline = dict[int, Any](), time.monotonic() + timeout_s
-        left = {reference: index for index, reference in calls.items()}
+        pending = {reference: index for index, reference in calls.items()}
         try:
-            while left:
+            while pending:
                 remaining = deadline - time.monotonic()
-                ready, _ = ray.wait(list(left), timeout=min(max(0.0, remaining), LOOK_S))
+                ready, _ = ray.wait(list(pending), timeout=min(max(0.0, remaining), LOOK_S))
                 stopped: dict[int, Exception] = {**watch.still(doing, self.kind, self.actors)}
                 if not ready and remaining <= 0:
                     late = f"{doing}: no answer within {timeout_s:g} s from {self.kind} "
-                    stopped = {index: WorkerLate(f"{late}{index}", timeout_s) for index in left.values()}
-                for reference, index in [*left.items()]:
+                    stopped = {index: WorkerLate(f"{late}{index}", timeout_s) for index in pending.values()}
+                for reference, index in [*pending.items()]:
                     if index in stopped:  # even if it has answered: what it has started may be stopped
-                        del left[reference]
+                        del pending[reference]
                         failed(index, stopped[index])
-                for reference in [one for one in ready if one in left]:
-                    index = left.pop(reference)
+                for reference in [one for one in ready if one in pending]:
+                    index = pending.pop(reference)
                     try:
                         answers[index] = ray.get(reference)
                     except RayError as error:
                         failed(index, cause_of(error, f"{self.kind} {index}", doing))
                 watch.check(doing, {})
         except Exception:
-            cancel(left)
+            cancel(pending)
             raise
         return answers
 
@@ -193,8 +193,8 @@ def cause_of(error: RayError, name: str, doing: str) -> Exception:
         return WorkerDied(f"{doing}: {who} died ({str(cause).splitlines()[0]})")
     if isinstance(cause, GetTimeoutError):
         return WorkerLate(f"{doing}: no answer in time from {who}")
-    if lost := LOST_CONNECTION.search(str(cause)):
-        return WorkerDied(f"{doing}: {name} has lost a process with which it computes ({lost['what']})")
+    if match := LOST_CONNECTION.search(str(cause)):
+        return WorkerDied(f"{doing}: {name} has lost a process with which it computes ({match['what']})")
     cause.add_note(f"raised by {name} in {doing}")
     return cause
 
@@ -214,11 +214,11 @@ def task_fault(error: RayError, node: str, doing: str) -> Exception:
 
 def cancel(references: Iterable[Any]) -> None:
     """Cancel calls whose results nobody waits for; give up on any that have not ended after CANCEL_S."""
-    left = list(references)
-    for reference in left:
+    pending = list(references)
+    for reference in pending:
         ray.cancel(reference)
-    if left:
-        ray.wait(left, num_returns=len(left), timeout=CANCEL_S)
+    if pending:
+        ray.wait(pending, num_returns=len(pending), timeout=CANCEL_S)
 
 
 def end(actors: Iterable[Any]) -> None:

@@ -105,12 +105,12 @@ class Allocation:
         Args:
             nodes: their names, with what happened to each; a node that is already excluded keeps the reason recorded then.
         """
-        known = self.all_excluded()
-        lost = {node: known.get(node, why) for node, why in nodes.items()}
-        for node, why in lost.items():
+        excluded = self.all_excluded()
+        reasons = {node: excluded.get(node, why) for node, why in nodes.items()}
+        for node, why in reasons.items():
             self.exclude(node, why)
-        if lost:
-            self.fail("".join(f"{node}: {why}\n" for node, why in lost.items()))
+        if reasons:
+            self.fail("".join(f"{node}: {why}\n" for node, why in reasons.items()))
 
     def fail(self, why: str) -> None:
         """Tell the job script that the run has failed through no fault of its own."""

@@ -20,12 +20,12 @@ GPU = "GPU "  # prefix of a message about a faulty GPU
 ANSWER_S = 60.0  # for a node to answer at all
 
 
-def unfit(nodes: Mapping[str, str], read: Mapping[str, Path], gpus: bool, timeout_s: float) -> dict[str, str]:
+def unfit(nodes: Mapping[str, str], paths: Mapping[str, Path], gpus: bool, timeout_s: float) -> dict[str, str]:
     """Find the nodes that are unfit for a run, and why.
 
     Args:
         nodes: Ray's ids by name, this node first.
-        read: files and directories by their dotted key; each node must see the same.
+        paths: files and directories by their dotted key; each node must see the same.
         gpus: whether the run uses GPUs.
         timeout_s: for the GPUs of a node.
 
@@ -33,13 +33,13 @@ def unfit(nodes: Mapping[str, str], read: Mapping[str, Path], gpus: bool, timeou
         What is wrong with each unfit node, by name. Empty where all nodes fail in the same way: then none of them is to blame, and a
         message says so. The exception is a faulty GPU of the only node, which is returned.
     """
-    wanted = {f"{key}={path}": (path, content(path)) for key, path in read.items()}
-    lost = [what for what, (_, known) in wanted.items() if not known]
+    contents = {f"{key}={path}": (path, content(path)) for key, path in paths.items()}
+    missing_files = [what for what, (_, summary) in contents.items() if not summary]
     if not nodes:
         return {}
-    if lost:
-        return {next(iter(nodes)): f"does not see {', '.join(lost)}"}
-    replies = answers(nodes, fitness, wanted, gpus, timeout_s, within_s=timeout_s + ANSWER_S)
+    if missing_files:
+        return {next(iter(nodes)): f"does not see {', '.join(missing_files)}"}
+    replies = answers(nodes, fitness, contents, gpus, timeout_s, within_s=timeout_s + ANSWER_S)
     reasons = {name: why for name, why in replies.items() if why is not None}
     faults = {GPU if why.startswith(GPU) else why for why in reasons.values()}
     if len(reasons) == len(nodes) and len(faults) == 1 and (len(nodes) > 1 or GPU not in faults):
@@ -48,15 +48,15 @@ def unfit(nodes: Mapping[str, str], read: Mapping[str, Path], gpus: bool, timeou
     return reasons
 
 
-def fitness(wanted: Mapping[str, tuple[Path, str]], gpus: bool, timeout_s: float) -> str | None:
+def fitness(contents: Mapping[str, tuple[Path, str]], gpus: bool, timeout_s: float) -> str | None:
     """Return what is wrong with this node; None if nothing is.
 
     Args:
-        wanted: see `shared_files.differences`.
+        contents: see `shared_files.differences`.
         gpus: whether the run uses GPUs.
         timeout_s: for the GPUs.
     """
-    unseen = differences(wanted)
+    unseen = differences(contents)
     if unseen:
         return f"does not see {', '.join(unseen)} as the driver does"
     return sick_gpus(gpus_here(), timeout_s) if gpus else None
@@ -72,18 +72,18 @@ def sick_gpus(count: int, timeout_s: float, program: str = TOUCH) -> str | None:
         timeout_s: for all of them.
         program: Python code that gets the count as its argument. It exits with status 0, or with 1 and what is wrong as its last line.
     """
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         command, paths = [sys.executable, "-c", program, str(count)], os.pathsep.join(sys.path)
         process = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": paths}, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+            command, env={**os.environ, "PYTHONPATH": paths}, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()  # without waiting: it may not be killable
             return f"{GPU}test: no answer within {timeout_s:g} s"
-        said.seek(0)
-        lines = said.read().decode(errors="replace").strip().splitlines()
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()
     if status == 0:
         return None
     return one_line(lines[-1], SHOWN) if lines and status == 1 else f"{GPU}test: ended with status {status}"

@@ -61,13 +61,13 @@ def main(directory: Path) -> int:
 
 def _stay(allocation: Allocation, name: str, head: HeadNode, node: Node) -> int:
     """Wait until this node's part of the session is over, and return the exit status for `main`."""
-    seen = time.monotonic()
+    answered_at = time.monotonic()
     while True:
         try:
             over, why = allocation.is_over() or allocation.head() != head, allocation.excluded(name)
-            seen = time.monotonic()
+            answered_at = time.monotonic()
         except OSError:  # a shared disk may fail for a moment
-            if time.monotonic() - seen > head.start_timeout_s:
+            if time.monotonic() - answered_at > head.start_timeout_s:
                 raise
             over, why = False, None
         if over:
@@ -75,8 +75,8 @@ def _stay(allocation: Allocation, name: str, head: HeadNode, node: Node) -> int:
         if why:
             tell(f"{name} leaves: {why}")
             return 1
-        if ended := node.dead_processes():
-            kinds = ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in ended)
+        if dead_processes := node.dead_processes():
+            kinds = ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in dead_processes)
             tell(f"{name}: Ray's {kinds} ended")
             return int(allocation.head() == head)
         time.sleep(POLL_S)

@@ -41,7 +41,7 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
     Raises:
         TooFewNodes: fewer nodes than the run needs have joined in time, or ever can; names those that are to blame.
     """
-    begun, enough = time.monotonic(), None
+    start, enough = time.monotonic(), None
     while True:
         watch.check("waiting for nodes", {})
         node_gpus = {node["NodeName"]: int(node["Resources"].get("GPU", 0)) for node in live_nodes().values()}
@@ -54,7 +54,7 @@ def wait_for_nodes(allocation: Allocation, gpus: bool, timeout_s: float) -> dict
         if len(allocation.nodes) - len(unfit) < allocation.needed:
             of = f"{len(unfit)} of {len(allocation.nodes)} nodes cannot take part"
             raise TooFewNodes(f"{of}, and the run needs {allocation.needed}", unfit)
-        if enough is None and now - begun > timeout_s:
+        if enough is None and now - start > timeout_s:
             of = f"{whole} of {len(allocation.nodes)} nodes have joined within cluster.start_timeout_s={timeout_s:g}"
             raise TooFewNodes(f"{of}, and the run needs {allocation.needed}", bad)
         time.sleep(POLL_S)

@@ -61,9 +61,9 @@ def place(kinds: Sequence[ProcessKind], nodes: Sequence[Node]) -> list[list[str]
             best = max(room, key=lambda name: (room[name], -_left(free[name], kind, together * room[name])), default=None)
             if best is None or not room[best]:
                 raise NoRoom(_refusal(kinds, block, nodes))
-            taken = together * room[best]
-            free[best] = replace(free[best], cpus=free[best].cpus - taken, gpus=free[best].gpus - taken * kind.gpus)
-            places[index] += [best] * taken
+            count = together * room[best]
+            free[best] = replace(free[best], cpus=free[best].cpus - count, gpus=free[best].gpus - count * kind.gpus)
+            places[index] += [best] * count
             missing -= room[best]
     return places
 
@@ -86,7 +86,7 @@ def _refusal(kinds: Sequence[ProcessKind], block: Sequence[int], nodes: Sequence
     """One line for whatever is short: GPUs in total, GPUs of one node, or CPUs."""
     request = ", ".join(f"{kind.name} {kind.processes // size}x{size * (kind.gpus or 1)}" for kind, size in zip(kinds, block, strict=True))
     gpus, cpus = sum(kind.processes * kind.gpus for kind in kinds), sum(kind.processes for kind in kinds)
-    unit, wanted, have = ("GPUs", gpus, [node.gpus for node in nodes]) if gpus else ("CPUs", cpus, [node.cpus for node in nodes])
+    unit, demand, have = ("GPUs", gpus, [node.gpus for node in nodes]) if gpus else ("CPUs", cpus, [node.cpus for node in nodes])
     short = "" if not gpus or sum(node.cpus for node in nodes) >= cpus else f"; and {cpus} CPUs, of {sum(node.cpus for node in nodes)}"
     each = ", ".join(map(str, sorted(have, reverse=True)))
-    return f"{wanted} {unit} are asked for, in blocks on one node each ({request}); there are {sum(have)} ({each}){short}"
+    return f"{demand} {unit} are asked for, in blocks on one node each ({request}); there are {sum(have)} ({each}){short}"

@@ -43,20 +43,20 @@ class Report:
     unseen: Sequence[str]  # what it does not see the way the driver does
 
 
-def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], timeout_s: float) -> None:
+def preflight(allocation: Allocation, gpus: bool, paths: Mapping[str, Path], timeout_s: float) -> None:
     """Test the nodes that have joined; those that fail leave, and so do slow ones as long as there are nodes to spare.
 
     Args:
         allocation: the job's nodes.
         gpus: whether the run uses GPUs.
-        read: what the run reads, by dotted key.
+        paths: what the run reads, by dotted key.
         timeout_s: for each part of the test.
 
     Raises:
         ConfigError: the disk that all nodes share is full, which is no node's fault.
         TooFewNodes: fewer nodes pass than the run needs, the head does not pass, or two nodes that are needed do not reach each other.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     if (free := _free_gb(allocation.directory)) < MIN_DISK_GB:
         raise ConfigError(f"{allocation.directory}: the run's disk has {free:.1f} GB free of {MIN_DISK_GB:g}")
     nodes, cpus = present(allocation), {node["NodeName"]: int(node["Resources"]["CPU"]) for node in live_nodes().values()}
@@ -64,21 +64,21 @@ def preflight(allocation: Allocation, gpus: bool, read: Mapping[str, Path], time
     for line in bound(reports, cpus):
         tell(line)
     reasons = faults(reports, allocation.nodes[0], allocation.gpus if gpus else 0)
-    reasons |= unfit(_passed(nodes, reasons, allocation), read, gpus, timeout_s)
+    reasons |= unfit(_passed(nodes, reasons, allocation), paths, gpus, timeout_s)
     good = list(_passed(nodes, reasons, allocation))
     timed = ""
     if len(good) > 1 or gpus:
-        times, alone = reach(good, nodes, allocation.needed, allocation.gpus if gpus else 1, gpus, timeout_s)
-        reasons |= alone
-        good = [name for name in good if name not in alone]
+        times, unreachable = reach(good, nodes, allocation.needed, allocation.gpus if gpus else 1, gpus, timeout_s)
+        reasons |= unreachable
+        good = [name for name in good if name not in unreachable]
         slow, timed = compared(times, len(good), SLOW)
         if gpus and (warning := without_fabric(times, len(good))):
             tell(warning)
         spare = [name for name in good[1:] if name in {good[n] for n in slow}][: len(good) - allocation.needed]
-        named = ", ".join(good[n] for n in slow)
-        timed += f"; slow: {named}" if named else ""
+        slow_names = ", ".join(good[n] for n in slow)
+        timed += f"; slow: {slow_names}" if slow_names else ""
         reasons |= dict.fromkeys(spare, f"takes {SLOW:g} times as long as others to reach its neighbours")
-    tell(f"{len(good)} nodes have passed the test in {time.monotonic() - begun:.1f} s{timed}")
+    tell(f"{len(good)} nodes have passed the test in {time.monotonic() - start:.1f} s{timed}")
     if reasons:
         _leave(allocation, reasons, timeout_s)
 
@@ -91,27 +91,27 @@ def _passed(nodes: Mapping[str, str], reasons: Mapping[str, str], allocation: Al
     return good
 
 
-def send_away(allocation: Allocation, gpus: bool, read: Mapping[str, Path], timeout_s: float) -> None:
+def send_away(allocation: Allocation, gpus: bool, paths: Mapping[str, Path], timeout_s: float) -> None:
     """Make the nodes leave that are unfit for the run, after something in it has failed.
 
     Args:
         allocation: the job's nodes.
         gpus: whether the run uses GPUs.
-        read: what the run reads, by dotted key.
+        paths: what the run reads, by dotted key.
         timeout_s: for each part of the test.
 
     Raises:
         TooFewNodes: the head is unfit, or a node has not left in time.
     """
-    reasons = unfit(present(allocation), read, gpus, timeout_s)
+    reasons = unfit(present(allocation), paths, gpus, timeout_s)
     if allocation.nodes[0] in reasons:
         raise TooFewNodes("the first node cannot go on", reasons)
     if reasons:
         _leave(allocation, reasons, timeout_s)
 
 
-def report(wanted: Mapping[str, tuple[Path, str]]) -> Report:
-    """Report on this node. `wanted`: see `shared_files.differences`."""
+def report(contents: Mapping[str, tuple[Path, str]]) -> Report:
+    """Report on this node. `contents`: see `shared_files.differences`."""
     versions = {"python": platform.python_version(), "megarl's files": _digest(Path(__file__).parents[1])}
     for name in PACKAGES:
         try:
@@ -124,7 +124,7 @@ def report(wanted: Mapping[str, tuple[Path, str]]) -> Report:
         cpus=len(os.sched_getaffinity(0)),
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         free_gb=_free_gb(Path(tempfile.gettempdir())),
-        unseen=differences(wanted),
+        unseen=differences(contents),
     )
 
 
@@ -164,8 +164,8 @@ def bound(reports: Mapping[str, Report | str], cpus: Mapping[str, int]) -> list[
 
 def _reports(nodes: Mapping[str, str], directory: Path) -> dict[str, Report | str]:
     with fresh_file(directory) as canary:
-        wanted = {"the run's directory": (canary, content(canary))}
-        return answers(nodes, report, wanted, within_s=ANSWER_S + len(nodes))
+        contents = {"the run's directory": (canary, content(canary))}
+        return answers(nodes, report, contents, within_s=ANSWER_S + len(nodes))
 
 
 def _free_gb(directory: Path) -> float:

@@ -23,11 +23,11 @@ def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
         "critic": (config.critic is not None, config.placement.critic),
         "reward": (model_of(config.reward.source) is not None, config.placement.reward),
     }
-    shared: list[Role] = [role for role, (wanted, layout) in needed.items() if wanted and layout is None]
-    apart: list[tuple[tuple[Role, ...], Layout]] = [
-        ((role,), layout) for role, (wanted, layout) in needed.items() if wanted and layout is not None
+    shared: list[Role] = [role for role, (is_needed, layout) in needed.items() if is_needed and layout is None]
+    separate: list[tuple[tuple[Role, ...], Layout]] = [
+        ((role,), layout) for role, (is_needed, layout) in needed.items() if is_needed and layout is not None
     ]
-    return [(("policy", *shared), config.layout), *apart]
+    return [(("policy", *shared), config.layout), *separate]
 
 
 def demand(config: RunSettings) -> list[ProcessKind]:
@@ -48,14 +48,18 @@ def demand(config: RunSettings) -> list[ProcessKind]:
 
 def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
     """The files and directories that ranks and engines read, and the directories that they write to, by dotted key."""
-    read: dict[str, Path | None] = {"model.path": config.model.path, "model.weights": config.model.weights, "model.base": config.model.base}
+    inputs: dict[str, Path | None] = {
+        "model.path": config.model.path,
+        "model.weights": config.model.weights,
+        "model.base": config.model.base,
+    }
     if isinstance(config, TrainConfig):
-        read |= {"critic.path": config.critic.path if config.critic else None}
-        read |= {"distillation.teacher": config.distillation.teacher if config.distillation else None}
+        inputs |= {"critic.path": config.critic.path if config.critic else None}
+        inputs |= {"distillation.teacher": config.distillation.teacher if config.distillation else None}
         if (judge := model_of(config.reward.source)) is not None:
-            read |= {f"{judge[0]}.path": judge[1].path}
-    written = {"run_dir": config.directory} if isinstance(config, TrainingSettings) else {}
-    return {key: path for key, path in read.items() if path is not None}, written
+            inputs |= {f"{judge[0]}.path": judge[1].path}
+    outputs = {"run_dir": config.directory} if isinstance(config, TrainingSettings) else {}
+    return {key: path for key, path in inputs.items() if path is not None}, outputs
 
 
 def processes(kinds: Sequence[ProcessKind]) -> int:

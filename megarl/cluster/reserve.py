@@ -78,7 +78,7 @@ def _groups(places: Sequence[PlacementGroupSchedulingStrategy]) -> list[Placemen
 
 
 def _wait_for_places(kinds: Sequence[ProcessKind], deadline: float, timeout_s: float, grows: bool) -> list[list[str]]:
-    told, begun = False, time.monotonic()
+    has_told, start = False, time.monotonic()
     while True:
         try:
             return place(kinds, free_nodes())
@@ -87,8 +87,8 @@ def _wait_for_places(kinds: Sequence[ProcessKind], deadline: float, timeout_s: f
                 _refuse_what_never_fits(kinds)
             if time.monotonic() > deadline:
                 raise WorkerLate(f"cluster: {error}, after {timeout_s:g} s") from None
-            if not told and time.monotonic() - begun > TELL_S:
-                told = True
+            if not has_told and time.monotonic() - start > TELL_S:
+                has_told = True
                 print(f"megarl: waiting up to {timeout_s:g} s for places: {error}", file=sys.stderr)
         watch.check(DOING, {})
         time.sleep(POLL_S)

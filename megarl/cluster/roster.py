@@ -190,7 +190,7 @@ def _actors() -> Actors:
         pids[identity] = pid
         at.setdefault(address["NodeID"], set()).add(pid)
         addresses[address["NodeID"]] = address["IPAddress"]
-        engine, named, _ = actor["Name"].partition("/")
-        if named:
+        engine, separator, _ = actor["Name"].partition("/")
+        if separator:
             members.setdefault(engine, set()).add(pid)
     return Actors(pids, members, at, addresses)

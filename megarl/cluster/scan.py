@@ -51,10 +51,10 @@ class Scan:
         now, table = time.monotonic(), _table()
         since = {pid: self._since.get(pid, now) for pid in _family(self._roots, table) if table[pid].state in STOPPED}
         processes = list[StoppedProcess]()
-        for pid, begun in since.items():
+        for pid, start in since.items():
             pids = (pid, *_ancestors(pid, table))
-            if now - begun > longest_s and (only is None or not set(only).isdisjoint(pids)):
-                processes.append(StoppedProcess(pids, _title(pid), now - begun))
+            if now - start > longest_s and (only is None or not set(only).isdisjoint(pids)):
+                processes.append(StoppedProcess(pids, _title(pid), now - start))
         self._since, self._last = since, processes
         return processes
 

@@ -77,15 +77,15 @@ SOCKET_BYTES = 107  # Linux's limit on the path of a Unix socket
 
 
 @contextlib.contextmanager
-def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path] = NOTHING) -> Iterator[None]:
+def ray_session(settings: ClusterSettings, actors: int, paths: Mapping[str, Path] = NOTHING) -> Iterator[None]:
     """Open a Ray session for `actors` actors: join the cluster that `settings.address` names, or start one here and end it on exit.
 
     A session started here listens on loopback only, and asks every peer for a token made for this run. The token reaches child processes
     through their environment and other nodes through a file that only its owner can read, and goes nowhere else. With `settings.interface`
     the ranks listen on that interface; Ray's own servers then listen on every interface, which no setting of Ray's prevents, and the token
     guards them. With `settings.allocation` the other nodes of a Slurm job join the session. It is open once they have joined and passed a
-    test, part of which is that they see what the run reads (`read`, by dotted key). Files that this user's killed runs left on this machine
-    are swept first.
+    test, part of which is that they see what the run reads (`paths`, by dotted key). Files that this user's killed runs left on this
+    machine are swept first.
     """
     auto_init_hook.enable_auto_connect = False  # otherwise a thread that calls Ray when the session is over starts another one
     if settings.allocation is not None:
@@ -93,7 +93,7 @@ def ray_session(settings: ClusterSettings, actors: int, read: Mapping[str, Path]
         try:
             sweep()
             server.lose(None)
-            with _headed(settings, allocation, read):
+            with _headed(settings, allocation, paths):
                 yield
         except Unfit as error:  # this node is unfit, and was found so before it had a session
             allocation.lose({allocation.here: str(error)})
@@ -334,7 +334,7 @@ def _shut_down() -> None:
 
 
 @contextlib.contextmanager
-def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str, Path]) -> Iterator[None]:
+def _headed(settings: ClusterSettings, allocation: Allocation, paths: Mapping[str, Path]) -> Iterator[None]:
     """Open a session over the nodes of a job, with this one as its head. If it fails, tell the job script what died."""
     name, cpus, gpus = allocation.here, cpus_here(), gpus_here() if settings.gpus else 0
     forget_launcher()
@@ -348,11 +348,11 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
         before = {name}
         try:
             address = ray.get_runtime_context().gcs_address
-            known = settings.interface, settings.object_store_mb, settings.start_timeout_s, settings.gpus
-            allocation.announce(HeadNode(address, token, *known))
+            fields = settings.interface, settings.object_store_mb, settings.start_timeout_s, settings.gpus
+            allocation.announce(HeadNode(address, token, *fields))
             for node, why in wait_for_nodes(allocation, settings.gpus, settings.start_timeout_s).items():
                 tell(f"goes on without {node}, which {why}")
-            preflight(allocation, settings.gpus, read, settings.start_timeout_s)
+            preflight(allocation, settings.gpus, paths, settings.start_timeout_s)
             before = {node["NodeName"] for node in live_nodes().values()}
             yield
         except TooFewNodes as error:
@@ -364,7 +364,7 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
             if (loss := watch.loss()) is not None:
                 allocation.fail(f"{loss}\n")
             else:
-                allocation.lose(died(before) or _unfit(settings, allocation, read))
+                allocation.lose(died(before) or _unfit(settings, allocation, paths))
             if isinstance(error, Unfit):
                 raise ClusterError(str(error)) from error
             raise
@@ -372,10 +372,10 @@ def _headed(settings: ClusterSettings, allocation: Allocation, read: Mapping[str
             allocation.withdraw()
 
 
-def _unfit(settings: ClusterSettings, allocation: Allocation, read: Mapping[str, Path]) -> dict[str, str]:
+def _unfit(settings: ClusterSettings, allocation: Allocation, paths: Mapping[str, Path]) -> dict[str, str]:
     """The nodes that may be to blame for a failure in which no node has died, and why."""
     with contextlib.suppress(RayError, RuntimeError):
-        return unfit(present(allocation), read, settings.gpus, settings.start_timeout_s)
+        return unfit(present(allocation), paths, settings.gpus, settings.start_timeout_s)
     return {}
 
 

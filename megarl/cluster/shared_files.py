@@ -33,28 +33,28 @@ def nodes_of(places: Sequence[PlacementGroupSchedulingStrategy]) -> dict[str, st
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ask(DOING, ray.nodes) if node["NodeID"] in reserved}
 
 
-def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Mapping[str, Path], timeout_s: float) -> None:
+def check_shared(nodes: Mapping[str, str], inputs: Mapping[str, Path], outputs: Mapping[str, Path], timeout_s: float) -> None:
     """Check from every node that it sees the run's files.
 
     Args:
         nodes: id -> address.
-        read: files and directories by their dotted key; each node must see the same as this one.
-        written: directories by their dotted key; each node must see a file that is now created there.
+        inputs: files and directories by their dotted key; each node must see the same as this one.
+        outputs: directories by their dotted key; each node must see a file that is now created there.
         timeout_s: for the answers of all nodes.
 
     Raises:
-        ConfigError: a directory in `written` cannot be written to.
+        ConfigError: a directory in `outputs` cannot be written to.
         Unfit: a node does not see the same; names the key, the path and the node.
         WorkerDied: a node was lost meanwhile.
         WorkerLate: a node did not answer in time.
     """
-    with ExitStack() as made:
-        wanted = {key: (path, content(path)) for key, path in read.items()}
-        for key, path in written.items():
-            canary = made.enter_context(fresh_file(path))
-            wanted[key] = (canary, content(canary))
+    with ExitStack() as stack:
+        contents = {key: (path, content(path)) for key, path in inputs.items()}
+        for key, path in outputs.items():
+            canary = stack.enter_context(fresh_file(path))
+            contents[key] = (canary, content(canary))
         look: Any = ray.remote(differences)
-        references = {node: look.options(**on(node)).remote(wanted) for node in nodes}
+        references = {node: look.options(**on(node)).remote(contents) for node in nodes}
         deadline = time.monotonic() + timeout_s
         for node, reference in references.items():
             try:
@@ -66,7 +66,7 @@ def check_shared(nodes: Mapping[str, str], read: Mapping[str, Path], written: Ma
             except RayError as error:
                 raise task_fault(error, f"node {nodes[node]}", DOING) from error
             for key in differing:
-                path = written.get(key) or read[key]
+                path = outputs.get(key) or inputs[key]
                 raise Unfit(f"{key}: {path} is not, on {nodes[node]}, what it is here: every machine of a run must see the same disk")
 
 
@@ -76,9 +76,9 @@ def fresh_file(directory: Path) -> Iterator[Path]:
 
     Raises ConfigError if it cannot be written: a full disk or quota is no node's fault.
     """
-    with ExitStack() as made:
+    with ExitStack() as stack:
         try:
-            file = made.enter_context(tempfile.NamedTemporaryFile(dir=directory, prefix=".seen-"))
+            file = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory, prefix=".seen-"))
             file.write(b"seen")
             file.flush()
             os.fsync(file.fileno())
@@ -87,11 +87,11 @@ def fresh_file(directory: Path) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def differences(wanted: Mapping[str, tuple[Path, str]]) -> list[str]:
-    """The keys whose files look different from this machine. `wanted`: the path of each key, and its `content` as the driver sees it."""
+def differences(contents: Mapping[str, tuple[Path, str]]) -> list[str]:
+    """The keys whose files look different from this machine. `contents`: the path of each key, and its `content` as the driver sees it."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        differing = [key for key, (path, known) in wanted.items() if content(path) != known]
+        differing = [key for key, (path, summary) in contents.items() if content(path) != summary]
         if not differing or time.monotonic() > deadline:
             return differing
         time.sleep(POLL_S)

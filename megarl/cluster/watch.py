@@ -97,8 +97,8 @@ class Watch:
             raise WatchFailed(f"{doing}: the watch over the run's processes has not looked for {late:.0f} s")
         if (why := self.loss()) is not None:
             raise ProcessStalled(f"{doing}: {why}", session=True)
-        named = ((f"{kind} {index}: ", actor) for kind, actors in groups.items() for index, actor in enumerate(actors))
-        names = {pid: name for name, actor in named for pid in self._roster.pids_of(actor)}
+        labels = ((f"{kind} {index}: ", actor) for kind, actors in groups.items() for index, actor in enumerate(actors))
+        names = {pid: name for name, actor in labels for pid in self._roster.pids_of(actor)}
         spared = {pid for actor in self._spared for pid in self._roster.pids_of(actor)} - names.keys()
         for pids, why in self._roster.silent:
             if pids & names.keys() or (not names and pids - spared):

@@ -30,8 +30,8 @@ def checked_answer(value: Any, place: str, name: str) -> Answer:
     answer: Answer = exact(value)
     fault = _fault(answer)
     if fault is not None or answer == []:
-        shown = fault or "an empty list"
-        raise ConfigError(f"{place}: {name} must be a text, a finite number, or a list or an object of these, not {shown}")
+        fault_text = fault or "an empty list"
+        raise ConfigError(f"{place}: {name} must be a text, a finite number, or a list or an object of these, not {fault_text}")
     return answer
 
 

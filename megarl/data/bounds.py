@@ -85,8 +85,8 @@ class _Watch:
 
     def _raise(self, error: type[BaseException] | None) -> None:
         """Raise the error in the watched thread, before its next Python instruction; None cancels a pending one."""
-        given = ctypes.py_object(error) if error is not None else None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), given)
+        exception = ctypes.py_object(error) if error is not None else None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), exception)
 
 
 @contextmanager

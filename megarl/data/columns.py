@@ -88,20 +88,20 @@ def chosen_rows(rows: Iterator[tuple[str, dict[str, Any]]], where: Where, path: 
     if not where:
         yield from rows
         return
-    read, taken, first = 0, 0, dict[str, Any]()
+    count, matches, first = 0, 0, dict[str, Any]()
     examples: dict[str, list[Any]] = {name: [] for name in where}
     for place, row in rows:
-        read, first = read + 1, first or row
+        count, first = count + 1, first or row
         values = {name: find(row, name) for name in where}
         if all(takes(where[name], value) for name, value in values.items()):
-            taken += 1
+            matches += 1
             yield place, row
-        elif not taken:
+        elif not matches:
             for name, value in values.items():
                 if len(examples[name]) <= SHOWN and value is not None and value not in examples[name]:
                     examples[name].append(value)
-    if read and not taken:
-        raise _no_match(examples, read, first, path, key)
+    if count and not matches:
+        raise _no_match(examples, count, first, path, key)
 
 
 def chosen_places(table: pyarrow.Table, where: Where, path: Path, key: str) -> np.ndarray:
@@ -134,19 +134,19 @@ def chosen_places(table: pyarrow.Table, where: Where, path: Path, key: str) -> n
             continue
         distinct = column.unique()
         examples[name] = [value for value in distinct.slice(0, SHOWN + 2).to_pylist() if value is not None]
-        wanted = distinct.filter(pyarrow.array([takes(condition, value) for value in distinct.to_pylist()], pyarrow.bool_()))
-        taken_N &= compute.is_in(column, value_set=wanted).to_numpy()
+        accepted_values = distinct.filter(pyarrow.array([takes(condition, value) for value in distinct.to_pylist()], pyarrow.bool_()))
+        taken_N &= compute.is_in(column, value_set=accepted_values).to_numpy()
     if not taken_N.any():
         raise _no_match(examples, table.num_rows, table.slice(0, 1).to_pylist()[0], path, key)
     return np.flatnonzero(taken_N)
 
 
-def _no_match(examples: Mapping[str, Sequence[Any]], read: int, first: dict[str, Any], path: Path, key: str) -> ConfigError:
+def _no_match(examples: Mapping[str, Sequence[Any]], count: int, first: dict[str, Any], path: Path, key: str) -> ConfigError:
     """Return the error for conditions that select no row.
 
     Args:
         examples: the first values of each column; more than SHOWN if the column has more.
-        read: number of rows.
+        count: number of rows.
         first: the first row.
         path: the file's path.
         key: the source's dotted key.
@@ -158,7 +158,7 @@ def _no_match(examples: Mapping[str, Sequence[Any]], read: int, first: dict[str,
         f"{name} is {', '.join(f'{value!r:.40}' for value in values[:SHOWN])}{', ...' if len(values) > SHOWN else ''}"
         for name, values in examples.items()
     )
-    return ConfigError(f"{key}.where: selects none of the {read:,} rows of {path}, where {description}")
+    return ConfigError(f"{key}.where: selects none of the {count:,} rows of {path}, where {description}")
 
 
 def _names(row: dict[str, Any]) -> list[str]:

@@ -105,11 +105,11 @@ def tokenised(
         return item
 
     def whole(item: tuple[Item, Sequence[Script]]) -> tuple[Item, list[Conversation]]:
-        made = [conversation(script, [next(parts) for _ in script.turns for _ in range(2)]) for script in item[1]]
-        for script, one in zip(item[1], made, strict=True):
+        conversations = [conversation(script, [next(parts) for _ in script.turns for _ in range(2)]) for script in item[1]]
+        for script, one in zip(item[1], conversations, strict=True):
             if len(one.tokens) > most:
                 raise script.too_long(one.prompt_length, len(one.tokens), most, limit_key)
-        return item[0], made
+        return item[0], conversations
 
     def conversation(script: Script, parts: Sequence[list[int]]) -> Conversation:
         ids = [part if number % 2 == 0 else [*part, ends[script.turns[number // 2].end]] for number, part in enumerate(parts)]
@@ -139,6 +139,6 @@ def plain_script(renderer: Renderer, row: Row, response: str, name: str = "respo
     Raises:
         ConfigError: the prompt needs a chat template.
     """
-    read = renderer.plain(row)
+    prompt_text = renderer.plain(row)
     check_known(renderer.tokenizer, response, f"{row.place}: {name if name in ('chosen', 'rejected') else f'the {name}'}")
-    return Script(row.place, [Reply(read, renderer.response(read, response), renderer.end)], name)
+    return Script(row.place, [Reply(prompt_text, renderer.response(prompt_text, response), renderer.end)], name)

@@ -215,13 +215,13 @@ def arrow_files(path: Path, key: str) -> list[Path]:
 
 
 @contextmanager
-def open_parquet(path: Path, key: str, read: Callable[[], int]) -> Iterator[ParquetFile]:
+def open_parquet(path: Path, key: str, rows_read: Callable[[], int]) -> Iterator[ParquetFile]:
     """Open a Parquet file within the block.
 
     Args:
         path: the file's path.
         key: the path's dotted key.
-        read: returns how many of its rows the block has read so far.
+        rows_read: returns how many of its rows the block has read so far.
 
     Raises:
         ConfigError: the block cannot read the file, or the file claims far more rows than its bytes could hold.
@@ -229,7 +229,7 @@ def open_parquet(path: Path, key: str, read: Callable[[], int]) -> Iterator[Parq
     from pyarrow import parquet
 
     size = path.stat().st_size
-    trouble = readable(lambda: f"{key}: {path} is not readable as Parquet after row {read()}")
+    trouble = readable(lambda: f"{key}: {path} is not readable as Parquet after row {rows_read()}")
     with trouble, parquet.ParquetFile(path, pre_buffer=False) as file:
         if (rows := file.metadata.num_rows) > max(MAX_ROWS, size):
             raise ConfigError(f"{key}: {path} says that it has {rows:,} rows in {size:,} bytes")

@@ -60,10 +60,10 @@ def read_gym(source: ReasoningGymSource, key: str) -> tuple[list[dict[str, Any]]
         raise
     except Exception as error:  # reasoning-gym checks few of its parameters before it draws
         raise ConfigError(f"{key}.params: {source.dataset} cannot draw with {source.params}: {type(error).__name__}: {error}") from None
-    kept = [entry for entry in entries if entry["question"] not in excluded]
-    if not kept and not all_drawn():  # some of the items that were not drawn may remain
-        kept = entries
-    return kept, len(entries) - len(kept)
+    others = [entry for entry in entries if entry["question"] not in excluded]
+    if not others and not all_drawn():  # some of the items that were not drawn may remain
+        others = entries
+    return others, len(entries) - len(others)
 
 
 def all_drawn() -> bool:
@@ -86,12 +86,12 @@ def _maker(source: ReasoningGymSource, key: str) -> Callable[[], Any]:
         from reasoning_gym import factory as gym
     if source.dataset not in gym.DATASETS:
         raise ConfigError(f"{key}.dataset: reasoning-gym has no dataset {source.dataset!r}{hint(source.dataset, gym.DATASETS)}")
-    known = gym.DATASETS[source.dataset][1].__dataclass_fields__
+    parameters = gym.DATASETS[source.dataset][1].__dataclass_fields__
     for name in source.params:
         if name in ("seed", "size"):
             raise ConfigError(f"{key}.params.{name}: set {key}.{'seed' if name == 'seed' else 'items'} instead")
-        if name not in known:
-            raise ConfigError(f"{key}.params.{name}: {source.dataset} has no such parameter ({', '.join(sorted(known))})")
+        if name not in parameters:
+            raise ConfigError(f"{key}.params.{name}: {source.dataset} has no such parameter ({', '.join(sorted(parameters))})")
 
     def make() -> Any:
         try:

@@ -133,29 +133,29 @@ class Intake:
         """Note names in the rows of which the same is to be said, such as columns that nothing uses."""
         self._notes[what].update(names)
 
-    def tell(self, kept: int, key: str, limit: str) -> None:
+    def tell(self, count: int, key: str, limit: str) -> None:
         """Report what was left out, and the notes, on stderr or to `reported`. Raise ConfigError if everything was left out.
 
         Args:
-            kept: how many items were not left out.
+            count: how many items were not left out.
             key: the source's dotted key.
             limit: the limit that overlong items exceed, as text.
         """
         if (reports := _reports.get()) is not None:
-            reports.append(RowReport(list(self._lines(kept, limit, "")), self._left_out, self.dropped))
-        if not kept and self.bad:
+            reports.append(RowReport(list(self._lines(count, limit, "")), self._left_out, self.dropped))
+        if not count and self.bad:
             raise ConfigError(f"{key}: nothing is left: {self.dropped:,} are left out, {self.bad:,} of them as this one: {self.reasons[0]}")
-        if not kept and self.overlong:
+        if not count and self.overlong:
             raise ConfigError(f"{key}: nothing is left: all {self.overlong:,} are longer than {limit}")
         if reports is not None:
             return
         more = "; ..." if self.bad > len(self.reasons) else ""
-        for line in self._lines(kept, limit, f": {one_line('; '.join(self.reasons), 1000)}{more}"):
+        for line in self._lines(count, limit, f": {one_line('; '.join(self.reasons), 1000)}{more}"):
             print(f"megarl: {key}: {line}", file=sys.stderr)
 
-    def _lines(self, kept: int, limit: str, reasons: str) -> Iterator[str]:
+    def _lines(self, count: int, limit: str, reasons: str) -> Iterator[str]:
         if self.overlong:
-            total = self.overlong + kept
+            total = self.overlong + count
             yield f"{self.overlong:,} of {total:,} are longer than {limit}, and left out (data.overlong=drop)"
         if self.bad:
             yield f"{_count(self.bad, 'bad row is', 'bad rows are')} left out (data.on_bad_row=drop){reasons}"

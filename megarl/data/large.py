@@ -68,16 +68,16 @@ class LargeFile(LazySequence[Prompt]):
         with self._readable():
             self._row_P = chosen_places(table, source.where, source.path, key)
         sample = np.unique(np.linspace(0, len(self) - 1, SAMPLED, dtype=np.int64))
-        made = [prompt.id for prompt in self._make(sample)]
-        room = renderer.most - 2 * renderer.added if made else -1
+        ids = [prompt.id for prompt in self._make(sample)]
+        room = renderer.most - 2 * renderer.added if ids else -1
         special = None if renderer.chat_template is None else special_tokens(renderer.tokenizer).pattern
         patterns = [pattern for pattern in (special, doubtful_characters(renderer.tokenizer)) if pattern is not None]
         with self._readable():
             table.validate(full=True)  # finds invalid UTF-8, among others
             suspects = np.setdiff1d(np.flatnonzero(_suspicious(table, source, room, "|".join(patterns) or None)[self._row_P]), sample)
         for first in range(0, len(suspects), CHUNK):
-            made += [prompt.id for prompt in self._make(suspects[first : first + CHUNK])]
-        self._row_P = np.delete(self._row_P, np.setdiff1d(np.union1d(sample, suspects), np.array(made, dtype=np.int64)))
+            ids += [prompt.id for prompt in self._make(suspects[first : first + CHUNK])]
+        self._row_P = np.delete(self._row_P, np.setdiff1d(np.union1d(sample, suspects), np.array(ids, dtype=np.int64)))
 
     def sample(self) -> list[Prompt]:
         """Return prompts from all over the file."""
@@ -95,30 +95,30 @@ class LargeFile(LazySequence[Prompt]):
             yield from self._at(range(first, min(first + CHUNK, len(self))))
 
     def _at(self, places: Sequence[int]) -> list[Prompt]:
-        made = {prompt.id: prompt for prompt in self._make(np.array(places, dtype=np.int64))}
-        return [made[place] if place in made else self._next(place) for place in places]
+        prompts = {prompt.id: prompt for prompt in self._make(np.array(places, dtype=np.int64))}
+        return [prompts[place] if place in prompts else self._next(place) for place in places]
 
     def _next(self, place: int) -> Prompt:
         """Return the prompt of the next good row in place of one that is left out when it is drawn."""
         why = self._renderer.intake.last
         for other in range(place + 1, place + len(self)):
-            if made := self._make(np.array([other % len(self)])):
+            if prompts := self._make(np.array([other % len(self)])):
                 print(f"megarl: {self._key}: a row is left out as it is drawn, and the next takes its place: {why}", file=sys.stderr)
-                return replace(made[0], id=place)
+                return replace(prompts[0], id=place)
         raise ConfigError(f"{self._key}: nothing is left: {why}")
 
     def _make(self, places: np.ndarray) -> list[Prompt]:
-        read, row_N = list[dict[str, Any]](), self._row_P[places]
+        values, row_N = list[dict[str, Any]](), self._row_P[places]
         with self._readable():
             for run in np.split(row_N, np.flatnonzero(np.diff(row_N) != 1) + 1):  # `take` would first concatenate a column's chunks
-                read += exact_rows(self._table.slice(int(run[0]), len(run)), self._source.answer_key)
+                values += exact_rows(self._table.slice(int(run[0]), len(run)), self._source.answer_key)
 
         def row(item: tuple[int, int, dict[str, Any]]) -> tuple[Row, int]:
             place, number, columns = item
             called = f"{self._key}.path: {self._source.path}:{self._source.skip + number + 1}"
             return row_of(columns, self._source, called, self._key), place
 
-        rows = self._renderer.intake.made(zip(places.tolist(), row_N.tolist(), read, strict=True), row)
+        rows = self._renderer.intake.made(zip(places.tolist(), row_N.tolist(), values, strict=True), row)
         return self._renderer.prompts([one for one, _ in rows], [place for _, place in rows])
 
     def _readable(self) -> AbstractContextManager[None]:
@@ -205,8 +205,8 @@ def _bad_chats(chats: pyarrow.ListArray, room: int, special: str | None) -> np.n
     messages = chats.flatten()
     role, content = compute.struct_field(messages, "role"), compute.struct_field(messages, "content")
     bad_messages = _bad_texts(content, room, special) | ~_numpy(compute.equal(role, "user").fill_null(False))
-    bad, alone = count != 1, np.flatnonzero(count == 1)
-    bad[alone] = bad_messages[(np.cumsum(count) - 1)[alone]]
+    bad, singles = count != 1, np.flatnonzero(count == 1)
+    bad[singles] = bad_messages[(np.cumsum(count) - 1)[singles]]
     return bad
 
 

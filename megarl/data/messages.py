@@ -89,14 +89,14 @@ def _malformed(message: Any) -> str | None:
 
 def _checked_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     """Return the calls of a message; the arguments of one without any are an empty object, however that is written."""
-    taken = list[dict[str, Any]]()
+    checked_calls = list[dict[str, Any]]()
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(calls, list) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ConfigError(f"{place} must be a list of calls, each with a text 'name'")
         changed = {**function, "arguments": _checked_arguments(function, place)}
-        taken.append({**call, "function": changed} if "function" in call else changed)
-    return taken
+        checked_calls.append({**call, "function": changed} if "function" in call else changed)
+    return checked_calls
 
 
 def _checked_arguments(function: dict[str, Any], place: str) -> dict[str, Any] | str:

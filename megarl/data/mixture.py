@@ -31,12 +31,12 @@ class Mixture(LazySequence[Item]):
             whole, rest = divmod(weight, 1)
             share = sorted(random.Random(f"{seed}/{number}").sample(range(len(items)), round(rest * len(items))))
             self._chosen.append(np.concatenate([np.tile(np.arange(len(items)), int(whole)), np.array(share, dtype=np.int64)]))
-        if not any(len(chosen) for chosen in self._chosen):
+        if not any(len(indices) for indices in self._chosen):
             if all_drawn():
                 most, total = max(len(items) * weight for items, weight in parts), sum(len(items) for items, _ in parts)
                 raise ConfigError(f"{key}.parts: the weights choose none of {total:,} items: of a part at most {most:g}, which rounds to 0")
             self._chosen[0] = np.arange(1)  # of the items that were not drawn some may come up
-        self._ends = np.cumsum([len(chosen) for chosen in self._chosen])
+        self._ends = np.cumsum([len(indices) for indices in self._chosen])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -45,6 +45,6 @@ class Mixture(LazySequence[Item]):
         items = []
         for place in places:
             part = int(np.searchsorted(self._ends, place, side="right"))
-            chosen = self._chosen[part]
-            items.append(self._parts[part][int(chosen[place - self._ends[part]])])  # a negative index, from the part's end
+            indices = self._chosen[part]
+            items.append(self._parts[part][int(indices[place - self._ends[part]])])  # a negative index, from the part's end
         return items

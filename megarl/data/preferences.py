@@ -106,12 +106,12 @@ def _rendered(template: ChatTemplate, pairs: Sequence[_Pair], intake: Intake) ->
 
     def scripts(item: tuple[_Pair, tuple[list[Reply] | ConfigError, ...]]) -> tuple[_Pair, list[Script]]:
         pair, sides = item
-        made = list[Script]()
+        result = list[Script]()
         for name, side in zip(NAMES, sides, strict=True):
             if isinstance(side, ConfigError):
                 raise ConfigError(str(side).replace(pair.row.place, f"{pair.row.place}: {name}", 1))
-            made.append(Script(pair.row.place, side, name))
-        return pair, made
+            result.append(Script(pair.row.place, side, name))
+        return pair, result
 
     ready = intake.made(pairs, lessons)
     turns = replies(template, [lesson for _, sides in ready for lesson in sides])
@@ -136,8 +136,8 @@ def _pair(place: str, columns: dict[str, Any], source: PreferenceSource, key: st
     used = [source.chosen_key, source.rejected_key, *[source.margin_key] * margins, *source.where, TOOLS, ARGUMENTS]
     prompt: str | list[Message] = before
     if not before or find(columns, source.prompt_key) is not None:
-        given = checked(at(columns, source.prompt_key, place, f"{key}.prompt_key"), place, filled)
-        prompt = _joined(given, before, f"{place}: {source.prompt_key}") if before else given
+        own_prompt = checked(at(columns, source.prompt_key, place, f"{key}.prompt_key"), place, filled)
+        prompt = _joined(own_prompt, before, f"{place}: {source.prompt_key}") if before else own_prompt
         used.append(source.prompt_key)
     intake.note(UNUSED, columns.keys() - {*used, *(name.partition(".")[0] for name in used)})
     row = Row(place, prompt, "", {}, tools_of(columns, place, filled), arguments_of(columns, place))

@@ -138,9 +138,9 @@ class Renderer:
         """The token that ends a response."""
         return str(self.tokenizer.eos_token) if self.chat_template is None else self.chat_template.end
 
-    def response(self, read: str, text: str) -> str:
+    def response(self, prompt_text: str, text: str) -> str:
         """Return a response as it follows what is read: without an end token, and without a <think> that is already open."""
-        return continued(read, unended(text, self.end, str(self.tokenizer.eos_token)))
+        return continued(prompt_text, unended(text, self.end, str(self.tokenizer.eos_token)))
 
     def all(self, rows: Iterator[Row]) -> list[Prompt]:
         """Return the rows of a source as prompts with ids from 0; having no rows at all is not an error."""
@@ -156,8 +156,8 @@ def _text(row: Row) -> str:
 
 def _given(row: Row) -> str | list[Message]:
     """Return the prompt as in the source, or only the text if it is a single user message."""
-    alone = len(row.messages) == 1 and row.messages[0]["role"] == "user"
-    return _text(row) if alone else row.prompt
+    is_single = len(row.messages) == 1 and row.messages[0]["role"] == "user"
+    return _text(row) if is_single else row.prompt
 
 
 def check_turn(row: Row) -> None:

@@ -211,13 +211,13 @@ def samples(turns: Sequence[Reply]) -> list[list[Reply]]:
     return grouped
 
 
-def continued(read: str, response: str) -> str:
+def continued(prompt_text: str, response: str) -> str:
     """Return a response as it follows what is read: without a <think> that the latter has already opened."""
-    bare, text = read.rstrip(), response.lstrip()
+    bare, text = prompt_text.rstrip(), response.lstrip()
     if not bare.endswith(THINK) or not text.startswith(THINK):
         return response
     rest = text.removeprefix(THINK)
-    return rest[len(os.path.commonprefix([rest, read[len(bare) :]])) :]
+    return rest[len(os.path.commonprefix([rest, prompt_text[len(bare) :]])) :]
 
 
 def contains(text: str, part: str) -> bool:
@@ -244,22 +244,22 @@ def _reply(template: ChatTemplate, lesson: Lesson, number: int, before: str, aft
     content = message.get("content") or ""
     opened = before.rstrip().endswith(THINK)
     again = opened and content.lstrip().startswith(THINK)  # the message opens what the generation prompt has opened
-    lost = ""
+    missing_part = ""
     if after.startswith(before):
         text, end = _unclosed(template, after[len(before) :])
         if not again or text.count(THINK) < content.count(THINK):
-            lost = _lost(message, before[-PROMPT_END:] + text)
-            if not lost:
+            missing_part = _lost(message, before[-PROMPT_END:] + text)
+            if not missing_part:
                 return Reply(before, text, end)
     if opened and (again or THOUGHT in content) and not any(key in message for key in (*SPOKEN[1:], "tool_calls")):
         return Reply(before, continued(before, content), template.end)  # finished turns lose their reasoning, as DeepSeek-R1's do
-    if lost:
-        raise ConfigError(f"{place}: the chat template leaves out a part of its {lost}")
+    if missing_part:
+        raise ConfigError(f"{place}: the chat template leaves out a part of its {missing_part}")
     start = len(os.path.commonprefix([before, after]))
     start -= len(re.findall(r"(?:<[^<>\s]*)?\Z", before[:start])[0])  # from the beginning of a tag on
-    written, prompt = after[start : start + PROMPT_END], before[start : start + PROMPT_END]
+    rendering, prompt = after[start : start + PROMPT_END], before[start : start + PROMPT_END]
     why = f", and the message has no {THOUGHT}" if opened and THOUGHT not in content else ""
-    raise ConfigError(f"{place}: the chat template writes {written!r} where the model reads {prompt!r} before it speaks{why}")
+    raise ConfigError(f"{place}: the chat template writes {rendering!r} where the model reads {prompt!r} before it speaks{why}")
 
 
 def _unclosed(template: ChatTemplate, text: str) -> tuple[str, str]:
@@ -294,8 +294,8 @@ def _check_known(template: ChatTemplate, place: str, chat: Chat, *texts: str) ->
     unknown = "".join(unknown_characters(template.tokenizer, text) for text in texts)
     if not unknown:
         return
-    given = [(f"{chat.named(number)}: its {key}", value) for number, message in enumerate(chat.messages) for key, value in message.items()]
-    for name, value in (*given, (TOOLS, chat.tools or ""), (ARGUMENTS, dict(chat.arguments))):
+    fields = [(f"{chat.named(number)}: its {key}", value) for number, message in enumerate(chat.messages) for key, value in message.items()]
+    for name, value in (*fields, (TOOLS, chat.tools or ""), (ARGUMENTS, dict(chat.arguments))):
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         if part := "".join(dict.fromkeys(one for one in text if one in unknown)):
             raise ConfigError(f"{place}: {name} has characters that the tokenizer does not have: {part!r:.80}")

@@ -19,14 +19,14 @@ class Sampler:
 
     def take(self, k: int) -> list[int]:
         """Return the next `k` indices, continuing with the next epoch if this one ends."""
-        taken: list[int] = []
-        while len(taken) < k:
+        indices: list[int] = []
+        while len(indices) < k:
             if self._position == self.count:
                 self._start(self._epoch + 1, 0)
-            part = self._order[self._position : self._position + k - len(taken)].tolist()
+            part = self._order[self._position : self._position + k - len(indices)].tolist()
             self._position += len(part)
-            taken += part
-        return taken
+            indices += part
+        return indices
 
     def state(self) -> dict[str, Any]:
         """Return the sampler's position as plain JSON values."""

@@ -78,8 +78,8 @@ def spans(tokenizer: PreTrainedTokenizerBase, one: Sample, by: str = LEARNED) ->
         ends.append(ends[-1] + length)
     texts = [decode(tokenizer, tokens[:end], finished=False) for end in ends]  # a token may be written otherwise at the start of a text
     for (kind, length), (start, end), (before, text) in zip(runs, pairwise(ends), pairwise(texts), strict=True):
-        alone = not text.startswith(before)  # a character ends in this run that has begun before it
-        yield kind, decode(tokenizer, tokens[start:end], finished=False) if alone else text[len(before) :], length
+        is_split = not text.startswith(before)  # a character ends in this run that has begun before it
+        yield kind, decode(tokenizer, tokens[start:end], finished=False) if is_split else text[len(before) :], length
 
 
 def counts(samples: Iterable[Sample], by: str = LEARNED) -> str:

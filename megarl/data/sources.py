@@ -78,15 +78,15 @@ def load_prompts(
 
 def _with_good_answers(prompts: Sequence[Prompt], faults: Faults, intake: Intake) -> Sequence[Prompt]:
     """Return the prompts without those, of a large file within a sample, whose answers `intake` leaves out."""
-    chosen = prompts.sample() if isinstance(prompts, LargeFile) else list(prompts)
+    candidates = prompts.sample() if isinstance(prompts, LargeFile) else list(prompts)
     bad = set[int]()
-    for number, fault in faults([prompt.answer for prompt in chosen]).items():
-        intake.refuse(ConfigError(f"{chosen[number].place}: {fault}"))
-        bad.add(chosen[number].id)
+    for number, fault in faults([prompt.answer for prompt in candidates]).items():
+        intake.refuse(ConfigError(f"{candidates[number].place}: {fault}"))
+        bad.add(candidates[number].id)
     if isinstance(prompts, LargeFile):
         prompts.leave_out(sorted(bad))
         return prompts
-    return [replace(prompt, id=number) for number, prompt in enumerate(one for one in chosen if one.id not in bad)] if bad else prompts
+    return [replace(prompt, id=number) for number, prompt in enumerate(one for one in candidates if one.id not in bad)] if bad else prompts
 
 
 class _Episodes(LazySequence[Prompt]):

@@ -81,9 +81,9 @@ class Spelled:
         [tokens] = encode(self._tokenizer, [plain], special=False)
         if plain == text:
             return tokens
-        read = list[int]()
+        plain_tokens = list[int]()
         parts = re.split(f"({self._control.pattern})", text)
         for spelled, group in groupby(parts, lambda part: MARK.search(part) is not None):
-            read += self._tokenizer(unmarked("".join(group)), add_special_tokens=False, split_special_tokens=spelled)["input_ids"]
-        same = decode(self._tokenizer, read, finished=False) == decode(self._tokenizer, tokens, finished=False)
-        return read if same and sum(token in self._ids for token in read) == len(self._control.findall(text)) else None
+            plain_tokens += self._tokenizer(unmarked("".join(group)), add_special_tokens=False, split_special_tokens=spelled)["input_ids"]
+        same = decode(self._tokenizer, plain_tokens, finished=False) == decode(self._tokenizer, tokens, finished=False)
+        return plain_tokens if same and sum(token in self._ids for token in plain_tokens) == len(self._control.findall(text)) else None

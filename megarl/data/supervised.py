@@ -78,11 +78,11 @@ def load_conversations(
         whole = Row(place, messages, "", {}, tools_of(row, place, filled), arguments_of(row, place))
         return Lesson.of(template, whole, numbers)
 
-    made = _learned(intake.each(taken_rows(source, key, intake.refuse), lesson), template, max_tokens, intake)
-    if not made and not intake.dropped:
+    conversations = _learned(intake.each(taken_rows(source, key, intake.refuse), lesson), template, max_tokens, intake)
+    if not conversations and not intake.dropped:
         raise ConfigError(f"{key}.path: {source.path} holds no conversations{f' after the first {source.skip}' if source.skip else ''}")
-    intake.tell(len(made), key, f"{LIMIT_KEY}={max_tokens}")
-    return made
+    intake.tell(len(conversations), key, f"{LIMIT_KEY}={max_tokens}")
+    return conversations
 
 
 def load_answers(
@@ -123,13 +123,13 @@ def load_answers(
         return plain_script(renderer, row, message["content"])
 
     if template is not None:
-        made = _learned(intake.each(rows, partial(lesson, template)), template, max_tokens, intake, "response")
+        conversations = _learned(intake.each(rows, partial(lesson, template)), template, max_tokens, intake, "response")
     else:
-        made = list[Conversation]()
+        conversations = list[Conversation]()
         for batch in batches(intake.each(rows, script), CHUNK, lambda script: len(script.turns[0].text)):
-            made += _tokenised(batch, tokenizer, max_tokens, intake, special=True)
-    intake.tell(len(made), key, f"{LIMIT_KEY}={max_tokens}")
-    return made
+            conversations += _tokenised(batch, tokenizer, max_tokens, intake, special=True)
+    intake.tell(len(conversations), key, f"{LIMIT_KEY}={max_tokens}")
+    return conversations
 
 
 def learned_messages(messages: list[Message], last: bool, place: str, start: int = 0) -> list[int]:
@@ -175,7 +175,7 @@ def _response(row: Row, filled: bool) -> list[Message]:
 def _learned(
     lessons: Iterable[Lesson], template: ChatTemplate, most: int, intake: Intake, name: str = "conversation"
 ) -> list[Conversation]:
-    made = list[Conversation]()
+    conversations = list[Conversation]()
     for batch in batches(lessons, CHUNK, lambda lesson: lesson.size):
         turns = intake.taken(zip(batch, replies(template, batch), strict=True))
         scripts = list[Script]()
@@ -184,8 +184,8 @@ def _learned(
             scripts += [*(Script(lesson.place, sample, name) for sample in others), Script(lesson.place, last, name, lesson.unread)]
             if lesson.unread_messages:
                 intake.note_unread(lesson.place)
-        made += _tokenised(scripts, template.tokenizer, most, intake)
-    return made
+        conversations += _tokenised(scripts, template.tokenizer, most, intake)
+    return conversations
 
 
 def _tokenised(

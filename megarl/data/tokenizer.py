@@ -47,8 +47,8 @@ def _load(path: Path) -> PreTrainedTokenizerBase:
 
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
             # transformers/tokenization_utils_base.py:1780 ignores the key beside a tokenizer.json, and DeepSeek's begins no text by itself.
-            begun = (path / CONFIG).is_file() and read_json(path / CONFIG, MAX_CONFIG).get("add_bos_token") is True
-            if begun and tokenizer.bos_token_id not in (None, *tokenizer("a")["input_ids"]):
+            adds_bos = (path / CONFIG).is_file() and read_json(path / CONFIG, MAX_CONFIG).get("add_bos_token") is True
+            if adds_bos and tokenizer.bos_token_id not in (None, *tokenizer("a")["input_ids"]):
                 tokenizer.add_bos_token = True
             return tokenizer
         from transformers import AutoTokenizer
@@ -222,8 +222,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, finishe
         tokens: the response's tokens.
         finished: the response ended by itself; its last token, which ended it, is left out.
     """
-    kept = tokens[:-1] if finished else tokens
-    return tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    body = tokens[:-1] if finished else tokens
+    return tokenizer.decode(list(body), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def first_line(error: Any) -> str:

@@ -186,30 +186,30 @@ class Dialogue:
             ValueError: the template refuses these messages, or leaves out one, or a part of one that is not the policy's.
         """
         self._turns.template.check_control(Chat(list(messages)), PLACE)
-        written = self._written(tokens)
-        before = self.context + written
-        taken: tuple[Chat, str] | None = None
+        turn_text = self._written(tokens)
+        before = self.context + turn_text
+        candidate: tuple[Chat, str] | None = None
         goes_on = False
-        for message in self._forms(*(self._turns.spelled.turn(tokens, form) for form in (text, written))):
+        for message in self._forms(*(self._turns.spelled.turn(tokens, form) for form in (text, turn_text))):
             chat = replace(self._chat, messages=[*self._chat.messages, message, *messages])
             with suppress(Exception):  # what a policy writes may be anything
-                taken = chat, self._rendered(chat)
-                goes_on = unmarked(taken[1]).startswith(before)
+                candidate = chat, self._rendered(chat)
+                goes_on = unmarked(candidate[1]).startswith(before)
             if goes_on:
                 break
-        if taken is None:  # it raises if what follows is at fault
+        if candidate is None:  # it raises if what follows is at fault
             self._rendered(replace(self._chat, messages=[*self._chat.messages, {"role": "assistant", "content": PROBE}, *messages]))
             return None
-        self._chat, marked = taken
+        self._chat, marked = candidate
         self._text = unmarked(marked)
         if goes_on:
             rest = self._text[len(before) :]
             return Reading(self._encoded(rest), False, rest)
         context = self._turns.spelled.encoded(marked)
-        return None if context is None else Reading(context, True, self._follows(written, messages))
+        return None if context is None else Reading(context, True, self._follows(turn_text, messages))
 
-    def _follows(self, written: str, messages: Sequence[Message]) -> str:
-        """Return what the template writes between a turn and the next one; `written`: the turn with its end token."""
+    def _follows(self, turn_text: str, messages: Sequence[Message]) -> str:
+        """Return what the template writes between a turn and the next one; `turn_text`: the turn with its end token."""
         opening = takewhile(lambda message: message["role"] != "assistant", self._chat.messages)
         chat = replace(self._chat, messages=[*opening, {"role": "assistant", "content": PROBE}, *messages])
         [text] = self._turns.template.texts([chat])
@@ -217,7 +217,7 @@ class Dialogue:
         if not turn:  # a template may want a call before a tool's answer
             return "\n".join(["", *(str(message.get("content", "")) for message in messages)])
         end = self._turns.template.end
-        return rest.removeprefix(end) if written.endswith(end) else rest
+        return rest.removeprefix(end) if turn_text.endswith(end) else rest
 
     def _written(self, tokens: Sequence[int]) -> str:
         """Return the text of a turn's tokens as it follows the context: some tokenizers write the start of a text in another way."""
@@ -225,7 +225,7 @@ class Dialogue:
         before, whole = (decode(self._turns.tokenizer, all_, finished=False) for all_ in (tail, [*tail, *tokens]))
         return whole[len(before) :] if whole.startswith(before) else decode(self._turns.tokenizer, tokens, finished=False)
 
-    def _forms(self, text: str, written: str) -> Iterator[Message]:
+    def _forms(self, text: str, turn_text: str) -> Iterator[Message]:
         """Yield a turn of the policy as messages: its text as content, then with its reasoning and its calls as data, if it has any.
 
         White space that begins it is the template's or, as it follows the context, a part of the content; so is a token that has ended it
@@ -233,10 +233,10 @@ class Dialogue:
 
         Args:
             text: the turn without its end token.
-            written: the turn with it.
+            turn_text: the turn with it.
         """
         plain: Message = {"role": "assistant", "content": text}
-        for content in dict.fromkeys((text.lstrip(), text, written.removesuffix(self._turns.template.end))):
+        for content in dict.fromkeys((text.lstrip(), text, turn_text.removesuffix(self._turns.template.end))):
             yield {**plain, "content": content}
         form, parsed = self._turns.form(self._chat.arguments), dict(plain)
         head, marker, content = text.partition(form.separator) if form.separator else (text, "", "")
@@ -292,7 +292,7 @@ def check_turns(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], key: s
     Raises:
         ConfigError: the template refuses such a conversation, or leaves out a message.
     """
-    turns, anew = TurnTokens(tokenizer, data), False
+    turns, rewrites = TurnTokens(tokenizer, data), False
     answer = f"{PROBE}-answer"
     for role in roles:
         try:
@@ -304,9 +304,9 @@ def check_turns(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], key: s
                     reading = conversation.after(tokens, turn, [{"role": role, "content": PROBE}])
                     if reading is None:
                         break
-                    anew |= reading.anew
+                    rewrites |= reading.anew
         except (ValueError, TimeoutError) as error:
             raise ConfigError(
                 f"{key}: the model's chat template cannot go on after an answer of the role {role!r}: {first_line(error)}"
             ) from None
-    return anew
+    return rewrites

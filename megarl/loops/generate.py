@@ -303,9 +303,9 @@ def _answered(speaker: Speaker, file: TextIO | None) -> Iterator[dict[str, Any]]
 
 
 def _shown(prompt: Prompt, row: dict[str, Any], n: int) -> Iterator[str]:
-    ended = "ended by itself" if row["finish_reason"] == "stop" else "cut by the length limit"
+    ending = "ended by itself" if row["finish_reason"] == "stop" else "cut by the length limit"
     which = f", response {row['sample'] + 1} of {n}" if n > 1 else ""
-    yield f"--- prompt {prompt.id + 1}{which}: {row['length']} tokens, {ended}"
+    yield f"--- prompt {prompt.id + 1}{which}: {row['length']} tokens, {ending}"
     yield from _spoken("prompt", prompt.text)
     yield from _spoken("response", row["response"])
 

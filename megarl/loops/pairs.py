@@ -66,7 +66,7 @@ def write_pairs(
         ConfigError: there is no pair, and no file is left.
     """
     settings, rollout = config.pairs, config.rollout
-    partial, found = path.with_name(path.name + ".partial"), list[dict[str, Metric]]()
+    partial, reports = path.with_name(path.name + ".partial"), list[dict[str, Metric]]()
     with partial.open("w", encoding="utf-8") as file:
         for call, first in enumerate(range(0, len(prompts), settings.prompts_per_call)):
             batch = prompts[first : first + settings.prompts_per_call]
@@ -75,20 +75,20 @@ def write_pairs(
             )
             with run.phase("rollout"):
                 responses = engines.generate(batch, sampling)
-            known = answers(batch) if settings.answers else []
+            reference = answers(batch) if settings.answers else []
             with run.phase("reward"):
-                scores = reward.scores(batch, [*responses, *known])
+                scores = reward.scores(batch, [*responses, *reference])
                 run.failures(scores)
-            found.append({"missing": missing(scores[: len(responses)])})
+            reports.append({"missing": missing(scores[: len(responses)])})
             groups = grouped(len(batch), responses, scores[: len(responses)])
-            right = grouped(len(batch), known, scores[len(responses) :])
-            for prompt, said, answer in zip(batch, groups, right, strict=True):
+            right = grouped(len(batch), reference, scores[len(responses) :])
+            for prompt, replies, answer in zip(batch, groups, right, strict=True):
                 draw = random.Random(f"{config.seed}/{number}/{prompt.id}")
-                rows = list(pairs_of(prompt, [*answer, *said], settings.per_prompt, draw))
-                found.append(counted(rows, said))
+                rows = list(pairs_of(prompt, [*answer, *replies], settings.per_prompt, draw))
+                reports.append(counted(rows, replies))
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             run.progress(path.stem, first + len(batch), len(prompts))
-    metrics = merge(found)
+    metrics = merge(reports)
     if not metrics["pairs"].value():
         partial.unlink()
         raise ConfigError(f"data.{path.stem}: no prompt has two finished responses of different scores")
@@ -117,12 +117,12 @@ def answers(prompts: Sequence[Prompt]) -> list[Response]:
     return [Response(index, text, 0, 0, 0, True, None, 0) for index, text in enumerate(texts) if text.strip()]
 
 
-def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
+def pairs_of(prompt: Prompt, replies: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
     """Draw pairs of responses to one prompt at random from all possible ones.
 
     Args:
         prompt: the prompt.
-        said: the responses to it. Of texts that differ only in surrounding whitespace, the first counts.
+        replies: the responses to it. Of texts that differ only in surrounding whitespace, the first counts.
         count: largest number of pairs.
         draw: the random number generator.
 
@@ -131,7 +131,7 @@ def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Rand
         `chat_template_kwargs`.
     """
     once: dict[str, Said] = {}
-    for one in said:
+    for one in replies:
         once.setdefault(one[0].strip(), one)
     every = [(one, other) if one[1] > other[1] else (other, one) for one, other in combinations(once.values(), 2) if one[1] != other[1]]
     for better, worse in draw.sample(every, min(count, len(every))):
@@ -139,11 +139,11 @@ def pairs_of(prompt: Prompt, said: Sequence[Said], count: int, draw: random.Rand
         yield {"prompt": prompt.given, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1], **own}
 
 
-def counted(rows: Sequence[dict[str, Any]], said: Sequence[Said]) -> dict[str, Metric]:
+def counted(rows: Sequence[dict[str, Any]], replies: Sequence[Said]) -> dict[str, Metric]:
     """The metrics of one prompt's pairs."""
     return {
         "pairs": Sum(float(len(rows))),
         "prompts_with_pairs": Mean(float(bool(rows)), 1.0),
         "margin": Mean(sum(row["margin"] for row in rows), float(len(rows))),
-        "score": Mean(sum(score for _, score in said), float(len(said))),
+        "score": Mean(sum(score for _, score in replies), float(len(replies))),
     }

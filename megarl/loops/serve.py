@@ -59,8 +59,8 @@ class RankWatch:
                 ray.get(reference)
             except RayError as error:
                 raise_cause(error, f"{self._group.kind} {rank}", DOING)
-        for rank, asked in self._asked.values():
-            if time.monotonic() - asked > self._timeout_s:
+        for rank, since in self._asked.values():
+            if time.monotonic() - since > self._timeout_s:
                 raise WorkerLate(f"{DOING}: no answer within {self._timeout_s:g} s from {self._group.kind} {rank}", self._timeout_s)
         waited_for = {rank for rank, _ in self._asked.values()}
         for rank, actor in enumerate(self._group.actors):
@@ -81,11 +81,11 @@ class Service:
     def __init__(self, micro_batch_tokens: int, renderer: Renderer, ranks: RankGroup, timeout_s: float) -> None:
         self._micro_batch_tokens, self._renderer, self._ranks, self._timeout_s = micro_batch_tokens, renderer, ranks, timeout_s
 
-    def scores(self, read: Sequence[Sample]) -> list[float]:
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
         """Return one score per sample, for at least one sample. Raises whatever the ranks raise."""
-        payloads, lengths = [ray.put(one) for one in read], [len(one.tokens) for one in read]
+        payloads, lengths = [ray.put(one) for one in samples], [len(one.tokens) for one in samples]
         plan = deal_scoring(payloads, lengths, self._ranks.layout.dp, self._micro_batch_tokens)
-        return reward_scores(self._ranks, plan, len(read), self._timeout_s)
+        return reward_scores(self._ranks, plan, len(samples), self._timeout_s)
 
     def read(self, samples: Sequence[Any]) -> list[Sample]:
         """Tokenise a client's samples. Raises ConfigError if one is malformed or too long, and whatever the tokenizer raises."""
@@ -95,27 +95,29 @@ class Service:
             place = f"sample {number}"
             if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
                 raise ConfigError(f"{place}: needs a text 'prompt' and a text 'response'")
-            given = checked(sample.get("prompt"), place)
+            chat = checked(sample.get("prompt"), place)
             meta = sample["meta"] if isinstance(sample.get("meta"), dict) else {}
             tools, arguments = tools_of(meta, place), arguments_of(meta, place)
             # Before the chat template, whose memory is unbounded in this thread. All keys count, since a template may read any of them.
-            rendered = json.dumps([given, tools, arguments], ensure_ascii=False)
+            rendered = json.dumps([chat, tools, arguments], ensure_ascii=False)
             check_size(tokenizer, rendered, limit, f"{place}: the prompt, as JSON", key)
-            rows.append(Row(place, given, sample["response"], {"finished": bool(sample.get("finished", True))}, tools, arguments))
+            rows.append(Row(place, chat, sample["response"], {"finished": bool(sample.get("finished", True))}, tools, arguments))
         prompts = self._renderer.all(iter(rows))
         read_before = [decode(tokenizer, prompt.tokens[-TAIL:], finished=False) for prompt in prompts]
         texts = [self._renderer.response(before, text_of(row.answer)) for before, row in zip(read_before, rows, strict=True)]
         for row, text in zip(rows, texts, strict=True):
             check_size(tokenizer, text, limit, f"{row.place}: the response", key)
         responses = encode(tokenizer, texts, special=False) if rows else []
-        read = []
+        tokenised = []
         for prompt, response in zip(prompts, responses, strict=True):
             end = [tokenizer.convert_tokens_to_ids(self._renderer.end)] if prompt.meta["finished"] else []
             tokens = np.array([*prompt.ids, *response, *end], dtype=np.int32)
             if len(tokens) > limit:
                 raise ConfigError(f"sample {prompt.id}: {len(tokens)} tokens are more than {key}={limit}")
-            read.append(Sample(tokens, len(prompt.ids), np.zeros(len(tokens) - len(prompt.ids), np.float32), "stop" if end else "length"))
-        return read
+            tokenised.append(
+                Sample(tokens, len(prompt.ids), np.zeros(len(tokens) - len(prompt.ids), np.float32), "stop" if end else "length")
+            )
+        return tokenised
 
 
 def serve(config: ServeConfig) -> None:

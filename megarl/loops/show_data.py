@@ -140,8 +140,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def verb_of(tree: Mapping[str, Any]) -> str:
     """Return the verb that a configuration is for, by its sections; `value` reads the data of `train`. Raise ConfigError if none tells."""
-    if (named := next((name for name in VERBS if name in tree and name != "eval"), None)) is not None:
-        return named
+    if (verb := next((name for name in VERBS if name in tree and name != "eval"), None)) is not None:
+        return verb
     learns = isinstance(data := tree.get("data"), dict) and "train" in data
     if "algorithm" in tree or "reward" in tree:  # of pairs, every key of its section has a default
         return "train" if "algorithm" in tree else "pairs" if learns else "eval"
@@ -154,12 +154,12 @@ def sources_of(config: RunSettings) -> Iterator[KeyedSource]:
         raise ConfigError("data: `megarl serve` reads no data: its clients send the prompts")
     data: Any = config.data  # type: ignore[attr-defined]  # of all others
     learns = not isinstance(config, LearnConfig) or config.learn.steps > 0
-    given: dict[str, Any] = {f"data.{name}": getattr(data, name, None) for name in (("train", "eval") if learns else ("eval",))}
+    sources: dict[str, Any] = {f"data.{name}": getattr(data, name, None) for name in (("train", "eval") if learns else ("eval",))}
     if isinstance(config, TrainConfig | EvalConfig):
-        given |= {f"eval.{number}.source": one.source for number, one in enumerate(config.eval)}
-    if not any(given.values()):
+        sources |= {f"eval.{number}.source": one.source for number, one in enumerate(config.eval)}
+    if not any(sources.values()):
         raise ConfigError(f"data: {config.name} reads no data: it takes no steps and has no data.eval")
-    for key, source in given.items():
+    for key, source in sources.items():
         if isinstance(source, SourceMixture):
             yield from (KeyedSource(f"{key}.parts.{n}.source", part.source, part.weight) for n, part in enumerate(source.parts))
         elif source is not None:

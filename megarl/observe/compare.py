@@ -72,19 +72,19 @@ def main(arguments: Sequence[str]) -> int:
     )
     top.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's directory; the run may still be going")
     top.add_argument("--picture", type=Path, default=Path("compare.png"), metavar="FILE", help="where the picture goes (compare.png)")
-    given = top.parse_args(list(arguments))
-    if not given.picture.suffix:
-        raise ConfigError(f"compare: --picture {given.picture}: unknown picture format; end the name in one such as .png")
-    if len(given.runs) > MAX_RUNS:
-        raise ConfigError(f"compare: {len(given.runs)} runs, more than {MAX_RUNS}")
-    runs = [read(path) for path in given.runs]
+    args = top.parse_args(list(arguments))
+    if not args.picture.suffix:
+        raise ConfigError(f"compare: --picture {args.picture}: unknown picture format; end the name in one such as .png")
+    if len(args.runs) > MAX_RUNS:
+        raise ConfigError(f"compare: {len(args.runs)} runs, more than {MAX_RUNS}")
+    runs = [read(path) for path in args.runs]
     say(*table(runs))
     try:
         with warnings.catch_warnings(action="ignore"):  # about characters missing from the font and numbers that no axis can show
-            draw(runs, given.picture)
+            draw(runs, args.picture)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"compare: --picture: cannot write {given.picture}: {error}") from None
-    say("", f"picture: {given.picture}")
+        raise ConfigError(f"compare: --picture: cannot write {args.picture}: {error}") from None
+    say("", f"picture: {args.picture}")
     return 0
 
 
@@ -96,8 +96,8 @@ def read(path: Path) -> Told:
     try:
         config = dict(_flat(yaml_text.read(read_plain(path / "config.yaml", yaml_text.MAX_BYTES).decode()), ""))
         rows = read_json_lines(path / "metrics.jsonl")
-        ended = (path / "summary.json").exists()
-        end = _KINDS.validate_json(json.dumps(read_json(path / "summary.json", MAX_BYTES)), strict=True) if ended else None
+        has_summary = (path / "summary.json").exists()
+        end = _KINDS.validate_json(json.dumps(read_json(path / "summary.json", MAX_BYTES)), strict=True) if has_summary else None
         return Told(one_line(str(path), MAX_CHARS), rows, config, end, run_record.read(path))
     except ValidationError as error:
         fault = error.errors()[0]

@@ -131,7 +131,7 @@ class Console:
 
     def _line(self) -> Text:
         phase, seconds = self._now()
-        shown = self._doing if self._doing.partition(":")[0] == phase else phase  # "start: Ray" rather than just "start"
-        done = f"{self._name}  step {self._step}/{self._steps}" if self._steps else self._name
-        parts = [done, "" if phase == OTHER else f"{shown} {seconds:.1f}s", self._numbers, self._rate]
+        label = self._doing if self._doing.partition(":")[0] == phase else phase  # "start: Ray" rather than just "start"
+        progress = f"{self._name}  step {self._step}/{self._steps}" if self._steps else self._name
+        parts = [progress, "" if phase == OTHER else f"{label} {seconds:.1f}s", self._numbers, self._rate]
         return Text(" | ".join(part for part in parts if part), overflow="ellipsis", no_wrap=True)

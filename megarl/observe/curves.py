@@ -9,8 +9,8 @@ SCORES = ("avg@", "pass@", "greedy")  # how the names of a set's held-out scores
 
 def series(rows: Sequence[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
     """The steps at which a metric was reported, and its values."""
-    kept = [(row["step"], row[name]) for row in rows if name in row]
-    return [step for step, _ in kept], [value for _, value in kept]
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def held_out(names: Iterable[str], *kinds: str) -> list[str]:

@@ -96,8 +96,8 @@ def estimated(set_: str, score_Pn: Sequence[Sequence[float | None]], greedy_P: S
         for k in sizes(n):
             per_prompt[f"pass@{k}"] = [pass_at_k(len(s_n), round(sum(s_n)), k) for s_n in scored_Pn if len(s_n) >= k]
     per_prompt["greedy"] = greedy
-    found = {name: wilson(fmean(value_P), len(value_P)) if rate else normal(value_P) for name, value_P in per_prompt.items() if value_P}
-    return SetResult(set_, len(score_Pn), rate, _stderr(mean_P) if mean_P else None, found)
+    estimates = {name: wilson(fmean(value_P), len(value_P)) if rate else normal(value_P) for name, value_P in per_prompt.items() if value_P}
+    return SetResult(set_, len(score_Pn), rate, _stderr(mean_P) if mean_P else None, estimates)
 
 
 def _without_none(score_n: Sequence[float | None]) -> list[float]:

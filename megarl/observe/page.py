@@ -42,9 +42,9 @@ def lines(run: Path) -> Iterator[str]:
     name = text(run.name)
     yield f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{name}</h1>'
-    spent = f"{sum(summary['wall_s'].values()):,.0f} s" + (f" in {summary['starts']} starts" if summary["starts"] > 1 else "")
+    duration = f"{sum(summary['wall_s'].values()):,.0f} s" + (f" in {summary['starts']} starts" if summary["starts"] > 1 else "")
     gpus = f", {summary['gpu_s'] / 3600:,.2f} GPU hours" if summary["gpu_s"] else ""
-    yield f'<p class="note">{text(run)}: {text(summary["rl_steps"])} RL steps, {spent}{gpus}</p>'
+    yield f'<p class="note">{text(run)}: {text(summary["rl_steps"])} RL steps, {duration}{gpus}</p>'
     yield f'<p class="note">model {text(summary["model"])}, megarl at commit {text(summary["commit"] or "unknown")}</p>'
     yield from _alarms(summary["alarms"])
     yield from _evaluations(summary["evaluations"], summary["results"])
@@ -103,10 +103,10 @@ def _interval(estimate: Mapping[str, float]) -> str:
 def _samples(files: Sequence[samples.File]) -> Iterator[str]:
     if not files:
         return
-    shown = [files[index] for index in samples.spread(len(files), MAX_FILES)]
-    left_out = f", {len(files) - len(shown)} files omitted (megarl samples shows them)" if len(shown) < len(files) else ""
+    selection = [files[index] for index in samples.spread(len(files), MAX_FILES)]
+    left_out = f", {len(files) - len(selection)} files omitted (megarl samples shows them)" if len(selection) < len(files) else ""
     yield f'<h2>Samples</h2>\n<p class="note">newest first{left_out}</p>'
-    for file in shown:
+    for file in selection:
         records = sorted(file.records(), key=lambda record: math.inf if record.reward is None else -record.reward)
         rewards = [record.reward for record in records if record.reward is not None]
         mean = f"mean reward {fmean(rewards):.3f}" if rewards else "no reward"
@@ -119,10 +119,10 @@ def _samples(files: Sequence[samples.File]) -> Iterator[str]:
 
 def _sample(record: samples.SampleRecord) -> Iterator[str]:
     parts = "".join(f", {name} {value:g}" for name, value in record.parts.items())
-    ended = record.ending if record.finish_reason == "stop" else f'<span class="bad">{record.ending}</span>'
+    ending = record.ending if record.finish_reason == "stop" else f'<span class="bad">{record.ending}</span>'
     failed = "" if record.error is None else f'<p class="bad">{text(record.error)}</p>'
     about = text(f"{record.scored_as}{parts}, {record.length} tokens{', greedy' if record.greedy else ''}, ")
-    yield f"<details><summary>{about}{ended}</summary>{failed}"
+    yield f"<details><summary>{about}{ending}</summary>{failed}"
     for name, content in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):
         cut = content if len(content) <= MAX_CHARS else f"{content[: MAX_CHARS // 2]}\n...\n{content[-MAX_CHARS // 2 :]}"
         yield f'<span class="note">{name}</span><pre>{text(cut)}</pre>'

@@ -47,9 +47,9 @@ class Phases:
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last `take`, without phases that did not run."""
         total = self.total()
-        spent = {name: seconds - self._taken.get(name, 0.0) for name, seconds in total.items()}
+        seconds_by_phase = {name: seconds - self._taken.get(name, 0.0) for name, seconds in total.items()}
         self._taken = total
-        return {name: seconds for name, seconds in spent.items() if seconds > 0}
+        return {name: seconds for name, seconds in seconds_by_phase.items() if seconds > 0}
 
     def _charge(self) -> None:
         now = self._clock()

@@ -26,8 +26,8 @@ class PeakMemory:
 
     def sample(self) -> None:
         """Read the kernel's high-water mark of every process alive now, unless that was done a moment ago."""
-        begun = time.monotonic()
-        if begun < self._due:
+        start = time.monotonic()
+        if start < self._due:
             return
         driver = psutil.Process()
         kinds = {driver.pid: "driver"}
@@ -41,8 +41,8 @@ class PeakMemory:
             peak = high_water_mb(pid)
             if peak is not None and kind != OTHER:
                 self._peak[kind] = max(peak, self._peak.get(kind, 0.0))
-        ended = time.monotonic()
-        self._due = ended + (ended - begun) / SHARE
+        end = time.monotonic()
+        self._due = end + (end - start) / SHARE
 
     def mb(self) -> dict[str, float]:
         """MB by kind: driver, model_worker, rollout, engine_core, environment, reward, ray."""

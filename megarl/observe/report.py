@@ -104,8 +104,8 @@ def _by_position(axis: Any, title: str, names: Sequence[str], first: dict[str, f
 def _phases(axis: Any, rows: Sequence[dict[str, float]]) -> None:
     names = {name.removeprefix("timing_s/") for row in rows for name in row if name.startswith("timing_s/")}
     # "sync_move" is a part of "sync", and already counted in it.
-    shown = sorted(name for name in names if not any(name.startswith(f"{whole}_") for whole in names))
-    axis.stackplot([row["step"] for row in rows], [[row.get(f"timing_s/{name}", 0.0) for row in rows] for name in shown], labels=shown)
+    phases = sorted(name for name in names if not any(name.startswith(f"{whole}_") for whole in names))
+    axis.stackplot([row["step"] for row in rows], [[row.get(f"timing_s/{name}", 0.0) for row in rows] for name in phases], labels=phases)
     axis.set_title("seconds by phase", y=1.0)
     axis.legend(fontsize="small", loc="upper left", ncols=2)
     axis.set_ylim(0, 1.6 * max(row["perf/time_per_step"] for row in rows) if rows else 1)

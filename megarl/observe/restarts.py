@@ -68,8 +68,8 @@ class Restarts:
     @contextmanager
     def recovery(self, kind: RestartKind, fault: Exception) -> Iterator[Restart]:
         """Time the recovery that happens inside the block, and report it if it succeeds."""
-        begun = time.monotonic()
+        start = time.monotonic()
         restart = Restart(kind, str(fault), getattr(fault, "seconds", 0.0))
         yield restart
-        restart.recovery_s = time.monotonic() - begun
+        restart.recovery_s = time.monotonic() - start
         self._tell(restart)

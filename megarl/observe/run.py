@@ -136,9 +136,9 @@ class Run:
         config, steps = self._config, total_steps(self._config)
         if not isinstance(config, TrainingSettings):
             return
-        done, wanted = (self._learned, config.train.steps) if isinstance(config, TrainConfig) else (self._step, steps)
-        if (key := steps_key(config)) is not None and done > wanted:
-            self._console.note(f"{key}={wanted}: {done} steps are done already, and none is added")
+        count, target = (self._learned, config.train.steps) if isinstance(config, TrainConfig) else (self._step, steps)
+        if (key := steps_key(config)) is not None and count > target:
+            self._console.note(f"{key}={target}: {count} steps are done already, and none is added")
         if not config.save.every and not config.save.minutes and steps >= WORTH_SAVING:
             off = "save.every=0 and save.every_minutes=0"
             self._console.note(f"{off}: none of the {steps} steps is saved as a checkpoint; a killed run starts over")
@@ -175,11 +175,11 @@ class Run:
     @contextmanager
     def starting(self, what: str) -> Iterator[None]:
         """Run one part of the start in the phase `start`, and report when it is ready, with the seconds it took."""
-        begun = time.monotonic()
+        start = time.monotonic()
         self._console.phase(f"start: {what}")
         with self._phases("start"):
             yield
-        self._console.note(f"{what}: ready after {time.monotonic() - begun:.1f} s")
+        self._console.note(f"{what}: ready after {time.monotonic() - start:.1f} s")
 
     def log(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Log the metrics of a finished step, with the time since the last report."""
@@ -291,8 +291,8 @@ class Run:
         """Record that the run resumes after a failure: it is shown, added to the next row of the metrics, and kept for the summary."""
         self._restarts.append({"step": self._step, **asdict(restart)})
         self._add_events(restart.metrics())
-        lost = f"; {restart.lost_steps} steps are repeated" if restart.lost_steps else ""
-        self._console.note(f"resumed after step {self._step}: {restart.kind} replaced in {restart.recovery_s:.1f} s{lost}")
+        repeats = f"; {restart.lost_steps} steps are repeated" if restart.lost_steps else ""
+        self._console.note(f"resumed after step {self._step}: {restart.kind} replaced in {restart.recovery_s:.1f} s{repeats}")
 
     def rewind(self, state: Mapping[str, Any] | None) -> int:
         """Go back to where `state` was taken, or to the beginning. Returns how many finished steps must be repeated."""
@@ -303,8 +303,8 @@ class Run:
         self._writers.close()
         self._alarms, self._warnings, self._step, self._learned = self._new_alarms(), {}, 0, 0
         self.evaluations, self._results, self._whole = {}, {}, {}
-        kept = 0 if state is None else int(state["metrics_bytes"])
-        for row in self._rows(kept):
+        size = 0 if state is None else int(state["metrics_bytes"])
+        for row in self._rows(size):
             self._add_events({name: value for name, value in row.items() if name.startswith(RESTART)})  # of repeated steps
         if state is None:
             os.truncate(self.directory / METRICS, 0)

@@ -66,15 +66,15 @@ def set_aside(directory: Path, names: Sequence[str], model: Path) -> Path | None
     Raises:
         ConfigError: the model lies in what would be moved.
     """
-    left = [directory / name for name in names if (directory / name).exists()]
-    for path in left:
+    paths = [directory / name for name in names if (directory / name).exists()]
+    for path in paths:
         if model.resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"name: {directory} holds model.path={model}, which a run of this name would move away")
-    if not left:
+    if not paths:
         return None
     number = 1 + max((int(path.name.removeprefix("earlier-")) for path in directory.glob("earlier-[0-9]*")), default=0)
     aside = directory / f"earlier-{number}"
     aside.mkdir()
-    for path in left:
+    for path in paths:
         path.rename(aside / path.name)
     return aside

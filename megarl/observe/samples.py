@@ -59,9 +59,9 @@ class SampleRecord:
     @property
     def ending(self) -> str:
         """How the response ended, and whether its score reflects only that."""
-        ended = "ended by itself" if self.finish_reason == "stop" else "cut by the length limit"
-        ended += f" after {self.turns} turns" if self.turns > 1 else ""
-        return ended if self.scored else f"{ended} and not scored (reward.require_finished)"
+        ending = "ended by itself" if self.finish_reason == "stop" else "cut by the length limit"
+        ending += f" after {self.turns} turns" if self.turns > 1 else ""
+        return ending if self.scored else f"{ending} and not scored (reward.require_finished)"
 
     @property
     def scored_as(self) -> str:
@@ -95,8 +95,8 @@ class File:
                 record = _KINDS.validate_json(line, strict=True)
             except ValidationError as error:
                 fault = error.errors()[0]
-                named = one_line(".".join(map(str, fault["loc"])), 200)
-                raise ConfigError(f"{place}: no sample: {named}: {fault['msg']}") from None
+                field_name = one_line(".".join(map(str, fault["loc"])), 200)
+                raise ConfigError(f"{place}: no sample: {field_name}: {fault['msg']}") from None
             except ValueError as error:
                 raise ConfigError(f"{place}: no sample: {error}") from None
             yield record
@@ -163,8 +163,8 @@ def write(run: Path, step: int, records: Sequence[SampleRecord], evaluation: str
 def files(run: Path) -> list[File]:
     """All sample files of a run, newest step first; within a step, evaluations first."""
     matches = [(path, _FILE.fullmatch(path.name)) for path in sorted((run / FOLDER).glob("*.jsonl"))]
-    named = [File(path, int(match["step"]), match["set"]) for path, match in matches if match is not None]
-    return sorted(named, key=lambda file: (-file.step, file.set is None))
+    sample_files = [File(path, int(match["step"]), match["set"]) for path, match in matches if match is not None]
+    return sorted(sample_files, key=lambda file: (-file.step, file.set is None))
 
 
 def forget_after(run: Path, step: int) -> None:

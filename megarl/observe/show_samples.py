@@ -36,14 +36,14 @@ def main(arguments: Sequence[str]) -> int:
     top.add_argument("--search", metavar="TEXT", help="only those with this text in prompt, response or answer, ignoring case")
     top.add_argument("--most", type=int, default=4, metavar="N", help="number of samples to show (default 4)")
     top.add_argument("--whole", action="store_true", help=f"texts of more than {MAX_CHARS:,} characters too")
-    given = top.parse_args(list(arguments))
-    if given.most < 1:
-        raise ConfigError(f"samples: --most {given.most}: must be 1 or more")
-    samples = chosen(run_of(given.run), given)
+    args = top.parse_args(list(arguments))
+    if args.most < 1:
+        raise ConfigError(f"samples: --most {args.most}: must be 1 or more")
+    samples = chosen(run_of(args.run), args)
     if not samples:
-        raise ConfigError(f"samples: {given.run} has no such samples ({_of(files(run_of(given.run)))})")
+        raise ConfigError(f"samples: {args.run} has no such samples ({_of(files(run_of(args.run)))})")
     for file, record in samples:
-        say(*shown(file, record, given.whole))
+        say(*shown(file, record, args.whole))
     return 0
 
 
@@ -56,24 +56,24 @@ def run_of(path: Path) -> Path:
     return path
 
 
-def chosen(run: Path, given: argparse.Namespace) -> list[FileSample]:
+def chosen(run: Path, args: argparse.Namespace) -> list[FileSample]:
     """The samples that the arguments ask for, in the order that they ask for."""
-    samples = _matching(run, given)
-    if given.best or given.worst:
-        pick = heapq.nlargest if given.best else heapq.nsmallest
+    samples = _matching(run, args)
+    if args.best or args.worst:
+        pick = heapq.nlargest if args.best else heapq.nsmallest
         scored = ((record.reward, (file, record)) for file, record in samples if record.reward is not None)
-        return [pair for _, pair in pick(given.most, scored, key=lambda entry: entry[0])]
-    return list(islice(samples, min(given.most, sys.maxsize)))
+        return [pair for _, pair in pick(args.most, scored, key=lambda entry: entry[0])]
+    return list(islice(samples, min(args.most, sys.maxsize)))
 
 
-def _matching(run: Path, given: argparse.Namespace) -> Iterator[FileSample]:
+def _matching(run: Path, args: argparse.Namespace) -> Iterator[FileSample]:
     for file in files(run):
-        if given.step not in (None, file.step) or given.set not in (None, file.set or "train"):
+        if args.step not in (None, file.step) or args.set not in (None, file.set or "train"):
             continue
         for record in file.records():
             texts = (record.question, record.response, record.answer)
             cut = record.finish_reason == "length"
-            if (cut or not given.truncated) and (given.search is None or any(given.search.lower() in text.lower() for text in texts)):
+            if (cut or not args.truncated) and (args.search is None or any(args.search.lower() in text.lower() for text in texts)):
                 yield file, record
 
 

@@ -79,8 +79,8 @@ class _Faults:
         with self._lock:
             counts, total = dict(self._counts), self.total
         earlier = total - sum(counts.values())
-        said = [f"{fault} ({count} times)" if count > 1 and total > count else fault for fault, count in counts.items()]
-        return "; then ".join(([f"{earlier} other faults"] if earlier else []) + said)
+        parts = [f"{fault} ({count} times)" if count > 1 and total > count else fault for fault, count in counts.items()]
+        return "; then ".join(([f"{earlier} other faults"] if earlier else []) + parts)
 
 
 def check(source: HttpReward, key: str = "reward.source") -> None:
@@ -173,8 +173,8 @@ class HttpScorer:
         """Return the scores of one batch, after as many attempts as it needs and the settings allow."""
         source, pause, end = self._source, self._source.backoff_s, call.begun + self._source.deadline_s
         deadline, faults, last = f"{self._key}.deadline_s={source.deadline_s:g}", _Faults(), list[str]()
-        while faults.total < source.attempts and (left := end - time.monotonic()) > 0:
-            within_s, limit = min((source.timeout_s, f"{self._key}.timeout_s={source.timeout_s:g}"), (left, deadline))
+        while faults.total < source.attempts and (remaining_s := end - time.monotonic()) > 0:
+            within_s, limit = min((source.timeout_s, f"{self._key}.timeout_s={source.timeout_s:g}"), (remaining_s, deadline))
             try:
                 return _exchange(self._url, self._token, requests, within_s, limit, call)
             except _PermanentFault as error:
@@ -191,8 +191,8 @@ class HttpScorer:
             if time.monotonic() >= end:
                 last.append(f"{deadline}, within which {call.answered} of {call.batches} requests were answered")
         tried = f"{faults.total} attempt{'' if faults.total == 1 else 's'}, {time.monotonic() - call.begun:.1f} s"
-        said = str(faults if faults.total else call.faults) or "its answers take too long"
-        raise RewardUnavailable(f"{self._place}: {said} ({'; '.join([tried, *last])})")
+        reason = str(faults if faults.total else call.faults) or "its answers take too long"
+        raise RewardUnavailable(f"{self._place}: {reason} ({'; '.join([tried, *last])})")
 
     def __enter__(self) -> Self:
         return self
@@ -256,9 +256,9 @@ def _exchange(url: str, token: str | None, requests: Sequence[ScoreRequest], wit
             late = "no connection within" if not reached else "silent for" if answer is None else "an answer that has not ended after"
             fault = f"{late} {within_s:.1f} s ({limit})"
     if answer is not None and answer.status != 200:  # whatever became of its body
-        said = fault or text[:SHOWN].decode(errors="replace").strip()
+        detail = fault or text[:SHOWN].decode(errors="replace").strip()
         kind = _TransientFault if answer.status in PASSING or answer.status >= 500 else _PermanentFault
-        raise kind(f"status {answer.status} {answer.reason}" + (f": {said}" if said else ""))
+        raise kind(f"status {answer.status} {answer.reason}" + (f": {detail}" if detail else ""))
     if answer is None or fault:
         raise _TransientFault(fault)
     if more:
@@ -279,14 +279,14 @@ def _read(text: bytes, samples: int) -> list[Score]:
         raise _PermanentFault(f"the answer has no list `scores`: {text[:60]!r}")
     if len(scores) != samples:
         raise _PermanentFault(f"{len(scores)} scores for {samples} samples")
-    found = []
+    results = []
     for n, score in enumerate(scores):
         try:
             value, parts = read_return(score, f"score {n} of {samples}:")
         except Abstained:
-            found.append(Score(None, error="abstained"))
+            results.append(Score(None, error="abstained"))
             continue
         except BadReturn as error:
             raise _PermanentFault(str(error)) from None
-        found.append(Score(value, {one_line(name, MAX_PART): part for name, part in parts.items()}))
-    return found
+        results.append(Score(value, {one_line(name, MAX_PART): part for name, part in parts.items()}))
+    return results

@@ -55,8 +55,8 @@ class MathVerify:
         for text in texts_of(answer):
             [(gold, _), *_], response = self._golds(text), _box(self._own(text))
             if self("", response, text, {})[0] != 1.0:
-                shown = f"{self._boxed(gold.latex)[0]!s:.{SHOWN}}"
-                raise bad(text, f"is read by math-verify as {shown}, for which {response!r:.{SHOWN}} would score 0")
+                expression = f"{self._boxed(gold.latex)[0]!s:.{SHOWN}}"
+                raise bad(text, f"is read by math-verify as {expression}, for which {response!r:.{SHOWN}} would score 0")
 
     def _is_right(self, golds: list[Gold], own: Meaning, unboxed: str | None = None) -> bool:
         """Return whether a response's answer equals one of the golds.
@@ -134,11 +134,11 @@ class MathVerify:
         if not readings or [] in formulas:
             raise bad(text, "equates numbers that differ")
         for formula in formulas:
-            shown = self._parsed(_box(formula[-1]), self._anything)[0]
-            if isinstance(shown, str):
+            expression = self._parsed(_box(formula[-1]), self._anything)[0]
+            if isinstance(expression, str):
                 raise bad(text, "is no mathematical expression that math-verify can read")
             if isinstance(formula[0], str) or _misread(formula):
-                raise bad(text, f"is read by math-verify as {shown!s:.{SHOWN}}")
+                raise bad(text, f"is read by math-verify as {expression!s:.{SHOWN}}")
         return [(reading, decimals_of(abs(self._size(reading) or Fraction()))) for reading in readings]
 
     def _parsed(self, text: str, kinds: list[Any]) -> list[Any]:

@@ -177,10 +177,10 @@ class _ScoringProcess:
     def _take(self, message: bytes, scores: dict[int, Score]) -> None:
         """Process one message, which may hold anything. Raises BadMessage if it is not an expected one."""
         try:
-            said = json.loads(message)
+            reply = json.loads(message)
         except (ValueError, RecursionError):
             raise BadMessage("not JSON") from None
-        match said:
+        match reply:
             case ["ready"] if not self.ready:
                 self.ready = True
             case ["refused", str(text)] if not self.ready:

@@ -44,7 +44,7 @@ class ServedModel(Protocol):
         """Convert each sample from JSON to what `scores` takes. If it raises, the client is told that its samples cannot be scored."""
         ...
 
-    def scores(self, read: Sequence[Any]) -> list[float]:
+    def scores(self, inputs: Sequence[Any]) -> list[float]:
         """Return one score per sample; the samples may be those of several requests. An error ends the server."""
         ...
 
@@ -130,9 +130,9 @@ class RewardServer:
         finally:
             self._end = end
             accepting.cancel()
-            for asked in [*self._scoring, *self._waiting]:
-                if not asked.scores.done():
-                    asked.scores.set_exception(end)
+            for request in [*self._scoring, *self._waiting]:
+                if not request.scores.done():
+                    request.scores.set_exception(end)
             http.pre_shutdown()
             await http.shutdown(END_S)
 
@@ -159,10 +159,10 @@ class RewardServer:
                 self._scoring.append(self._waiting.pop(0))
                 samples += self._scoring[-1].read
             scores = await self._scorer.call(partial(self._model.scores, samples))
-            for asked in self._scoring:
-                own_scores, scores = scores[: len(asked.read)], scores[len(asked.read) :]
-                if not asked.scores.done():  # otherwise its client has disconnected
-                    asked.scores.set_result(own_scores)
+            for request in self._scoring:
+                own_scores, scores = scores[: len(request.read)], scores[len(request.read) :]
+                if not request.scores.done():  # otherwise its client has disconnected
+                    request.scores.set_result(own_scores)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         try:
@@ -176,29 +176,29 @@ class RewardServer:
         try:
             await self._receive(request, body)
             try:
-                read = await self._reader.call(partial(self._read, body))
+                inputs = await self._reader.call(partial(self._read, body))
             except Exception as error:  # the client's fault: nothing has been scored
                 raise Refused(400, str(error)) from None
-            if not read:
+            if not inputs:
                 return []
-            return await self._turn(_Asked(read, self._loop.create_future()))
+            return await self._turn(_Asked(inputs, self._loop.create_future()))
         finally:
             self._held -= len(body)
 
-    async def _turn(self, asked: _Asked) -> list[float]:
+    async def _turn(self, request: _Asked) -> list[float]:
         if self._end is not None:
             raise self._end
-        self._waiting.append(asked)
+        self._waiting.append(request)
         self._came.set()
         try:
-            return await asked.scores
+            return await request.scores
         finally:
-            if asked in self._waiting:  # its client has disconnected
-                self._waiting.remove(asked)
+            if request in self._waiting:  # its client has disconnected
+                self._waiting.remove(request)
 
     def _admit(self, request: web.BaseRequest) -> None:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+        authorization = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if self._authorization is not None and not hmac.compare_digest(authorization, self._authorization):
             raise Refused(401, "another token is asked for")
         if request.raw_path != self._path:
             raise Refused(404, f"scores are at {self._path}")
@@ -227,8 +227,8 @@ class RewardServer:
             raise Refused(400, str(error)) from None
 
     def _read(self, body: bytearray) -> list[Any]:
-        asked = json.loads(body)
-        samples = asked.get("samples") if isinstance(asked, dict) else None
+        request = json.loads(body)
+        samples = request.get("samples") if isinstance(request, dict) else None
         if not isinstance(samples, list):
             raise ValueError("the request has no list `samples`")
         return self._model.read(samples)

@@ -79,14 +79,14 @@ def _sum(parts: list[dict[str, Any]]) -> Verifier:
             raise ValueError(f"parts.{number}.source.{error}") from None
 
     def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        total, said = 0.0, dict[str, float]()
+        total, values = 0.0, dict[str, float]()
         for name, weight, verifier in parts_loaded:
             value, inner = verifier(prompt, response, answer, meta)
             total += weight * value
-            said |= {name: value} | {f"{name}/{key}": number for key, number in inner.items()}
+            values |= {name: value} | {f"{name}/{key}": number for key, number in inner.items()}
         if abs(total) > LARGEST:
             raise BadReturn(f"the weighted sum is {total:g}, beyond the limit of {LARGEST:g}")
-        return total, said
+        return total, values
 
     return verify
 

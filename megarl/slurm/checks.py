@@ -31,7 +31,7 @@ MAX_NUMBER = 100_000  # upper limit of any number
 REGISTRY = re.compile(r"[a-z]+://|[^/]+[/#:]")
 
 
-def check(job: Job, config: RunSettings, asked: bool) -> Job:
+def check(job: Job, config: RunSettings, dry_run: bool) -> Job:
     """Refuse a job that could not run as requested.
 
     A dry run where no Slurm answers is made where configurations are written: what is not on that machine is named as not checked.
@@ -39,7 +39,7 @@ def check(job: Job, config: RunSettings, asked: bool) -> Job:
     Args:
         job: what is asked of Slurm.
         config: the run's configuration.
-        asked: whether the script is only printed, which needs no Slurm on this machine; what only the nodes can show is named, too.
+        dry_run: whether the script is only printed, which needs no Slurm on this machine; what only the nodes can show is named, too.
 
     Returns:
         The job in the form that this cluster's Slurm accepts.
@@ -56,7 +56,7 @@ def check(job: Job, config: RunSettings, asked: bool) -> Job:
         gpus = str(config.cluster.gpus).lower()
         raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node} does not go with cluster.gpus={gpus}")
     cpus: int | None = None
-    here: AbstractContextManager[None] = nullcontext()
+    scope: AbstractContextManager[None] = nullcontext()
     try:
         job = replace(job, counts_gpus=not job.gpus_per_node or counts_gpus())
         partition = partition_of(job)
@@ -64,12 +64,12 @@ def check(job: Job, config: RunSettings, asked: bool) -> Job:
         check_limits(job, partition)
         cpus = min((cpus for cpus, gpus in partition.sizes if gpus >= job.counted_gpus), default=None)
     except NoAnswer as error:
-        if not asked:
+        if not dry_run:
             raise
         unchecked(f"partition, nodes, GPUs and limits, not compared with the cluster: {error}")
-        here = naming_unchecked()
+        scope = naming_unchecked()
     check_filled(job, demand(config), cpus)
-    with here, elsewhere(), tempfile.TemporaryDirectory() as directory:
+    with scope, elsewhere(), tempfile.TemporaryDirectory() as directory:
         check_container(job)
         with where_present("the nodes' Python"):
             check_python(job, version("torch"))
@@ -78,7 +78,7 @@ def check(job: Job, config: RunSettings, asked: bool) -> Job:
         cluster = config.cluster.model_copy(update={"allocation": Path(directory)})
         with where_present("the data"):
             find(VERBS[job.verb].check)(config.model_copy(update={"cluster": cluster}))
-    for line in on_nodes(job, config) if asked else ():
+    for line in on_nodes(job, config) if dry_run else ():
         unchecked(line)
     return job
 

@@ -34,22 +34,22 @@ def ignored() -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment of Slurm's commands, and so of a job that is submitted."""
-    kept = {name: value for name, value in os.environ.items() if name in CLUSTER or not OPTIONS.match(name)}
+    variables = {name: value for name, value in os.environ.items() if name in CLUSTER or not OPTIONS.match(name)}
     if cluster := os.environ.get("SBATCH_CLUSTERS"):  # sbatch alone would follow it
-        kept.setdefault("SLURM_CLUSTERS", cluster)
-    return kept
+        variables.setdefault("SLURM_CLUSTERS", cluster)
+    return variables
 
 
 def call(*command: str) -> str:
     """Run a command and return what it prints. Raises NoAnswer with the command's message if it fails, Stopped if it cannot be started."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, env=environment())
+        process = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, env=environment())
     except FileNotFoundError:
         raise NoAnswer(f"slurm: no {command[0]} on this machine: submit from one that has Slurm (--dry-run prints the script)") from None
     except OSError as error:  # not of a file that the user named
         raise Stopped(f"slurm: {command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"slurm: {command[0]} has not answered within {ANSWER_S:g} s") from None
-    if done.returncode:
-        raise NoAnswer(f"slurm: {command[0]}: {one_line(done.stderr or done.stdout)}")
-    return done.stdout.strip()
+    if process.returncode:
+        raise NoAnswer(f"slurm: {command[0]}: {one_line(process.stderr or process.stdout)}")
+    return process.stdout.strip()

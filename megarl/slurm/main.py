@@ -61,13 +61,13 @@ def main(arguments: Sequence[str]) -> int:
     """Submit a run, or show the state of one."""
     if arguments and arguments[0] == "status":
         return _status(arguments[1:])
-    given = parser().parse_intermixed_args(list(arguments))
-    root: Any = find(VERBS[given.verb].config)
-    config: RunSettings = load(given.config, given.overrides, root)
+    args = parser().parse_intermixed_args(list(arguments))
+    root: Any = find(VERBS[args.verb].config)
+    config: RunSettings = load(args.config, args.overrides, root)
     if config.cluster.address == "auto":  # whatever cluster is there, which in a job is its own
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": None})})
-    options = {name: value for name, value in vars(given).items() if name not in ("config", "overrides", "dry_run", "container")}
-    image = given.container
+    options = {name: value for name, value in vars(args).items() if name not in ("config", "overrides", "dry_run", "container")}
+    image = args.container
     if image is not None and Path(image).exists():
         image = str(Path(image).absolute())
     job = Job(
@@ -82,8 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     if names := ignored():
         print(f"megarl: {', '.join(names)}: not used, the options of megarl slurm decide (--sbatch adds others)", file=sys.stderr)
-    job = check(job, config, asked=given.dry_run)
-    if given.dry_run:
+    job = check(job, config, dry_run=args.dry_run)
+    if args.dry_run:
         say(render(job, config.directory / "slurm" / "submitted"))
         return 0
     numbers = submit(job, config)
@@ -96,18 +96,18 @@ def _reads(config: RunSettings) -> tuple[Path, ...]:
     """The paths that the run's processes read and write, to be mounted in a container."""
     from megarl.cluster.process_kinds import files
 
-    read, _ = files(config)
-    return tuple(dict.fromkeys((config.run_dir, *read.values())))
+    inputs, _ = files(config)
+    return tuple(dict.fromkeys((config.run_dir, *inputs.values())))
 
 
 def _status(arguments: Sequence[str]) -> int:
     top = argparse.ArgumentParser(prog="megarl slurm status", description="Shows the state of a run and its Slurm jobs.")
     top.add_argument("run", type=Path, metavar="RUN", help="its directory, such as runs/NAME")
-    given = top.parse_args(arguments)
-    if not given.run.is_dir():
-        raise ConfigError(f"slurm: no such directory: {given.run}")
+    args = top.parse_args(arguments)
+    if not args.run.is_dir():
+        raise ConfigError(f"slurm: no such directory: {args.run}")
     try:
-        say(*show(given.run))
+        say(*show(args.run))
     except ValueError as error:
-        raise ConfigError(f"slurm: {given.run}: {error}") from None
+        raise ConfigError(f"slurm: {args.run}: {error}") from None
     return 0

@@ -57,7 +57,7 @@ def options(job: Job) -> list[str]:
     """The options of sbatch, a word for each. Raises ConfigError for one of the user's own that the run relies on."""
     own = given(job)
     replaced = {REPLACED[option.name] for option in own if option.name in REPLACED}
-    named = {
+    values = {
         "job-name": job.name,
         "chdir": job.here,
         "output": job.directory / "slurm" / "%j.out",
@@ -74,7 +74,7 @@ def options(job: Job) -> list[str]:
         "signal": f"B:USR1@{job.grace}",
         "dependency": _dependency(job, own),
     }
-    words = [f"--{name}={value}" for name, value in named.items() if value is not None and name not in replaced]
+    words = [f"--{name}={value}" for name, value in values.items() if value is not None and name not in replaced]
     # --no-kill: one lost node does not end the job. No number of tasks: Slurm would allocate as few nodes as hold them, and no spare ones.
     # --propagate: the limits of the submitting machine (files, locked memory) must not apply to the nodes.
     words += ["--exclusive", "--no-kill", "--propagate=NONE", "--no-requeue" if job.chain > 1 else "--requeue"]
@@ -114,7 +114,7 @@ def _options(word: str) -> Iterator[Option]:
     """The options in a word: one long one, or short ones of which the last may have a value."""
     if word.startswith("--"):
         name, _, value = word[2:].partition("=")
-        full = name if name in NAMES else next((known for known in NAMES if known.startswith(name)), name)
+        full = name if name in NAMES else next((candidate for candidate in NAMES if candidate.startswith(name)), name)
         yield Option(full, value, word)
         return
     for place, letter in enumerate(word[1:], 1):
@@ -126,7 +126,9 @@ def _options(word: str) -> Iterator[Option]:
 
 def _dependency(job: Job, own: list[Option]) -> str | None:
     """The job's dependency: the user's own, and in a chain the end of the job before."""
-    wanted = [option.value for option in own if option.name == DEPENDENCY] + ["singleton"] * (job.chain > 1)
-    if len(wanted) > 1 and any("?" in one for one in wanted):
-        raise ConfigError(f"slurm: --sbatch --dependency={wanted[0]}: alternatives (?) cannot be joined with {wanted[-1]} (--chain)")
-    return ",".join(dict.fromkeys(wanted)) or None
+    dependencies = [option.value for option in own if option.name == DEPENDENCY] + ["singleton"] * (job.chain > 1)
+    if len(dependencies) > 1 and any("?" in one for one in dependencies):
+        raise ConfigError(
+            f"slurm: --sbatch --dependency={dependencies[0]}: alternatives (?) cannot be joined with {dependencies[-1]} (--chain)"
+        )
+    return ",".join(dict.fromkeys(dependencies)) or None

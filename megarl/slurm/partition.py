@@ -37,34 +37,34 @@ def partition_of(job: Job) -> Partition:
     rows = [
         dict(part.partition("=")[::2] for part in line.split()) for line in call("scontrol", "--oneliner", "show", "partition").splitlines()
     ]
-    known = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
-    wanted = job.partition or next((name for name, row in known.items() if row.get("Default") == "YES"), None)
-    if wanted not in known:
-        given = f"--partition {job.partition}" if job.partition else "no --partition, and no default one"
-        raise ConfigError(f"slurm: {given}: this cluster has {', '.join(known) or 'none'}")
-    row = known[wanted]
-    nodes = call("sinfo", "--noheader", "--Node", f"--partition={wanted}", "--format=%c|%G").splitlines()
+    partitions = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
+    target = job.partition or next((name for name, row in partitions.items() if row.get("Default") == "YES"), None)
+    if target not in partitions:
+        request = f"--partition {job.partition}" if job.partition else "no --partition, and no default one"
+        raise ConfigError(f"slurm: {request}: this cluster has {', '.join(partitions) or 'none'}")
+    row = partitions[target]
+    nodes = call("sinfo", "--noheader", "--Node", f"--partition={target}", "--format=%c|%G").splitlines()
     try:
         sizes = [(int(cpus), _gpus(of)) for cpus, of in (line.split("|", 1) for line in nodes)]
         most = row.get("MaxNodes", "UNLIMITED")
         max_time = seconds(row.get("MaxTime", "UNLIMITED"))
         default = row.get("DefaultTime", "NONE")
         return Partition(
-            wanted,
+            target,
             int(row["TotalNodes"]),
             tuple(sizes),
             state=row.get("State", "UP"),
             default_time=max_time if default == "NONE" else seconds(default),
             max_time=max_time,
             max_nodes=None if most == "UNLIMITED" else int(most),
-            accounts=None if (allowed := row.get("AllowAccounts", "ALL")) == "ALL" else _names(allowed),
+            accounts=None if (names := row.get("AllowAccounts", "ALL")) == "ALL" else _names(names),
             denied=_names(row.get("DenyAccounts", "")),
-            qos=None if (allowed := row.get("AllowQos", "ALL")) == "ALL" else _names(allowed),
+            qos=None if (names := row.get("AllowQos", "ALL")) == "ALL" else _names(names),
             denied_qos=_names(row.get("DenyQos", "")),
         )
     except (KeyError, ValueError):
         answers = one_line(f"{row}, {nodes}", 200)
-        raise NoAnswer(f"slurm: cannot read what scontrol and sinfo say of partition {wanted}: {answers}") from None
+        raise NoAnswer(f"slurm: cannot read what scontrol and sinfo say of partition {target}: {answers}") from None
 
 
 def _names(names: str) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def _names(names: str) -> tuple[str, ...]:
 
 def _gpus(resources: str) -> int:
     """The GPUs in what sinfo calls GRES: "gpu:h100:8(S:0-1),tmp:1"."""
-    return sum(int(found) for found in re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", resources))
+    return sum(int(count) for count in re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", resources))
 
 
 def check_partition(job: Job, partition: Partition) -> None:
@@ -104,8 +104,8 @@ def check_limits(job: Job, partition: Partition) -> None:
             limit = f"no --time: partition {partition.name} ends a job after {partition.default_time} s ({by})"
             check_grace(limit, partition.default_time, job.grace)
     elif partition.max_time is not None and (job.seconds is None or job.seconds > partition.max_time):
-        given = "no limit" if job.seconds is None else f"{job.seconds} s"
-        raise ConfigError(f"slurm: --time {job.time} is {given}: partition {partition.name} allows {partition.max_time} s (MaxTime)")
+        request = "no limit" if job.seconds is None else f"{job.seconds} s"
+        raise ConfigError(f"slurm: --time {job.time} is {request}: partition {partition.name} allows {partition.max_time} s (MaxTime)")
 
 
 def check_account(account: str, partition: Partition) -> None:
@@ -114,31 +114,31 @@ def check_account(account: str, partition: Partition) -> None:
         if account in partition.denied:
             raise ConfigError(f"slurm: --account {account}: partition {partition.name} takes none of its jobs (DenyAccounts)")
     elif account not in partition.accounts and not set(_above(account)) & set(partition.accounts):
-        allowed = ", ".join(partition.accounts)
-        raise ConfigError(f"slurm: --account {account}: partition {partition.name} takes jobs of {allowed} (AllowAccounts)")
+        accounts = ", ".join(partition.accounts)
+        raise ConfigError(f"slurm: --account {account}: partition {partition.name} takes jobs of {accounts} (AllowAccounts)")
 
 
 def check_qos(qos: str, partition: Partition) -> None:
     """Raise ConfigError if the partition takes no jobs of a QOS, or of any of several, separated by commas."""
-    wanted = set(_names(qos))
+    names = set(_names(qos))
     if partition.qos is None:
-        if wanted and wanted <= set(partition.denied_qos):
+        if names and names <= set(partition.denied_qos):
             raise ConfigError(f"slurm: --qos {qos}: partition {partition.name} takes none of its jobs (DenyQos)")
-    elif not wanted & set(partition.qos):
+    elif not names & set(partition.qos):
         raise ConfigError(f"slurm: --qos {qos}: partition {partition.name} takes jobs of {', '.join(partition.qos)} (AllowQos)")
 
 
 def _above(account: str) -> Iterator[str]:
     """The accounts above one, as far as the accounting tells."""
-    seen = {account}
+    accounts = {account}
     with suppress(NoAnswer):
         while True:
             where = ("show", "associations", f"account={account}", "format=parentname")
             parents = call("sacctmgr", "--noheader", "--parsable2", *where).lower().split()
-            if not parents or parents[0] in seen:
+            if not parents or parents[0] in accounts:
                 return
             account = parents[0]
-            seen.add(account)
+            accounts.add(account)
             yield account
 
 

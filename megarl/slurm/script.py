@@ -15,8 +15,8 @@ OPTIONS, SETTINGS, END = "# options:", "# settings:", "# end of settings"
 
 def templates() -> Path:
     """The folder of the scripts: beside the package's folder, or where an installation without the repository has put it."""
-    beside = Path(__file__).parents[2] / "slurm"
-    return beside if (beside / TEMPLATE).is_file() else Path(sysconfig.get_path("data")) / "share" / "megarl" / "slurm"
+    folder = Path(__file__).parents[2] / "slurm"
+    return folder if (folder / TEMPLATE).is_file() else Path(sysconfig.get_path("data")) / "share" / "megarl" / "slurm"
 
 
 def render(job: Job, scripts: Path) -> str:
@@ -37,7 +37,7 @@ def render(job: Job, scripts: Path) -> str:
 
 def settings(job: Job, scripts: Path) -> list[str]:
     """The lines that set the variables of the script."""
-    named = {
+    values = {
         "scripts": scripts,
         "logs": job.directory / "slurm",
         "verb": job.verb,
@@ -50,7 +50,7 @@ def settings(job: Job, scripts: Path) -> list[str]:
     step, inside = container(job)
     lists = {"step_options": step, "inside": inside}
     return [
-        *(f"{name}={shlex.quote(str(value))}" for name, value in named.items()),
+        *(f"{name}={shlex.quote(str(value))}" for name, value in values.items()),
         *(f"{name}=({' '.join(map(_quoted, words))})" for name, words in lists.items()),
     ]
 

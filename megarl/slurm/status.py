@@ -30,13 +30,13 @@ def _progress(run: Path) -> list[str]:
     rows = _rows(run)
     if not rows:
         return ["step: none yet"]
-    known: dict[str, float] = {}
+    latest: dict[str, float] = {}
     for row in rows:
-        known |= row
+        latest |= row
     numbers = {"reward": "reward/mean", "loss": "sft/loss", "tokens/s": "perf/tokens_per_second", "s/step": "perf/time_per_step"}
-    told = [f"{label} {known[name]:.4g}" for label, name in numbers.items() if name in known]
+    figures = [f"{label} {latest[name]:.4g}" for label, name in numbers.items() if name in latest]
     finished = ", finished" if (run / "summary.json").is_file() else ""
-    return [f"step: {known['step']:g} of {_total(run) or '?'}{finished}{''.join(f', {one}' for one in told)}"]
+    return [f"step: {latest['step']:g} of {_total(run) or '?'}{finished}{''.join(f', {one}' for one in figures)}"]
 
 
 def _saves(run: Path) -> list[str]:
@@ -46,10 +46,10 @@ def _saves(run: Path) -> list[str]:
     every = _count(_config(run).get("save"), "every") or 0
     rows = _rows(run)
     if every and rows and not (run / "summary.json").is_file():
-        done = int(rows[-1]["step"])
-        due = (done // every + 1) * every
+        step = int(rows[-1]["step"])
+        due = (step // every + 1) * every
         seconds = [row["perf/time_per_step"] for row in rows if row["step"] > 0 and "perf/time_per_step" in row][-10:]
-        when = f", in about {(due - done) * sum(seconds) / len(seconds):.0f} s" if seconds else ""
+        when = f", in about {(due - step) * sum(seconds) / len(seconds):.0f} s" if seconds else ""
         lines.append(f"next expected: step {due}{when}")
     elif not every:
         minutes = _minutes(_config(run).get("save"))
@@ -66,24 +66,24 @@ def _jobs(run: Path) -> list[str]:
     numbers = sorted({*starts, *(match[1] for path in logs.glob("*.out") if (match := LOG.fullmatch(path.name)))}, key=int)
     lines = [f"restarts: {sum(starts.values())}{f', logs in {logs}' if starts else ''}"]
     try:
-        mine = queued(run, "--states=all")
+        jobs = queued(run, "--states=all")
     except NoAnswer as error:
         return [*lines, f"jobs: {', '.join(numbers) or 'none'} ({error})"]
-    for number, state, used, limit, nodes, why in mine:
+    for number, state, used, limit, nodes, why in jobs:
         lines.append(f"job {number}: {state.lower()}, {used} of {limit}, {nodes} nodes {why}".rstrip())
-    return lines if mine else [*lines, "jobs: none in the queue"]
+    return lines if jobs else [*lines, "jobs: none in the queue"]
 
 
 def queued(run: Path, *options: str) -> list[list[str]]:
     """List squeue's jobs whose script lies in the run's directory, each as number, state, time used, time limit, nodes, reason."""
     rows = [line.split("|", 6) for line in call("squeue", "--noheader", "--me", *options, "--format=%i|%T|%M|%l|%D|%R|%o").splitlines()]
-    return [said for *said, script in rows if Path(script).resolve().is_relative_to((run / "slurm").resolve())]
+    return [fields for *fields, script in rows if Path(script).resolve().is_relative_to((run / "slurm").resolve())]
 
 
 def _submitted(run: Path, pattern: str) -> str | None:
     """Search the script of the last submission, and return the pattern's group; None if it is not found."""
-    found = [(int(match[1]), path) for path in (run / "slurm").glob("*/job.sbatch") if (match := SUBMITTED.fullmatch(path.parent.name))]
-    script = read_plain(max(found)[1], MAX_BYTES).decode() if found else ""
+    scripts = [(int(match[1]), path) for path in (run / "slurm").glob("*/job.sbatch") if (match := SUBMITTED.fullmatch(path.parent.name))]
+    script = read_plain(max(scripts)[1], MAX_BYTES).decode() if scripts else ""
     match = re.search(pattern, script, re.MULTILINE)
     return match[1] if match else None
 
@@ -95,10 +95,10 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        found = yaml_text.read(read_plain(run / "config.yaml", yaml_text.MAX_BYTES).decode())
+        tree = yaml_text.read(read_plain(run / "config.yaml", yaml_text.MAX_BYTES).decode())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _total(run: Path) -> int | None:

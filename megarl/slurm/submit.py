@@ -46,9 +46,9 @@ def submit(job: Job, config: RunSettings) -> list[str]:
         except NoAnswer as error:
             if not numbers:
                 raise
-            there = " ".join(numbers)
+            job_numbers = " ".join(numbers)
             raise NoAnswer(
-                f"{error}; {len(numbers)} of --chain {job.chain} are submitted: {there} (scancel {there} takes them back)"
+                f"{error}; {len(numbers)} of --chain {job.chain} are submitted: {job_numbers} (scancel {job_numbers} takes them back)"
             ) from None
     return numbers
 

@@ -35,9 +35,9 @@ class Mlflow:
         self._client = MlflowClient()
         project = self._client.get_experiment_by_name(log.project)
         experiment = self._client.create_experiment(log.project) if project is None else project.experiment_id
-        known = self._client.search_runs([experiment], f"tags.`{ID}` = '{run.id}'")
-        if known:
-            self._id = known[0].info.run_id
+        runs = self._client.search_runs([experiment], f"tags.`{ID}` = '{run.id}'")
+        if runs:
+            self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
             tags = {ID: run.id, NOTES: log.notes, "group": log.group, **dict.fromkeys(log.tags, "true")}

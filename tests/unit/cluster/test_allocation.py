@@ -358,7 +358,7 @@ def test_a_full_shared_disk_blames_no_node(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patched, pytest.raises(ConfigError, match=f"^{tmp_path}: the run's disk has 0.2 GB free of 1$"):
         patched.setattr(shutil, "disk_usage", lambda place: full)
         patched.setattr("megarl.cluster.preflight.present", asked.append)
-        preflight(allocation, gpus=False, read={}, timeout_s=1)
+        preflight(allocation, gpus=False, paths={}, timeout_s=1)
     assert not asked, "no node is asked, nor excluded"
 
     def no_quota(file: int) -> None:
