@@ -42,6 +42,42 @@ def qwen3(layers: int, hidden: int, heads: int, expert: int) -> dict[str, Any]:
     }
 
 
+def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "vocab_size": 201088,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "initial_context_length": 4096,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    }
+
+
+MXFP4 = {
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    "quant_method": "mxfp4",
+}
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 DELTA_NETS = {  # of Qwen3-Next and Qwen3.5-35B-A3B alike
     "full_attention_interval": 4,
@@ -625,6 +661,22 @@ MODELS = {
         },
         34_660_610_688,  # of its language model
         Layout(ranks=32, tp=2, pp=2, ep=8),
+    ),
+    "gpt-oss-20b": Published(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        gpt_oss(24, 32),
+        20_914_757_184,  # published as 20.91B
+        Layout(ranks=16, tp=2, pp=2, ep=4, etp=1),
+        quantization=MXFP4,
+    ),
+    "gpt-oss-120b": Published(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        gpt_oss(36, 128),
+        116_829_156_672,  # published as 116.83B
+        Layout(ranks=64, tp=4, pp=2, ep=8, etp=1),
+        quantization=MXFP4,
     ),
 }
 

@@ -134,7 +134,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 48}),
-    "gpt_oss": ("gpt_oss", {"sliding_window": 12, "swiglu_limit": 0.5}),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 12}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
     "moonlight": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2, "rms_norm_eps": 1e-2, **_UNGROUPED, **_PLAIN}),
     "kimi_k2": ("kimi_k2", {"q_lora_rank": 48, "routed_scaling_factor": 2.827, **_UNGROUPED}),
@@ -282,9 +282,12 @@ def _stir(model: PreTrainedModel) -> None:
 
     generator = torch.Generator().manual_seed(7)
     vectors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))]
-    biases = [tensor for name, tensor in model.named_parameters() if name.endswith("_bias") and tensor.ndim == 2]  # stacked, of experts
-    for vector in (*(tensor for tensor in vectors if tensor.ndim == 1), *biases):
+    biases = {name: tensor for name, tensor in model.named_parameters() if name.endswith("_bias") and tensor.ndim == 2}  # of experts
+    for vector in (*(tensor for tensor in vectors if tensor.ndim == 1), *biases.values()):
         vector.data += 0.1 * torch.randn(vector.shape, generator=generator)
+    for name, tensor in biases.items():
+        if name.endswith("gate_up_proj_bias"):  # some are beyond gpt-oss's limit, 7
+            tensor.data += 0.5 * torch.randn(tensor.shape, generator=generator) ** 3
 
 
 def main() -> None:

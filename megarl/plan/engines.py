@@ -34,7 +34,9 @@ class EngineMemory:
     experts: float  # part of the weights
     split: bool  # whether the tokens of a data-parallel rank are split among its GPUs on their way to the experts
     overhead: float
-    token: float  # KV cache of one token
+    token: float  # KV cache of one token in all layers
+    windowed: float  # part of it in layers with a sliding window, which keep the tokens of the window
+    window: int
     state: float  # what a sequence keeps beside that, however long it is: states of gated delta nets
     cache: float  # what is left for the KV cache; below 0: nothing fits
     longest: int  # tokens of the longest sequence
@@ -52,17 +54,16 @@ class EngineMemory:
     @property
     def room(self) -> bool:
         """Whether the KV cache has room for one sequence of the greatest length."""
-        return self.cache >= self.sequence
-
-    @property
-    def sequence(self) -> float:
-        """The cache of one sequence of the greatest length."""
-        return self.token * self.longest + self.state
+        return self.cache >= self.sequence(self.longest)
 
     @property
     def live(self) -> float:
         """How many sequences of the greatest length the engine holds at once: each data-parallel rank has sequences of its own."""
-        return self.dp * max(0.0, self.cache) / self.sequence
+        return self.dp * max(0.0, self.cache) / self.sequence(self.longest)
+
+    def sequence(self, tokens: float) -> float:
+        """Bytes of the cache of one sequence of as many tokens."""
+        return self.token * tokens - self.windowed * max(0.0, tokens - self.window) + self.state
 
 
 def engine_weights(model: ModelDescription, tp: int, dtype: str, dp: int = 1, *, expert_parallel: bool = False, fp8: bool = False) -> int:
@@ -198,6 +199,8 @@ def plan_engine(model: ModelDescription, settings: RolloutSettings, dtype: str, 
         split=splits_tokens(model, tp, dp, expert_parallel=apart),
         overhead=overhead,
         token=cache_bytes(description, tp, dtype),
+        windowed=cache_bytes(description, tp, dtype) * description.windowed,
+        window=description.window or 0,
         state=state_bytes(description, tp, dtype),
         cache=cache,
         longest=longest,

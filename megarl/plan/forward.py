@@ -151,5 +151,6 @@ def _attention_flops(model: Facts, length: float) -> float:
     each of whose numbers is decayed and asked, changed, and asked once more.
     """
     n, width = model.n, model.n.head_dim if model.latents is None else (model.n.head_dim + model.latents.value) / 2
-    flops = 4 * model.attention_layers * n.heads * width * length / 2
+    seen = (1 - model.windowed) * length / 2 + model.windowed * min(length / 2, model.window or 0)  # keys of the mean query and layer
+    flops = 4 * model.attention_layers * n.heads * width * seen
     return flops if model.delta_nets is None else flops + 7 * model.linear_layers * model.delta_nets.values * model.delta_nets.key_dim

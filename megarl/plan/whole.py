@@ -69,7 +69,7 @@ class Plan:
         """Bytes that a GPU must have for ranks and engines to fit on it."""
         needs = [group.worst.total + self.asleep for group in self.groups]
         if self.engine is not None:
-            one = self.engine.weights + self.engine.overhead + self.engine.sequence
+            one = self.engine.weights + self.engine.overhead + self.engine.sequence(self.engine.longest)
             needs += [one / self.engine.share, self.update if self.shared else self.receiver / (1 - self.engine.share)]
         return max(needs)
 
@@ -262,7 +262,7 @@ def _engine_faults(plan: Plan, engine: EngineMemory, has: str) -> list[str]:
         faults.append(
             f"{engine.size}: {contents} leave "
             f"{max(0, engine.cache) / GB:.1f} of rollout.gpu_memory_fraction={engine.share:g} of a GPU's {plan.memory / GB:g} GB, and one "
-            f"sequence of {engine.longest} tokens takes {engine.sequence / GB:.1f} GB of keys and values"
+            f"sequence of {engine.longest} tokens takes {engine.sequence(engine.longest) / GB:.1f} GB of keys and values"
         )
     waits = ASLEEP + plan.kept
     if plan.shared and share + waits > plan.memory:

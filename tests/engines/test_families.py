@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.config import ConfigError
 from megarl.engines.generate import Sampling, TokenPrompt
 from megarl.engines.registry import check_engine
 from megarl.models.description import ModelDescription
+from megarl.models.hf import Checkpoint
 from megarl.sync.fingerprint import compare
 from tests.engines.engine_host import Host
 from tests.engines.test_fp8 import digest_of
@@ -37,8 +37,9 @@ def other(path: Path, family: str) -> Any:
 
 
 def stored(path: Path, dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
-    """As a trainer of that dtype exports it."""
-    tensors = load_file(path / "model.safetensors").items()
+    """As a trainer of that dtype exports it: experts one by one, though a checkpoint may stack them."""
+    with Checkpoint(path) as checkpoint:
+        tensors = [(name, checkpoint.read(name)) for name in checkpoint.tensors]
     return [(name, tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)) for name, tensor in tensors]
 
 
@@ -70,6 +71,7 @@ LONG = (
     "qwen3_next",
     "qwen3_5_moe",
     "qwen3_5",
+    "gpt_oss",
 )
 SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "moonlight")
 

@@ -11,13 +11,17 @@ from pathlib import Path
 from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.vllm.arguments import check_arguments
 from megarl.engines.vllm.launch import VLLM_VERSION, vllm_names
+from megarl.models import decoder_blocks as blocks
 from megarl.models.delta_nets import delta_nets
 from megarl.models.description import ModelDescription
+from megarl.models.rope import mscale
 from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
 _NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py:72; models of its transformers backend are in other tables
 _BLOCK, _LATENT_BLOCK = 128, 16  # tokens per KV cache block of vLLM on CPU (vllm/platforms/cpu.py:256, :269)
+
+_CPU_UNITS = 32  # vLLM's CPU experts have a multiple of as many hidden units
 
 
 def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
@@ -26,11 +30,11 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
     A CPU engine needs `kv_cache_mb`, with room for one longest sequence. A GPU engine takes none.
     """
     check_arguments(settings.engine.args, gpu=gpu)
-    if model.architecture == "GptOssForCausalLM":  # to come: float32 sinks on CPUs, updates and fingerprints of its stacked experts
-        raise ConfigError("model.path: engines for GptOssForCausalLM are not supported yet: it trains without them (sft, rm, dpo)")
     _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350
         raise ConfigError("model.path: config.json has sliding windows in some layers only, which vLLM's Qwen2 does not support")
+    if model.architecture == "GptOssForCausalLM":
+        _check_gpt_oss(model, settings, gpu=gpu)
     heads, kv_heads = model.sizes.heads, model.sizes.groups
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
@@ -57,6 +61,33 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
             f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
             f"needs {needed}"
         )
+
+
+def _check_gpt_oss(model: ModelDescription, settings: RolloutSettings, *, gpu: bool) -> None:
+    """Raise ConfigError for what vLLM's gpt-oss has whatever config.json says, and for experts that its workers could not share.
+
+    The former are in models/gpt_oss.py:102, :172 and :448, and in activation.py:475, the latter in models/gpt_oss.py:386 and, for CPUs, in
+    fused_moe/experts/cpu_moe.py:105.
+    """
+    config, rope = model.config, model.rope
+    layers = [blocks.FULL if layer % 2 else blocks.SLIDING for layer in range(model.sizes.layers)]
+    for key, value in {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "layer_types": layers}.items():
+        if config[key] not in (value, None):
+            raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200}: vLLM's gpt-oss has {value!r:.200} in any case")
+    if rope.kind != "yarn" or rope.attention_factor != mscale(rope.numbers["factor"], 1.0):
+        raise ConfigError(
+            f"model.path: RoPE of type {rope.kind!r} with attention_factor={rope.attention_factor:g}: vLLM's gpt-oss has that of YaRN"
+        )
+    if settings.quantization is not None:
+        raise ConfigError(f"rollout.quantization={settings.quantization}: not supported for gpt-oss")
+    size, ranks = model.sizes.expert_ffn, settings.devices
+    if size % ranks:
+        raise ConfigError(
+            f"rollout.dp*rollout.tp={ranks}: does not divide the model's intermediate_size={size}, as vLLM's gpt-oss requires"
+        )
+    held = size if settings.expert_parallel else size // ranks
+    if not gpu and held % _CPU_UNITS:
+        raise ConfigError(f"rollout.dp*rollout.tp={ranks}: a CPU worker holds {held} units of each expert, not a multiple of {_CPU_UNITS}")
 
 
 def _check_blocks(model: ModelDescription, settings: RolloutSettings) -> None:

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import CopyCounter, materialize_layer
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from megarl.models.weight_map import SCALES
 from megarl.sync.wire import TensorName, each
@@ -22,25 +23,29 @@ from megarl.sync.wire import TensorName, each
 _KINDS = ("w1", "w3", "w2")  # vLLM's names for the gate, up and down projections
 
 
-def expert_names(path: str, layer: RoutedExperts) -> tuple[list[str], list[str], list[str]]:
-    """Return the Hugging Face names of the gate, up and down projections of this worker's experts in the layer at `path`."""
-    gate, up, down = ([name for name, place in names.items() if place is not None] for names in _placed(path, layer))
-    return gate, up, down
+def expert_names(path: str, layer: RoutedExperts) -> list[list[str]]:
+    """Return the Hugging Face names of the gate, up and down projections of this worker's experts in the layer at `path`.
+
+    gpt-oss has one tensor for gate and up.
+    """
+    return [[name for name, place in names.items() if place is not None] for names in _placed(path, layer)]
 
 
 def parts_of(layer: RoutedExperts) -> tuple[str, ...]:
     """Return what the names of the parameters of one projection add to "weight": "" for the weight itself, and SCALES for fp8 scales.
 
-    Other quantisations are left to vLLM's own `load_weights`: then it is ().
+    Other quantisations, and gpt-oss, are left to vLLM's own `load_weights`: then it is ().
     """
     method = layer.quant_method
+    if isinstance(layer, GptOssRoutedExperts):
+        return ()
     if isinstance(method, UnquantizedFusedMoEMethod):
         return ("",)
     return ("", SCALES) if isinstance(method, Fp8MoEMethod) and method.block_quant and method.weight_scale_refine is None else ()
 
 
 def _placed(path: str, layer: RoutedExperts) -> list[dict[str, int | None]]:
-    """Return, for gate, up and down projection, the place of every expert's in the layer's memory; None: another worker holds the expert.
+    """Return, for each projection of `expert_names`, the place of every expert's in the layer's memory; None: another worker holds it.
 
     With expert parallelism a worker holds some experts, in their order; its `expert_map` has -1 for the others.
     """
@@ -49,8 +54,11 @@ def _placed(path: str, layer: RoutedExperts) -> list[dict[str, int | None]]:
     own = [place for place in local if place >= 0]
     if own != list(range(layer.local_num_experts)):
         raise NotImplementedError(f"{path}: its experts are placed as {local}, not in their order")
-    kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-    return [{f"{prefix}.{expert}.{kind}.weight": None if place < 0 else place for expert, place in enumerate(local)} for kind in kinds]
+    if isinstance(layer, GptOssRoutedExperts):
+        leaves = ["gate_up_proj", "down_proj"]
+    else:
+        leaves = [f"{kind}.weight" for kind in (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)]
+    return [{f"{prefix}.{expert}.{leaf}": None if place < 0 else place for expert, place in enumerate(local)} for leaf in leaves]
 
 
 class ExpertLoader:

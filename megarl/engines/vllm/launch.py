@@ -179,9 +179,13 @@ def vllm_names(architectures: Iterable[str]) -> list[str]:
 
 
 def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
-    """Return whether megarl reads a directory's weights for the engine: either of them is quantised, but not as the other, or the directory
-    also holds what sees images."""
-    return bool(settings.quantization or model.config.get(QUANTIZATION) or model.sees_images)
+    """Return whether megarl reads a directory's weights for the engine.
+
+    It does so where either of them is quantised, but not as the other; where the directory also holds what sees images; and where experts
+    are stacked: of such vLLM's own reader gives each worker as many (vllm/model_executor/models/gpt_oss.py:1354), even if their number
+    does not divide.
+    """
+    return bool(settings.quantization or model.config.get(QUANTIZATION) or model.sees_images or model.family.stacked)
 
 
 def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from megarl.engines.vllm import latent_norms
+from megarl.engines.vllm import gpt_oss, latent_norms
 from megarl.sync.store import bind_stores
 from megarl.upstream.expect import expect
 
@@ -44,15 +44,20 @@ def run_coordinator(*arguments: Any, **named: Any) -> None:
 def run_core(*arguments: Any, **named: Any) -> None:
     """Schedule the requests of one data-parallel rank."""
     _enter()
-    latent_norms.install()
+    _mend_models()
     _run_core(*arguments, **named)
 
 
 def run_worker(*arguments: Any, **named: Any) -> None:
     """Compute on one device of several."""
     _enter()
-    latent_norms.install()
+    _mend_models()
     _run_worker(*arguments, **named)
+
+
+def _mend_models() -> None:
+    latent_norms.install()
+    gpt_oss.install()
 
 
 def _enter() -> None:

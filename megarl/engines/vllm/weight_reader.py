@@ -36,8 +36,10 @@ from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText0
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts, OAIAttention
 
 from megarl.engines.vllm.expert_loader import expert_names, parts_of
+from megarl.engines.vllm.gpt_oss import checkpoint_path
 from megarl.models.weight_map import FP8_BLOCK, SCALES
 from megarl.sync.fingerprint import Piece, fingerprints, keys, rearranged_fingerprints
 
@@ -128,7 +130,7 @@ def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
 
 def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
     packed, biases = getattr(model, "packed_modules_mapping", {}), _bias_names(model)
-    for path, layer in model.named_modules():
+    for path, layer in ((checkpoint_path(model, path), layer) for path, layer in model.named_modules()):
         if isinstance(layer, RoutedExperts):
             yield from _experts(path, layer, biases)
         elif isinstance(layer, QwenGatedDeltaNetAttention):
@@ -145,6 +147,8 @@ def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
                 yield _vocabulary(f"{path}.weight", layer, _matrix(_output_layer(model)))
         elif isinstance(layer, MiniMaxText01RMSNormTP):
             yield _plain([f"{path}.weight"], 0, layer.weight_shard_rank * len(layer.weight), layer.weight)
+        elif isinstance(layer, OAIAttention):
+            yield _plain([f"{path}.sinks"], 0, layer.qkv_proj.tp_rank * len(layer.sinks), layer.sinks)
         elif isinstance(layer, MLAAttention):
             yield from _stale(path, layer)
         else:
@@ -265,22 +269,40 @@ def _bias_names(model: nn.Module) -> dict[str, str]:
 
 
 def _experts(path: str, layer: RoutedExperts, biases: dict[str, str]) -> Iterator[_Shards | _Packed]:
-    """Yield the experts of one layer: gate, up and down projection of each, in the kernel's layout; and its router's bias."""
+    """Yield the experts of one layer: the projections of each, in the kernel's layout, and their biases; and its router's bias."""
+    stacked = isinstance(layer, GptOssRoutedExperts)
+    parts = ("_weight", "_bias") if stacked else tuple(f"_weight{scales}" for scales in parts_of(layer))
     for name, parameter in layer.named_parameters(recurse=False):
         if name == _BIAS:  # it belongs to the router, but vLLM's routing reads it here
             yield _plain([biases[path.removesuffix(".routed_experts").removesuffix(".experts")]], 0, 0, parameter)
-        elif name not in {f"{stack}_weight{scales}" for stack in ("w13", "w2") for scales in parts_of(layer)}:
+        elif name not in {stack + part for stack in ("w13", "w2") for part in parts}:
             raise NotImplementedError(f"{path}.{name}: expert parameters other than the three weights and the bias are not known here")
     if isinstance(layer.quant_method, Fp8MoEMethod):
         yield from _fp8_experts(path, layer)
         return
-    gate, up, down, padding13, padding2 = _parts(layer)
+    names, (*parts13, part2, padding13, padding2) = expert_names(path, layer), _parts(layer)
     w13_BP, w2_BP = layer.w13_weight.flatten(1), layer.w2_weight.flatten(1)
     for stack_BP, padding in ((w13_BP, padding13), (w2_BP, padding2)):
         if len(padding) and stack_BP[:, padding].any():
             raise NotImplementedError(f"{path}: the padding of the packed experts holds values other than 0")
-    for names, part, stack_BP in zip(expert_names(path, layer), (gate, up, down), (w13_BP, w13_BP, w2_BP), strict=True):
-        yield _Packed(names, part, stack_BP)
+    for one, part, stack_BP in zip(names, (*parts13, part2), (*[w13_BP] * len(parts13), w2_BP), strict=True):
+        yield _Packed(one, part, stack_BP)
+    if stacked:
+        yield from _expert_biases(path, layer, *names)
+
+
+def _expert_biases(path: str, layer: GptOssRoutedExperts, both: list[str], down: list[str]) -> Iterator[_Shards]:
+    """Yield the biases of a layer's experts, `both`: of gate and up. Where experts are sliced, the first worker adds those of `down`."""
+    kernel, rank = layer.quant_method.moe_kernel.fused_experts, layer.moe_config.tp_rank
+    held = [(layer.w13_bias, layer.w2_bias)]
+    if kernel.w1_bias.data_ptr() != layer.w13_bias.data_ptr():  # after a reload a CPU's kernel has copies of its own
+        held.append((kernel.w1_bias, kernel.w2_bias))
+    for w13_BO, w2_BO in held:
+        yield _Shards([f"{name}_bias" for name in both], 0, rank * w13_BO.shape[1], w13_BO[:, None])
+        if rank == 0:
+            yield _Shards([f"{name}_bias" for name in down], 0, 0, w2_BO[:, None])
+        elif w2_BO.any():
+            raise NotImplementedError(f"{path}: another worker than the first holds biases of down projections")
 
 
 def _fp8_experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
@@ -298,8 +320,10 @@ def _fp8_experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
             yield _Shards([name + scales for name in kind], row * stack.shape[1], column * stack.shape[2], stack)
 
 
-def _parts(layer: RoutedExperts) -> tuple[_Part, _Part, _Part, Tensor, Tensor]:
+def _parts(layer: RoutedExperts) -> tuple[Any, ...]:
     """Return the positions of the gate, up and down projections in packed w13 and w2, and the padding positions of w13 and of w2.
+
+    gpt-oss has one tensor for gate and up, whose rows alternate, and stores the transposes.
 
     vLLM packs a throw-away expert whose elements are their own numbers, 1, 2, 3, ...: each position then holds the number of the element
     that is kept there, and 0 is padding. This is valid for any kernel that only moves elements and pads with zeros; `_positions` checks
@@ -315,14 +339,16 @@ def _parts(layer: RoutedExperts) -> tuple[_Part, _Part, _Part, Tensor, Tensor]:
         for shift in range(0, count13.bit_length(), 8):
             byte13, byte2 = _packed(layer, *[(number >> shift & 0xFF).to(weight.dtype) for number in (number13, number2)])
             packed13, packed2 = packed13 + (byte13.reshape(-1).long() << shift), packed2 + (byte2.reshape(-1).long() << shift)
-        gate, up = _positions(packed13, count13).view(2, inner, hidden)
-        down = _positions(packed2, count2).view(hidden, inner)
-        parts = _part(gate, rank * inner, 0), _part(up, rank * inner, 0), _part(down, 0, rank * inner)
+        w13, down = _positions(packed13, count13).view(2 * inner, hidden), _positions(packed2, count2).view(hidden, inner)
+        if isinstance(layer, GptOssRoutedExperts):
+            parts: tuple[_Part, ...] = _part(w13.T, 0, rank * 2 * inner), _part(down.T, rank * inner, 0)
+        else:
+            parts = *(_part(half, rank * inner, 0) for half in w13.chunk(2)), _part(down, 0, rank * inner)
         _PARTS[key] = (*parts, (packed13 == 0).nonzero().squeeze(1), (packed2 == 0).nonzero().squeeze(1))
     return _PARTS[key]
 
 
-_PARTS: dict[Any, tuple[_Part, _Part, _Part, Tensor, Tensor]] = {}
+_PARTS: dict[Any, tuple[Any, ...]] = {}
 
 
 def _part(position_RC: Tensor, row: int, column: int) -> _Part:

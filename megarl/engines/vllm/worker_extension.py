@@ -26,6 +26,7 @@ from megarl.engines.vllm.cpu import experts as cpu_experts
 from megarl.engines.vllm.cpu import logprobs as cpu_logprobs
 from megarl.engines.vllm.cpu import mla as cpu_mla
 from megarl.engines.vllm.cpu import router as cpu_router
+from megarl.engines.vllm.cpu import sinks as cpu_sinks
 from megarl.engines.vllm.cpu import sleep as cpu_sleep
 from megarl.engines.vllm.requests import BY_POSITION
 from megarl.engines.vllm.weight_loader import WeightLoader
@@ -66,6 +67,7 @@ def enter_engine_process() -> None:
         cpu_mla.install()
         cpu_router.install()
         cpu_delta_net.install()
+        cpu_sinks.install()
         _rest()
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             # vLLM's AMX kernels (bf16) do not ask Linux for the tile registers first, and die of SIGILL. Workers inherit the permission.

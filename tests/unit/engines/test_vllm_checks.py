@@ -102,6 +102,36 @@ def test_blocks_that_an_fp8_engine_would_have_to_cut_are_refused(tiny_model: Pat
     check(ModelDescription.of({**config, "moe_intermediate_size": 128}), "float32", spread, gpu=False)  # a worker holds whole experts
 
 
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"rms_norm_eps": 1e-6}, {}, r"model\.path: config\.json's rms_norm_eps=1e-06: vLLM's gpt-oss has 1e-05 in any case"),
+        ({"swiglu_limit": 5.0}, {}, r"model\.path: config\.json's swiglu_limit=5\.0: vLLM's gpt-oss has 7\.0 in any case"),
+        ({"layer_types": ["full_attention"] * 24}, {}, r"model\.path: config\.json's layer_types=\['full_attention', [^\n]* in any case"),
+        ({"rope_scaling": {"rope_type": "default"}}, {}, r"model\.path: RoPE of type 'default' with attention_factor=1: [^\n]* YaRN"),
+        ({}, {"quantization": "fp8"}, r"rollout\.quantization=fp8: not supported for gpt-oss"),
+        (
+            {},
+            {"dp": 7, "expert_parallel": True},
+            r"rollout\.dp\*rollout\.tp=7: does not divide the model's intermediate_size=2880, as vLLM's gpt-oss requires",
+        ),
+        ({}, {"tp": 4}, r"rollout\.dp\*rollout\.tp=4: a CPU worker holds 720 units of each expert, not a multiple of 32"),
+        ({}, {"tp": 2}, None),
+        ({}, {"tp": 4, "expert_parallel": True}, None),
+        ({"layer_types": None}, {}, None),
+    ],
+)
+def test_what_the_gpt_oss_of_vllm_cannot_compute_is_refused(changes: dict[str, Any], settings: dict[str, Any], message: str | None) -> None:
+    published = MODELS["gpt-oss-20b"]
+    model = description_of(replace(published, config={**published.config, **changes}))
+    given = RolloutSettings(kv_cache_mb=4096, max_prompt_tokens=64, max_response_tokens=64, **settings)
+    if message is None:
+        check(model, "float32", given, gpu=False)
+        return
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        check(model, "float32", given, gpu=False)
+
+
 def test_a_replicated_matrix_may_end_in_a_part_of_a_block() -> None:
     """DeepSeek-V3's down-projection to the latents has 576 rows, its published FP8 weights too; a query's projection is split."""
     model = description_of(MODELS["DeepSeek-V3"])

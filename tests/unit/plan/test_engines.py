@@ -71,6 +71,15 @@ def test_shared_experts_are_whole_where_ranks_split_the_tokens_and_latents_stay_
     assert weight_parts(deepseek, 8, "bfloat16", fp8=True)[0] > twice + table
 
 
+def test_layers_with_a_window_keep_its_tokens_alone() -> None:
+    """Half of gpt-oss-20b's 24 layers: 8 heads of 64 for keys and for values, in bfloat16, split over two GPUs."""
+    settings = RolloutSettings(tp=2, max_prompt_tokens=1024, max_response_tokens=7168)
+    engine = plan_engine(description_of(MODELS["gpt-oss-20b"]), settings, "bfloat16", 80 * GB)
+    layer = 2 * 8 * 64 * 2 // 2
+    assert engine.sequence(8192) == 12 * layer * (8192 + 128) and engine.sequence(100) == 24 * layer * 100
+    assert engine.live == pytest.approx(engine.cache / engine.sequence(8192))
+
+
 def test_each_data_parallel_rank_has_sequences_of_its_own() -> None:
     given: dict[str, Any] = {"tp": 2, "max_prompt_tokens": 100, "max_response_tokens": 156, "max_num_seqs": 8}
     one, two = (plan_engine(SMALL, RolloutSettings(**given, dp=dp), "bfloat16", 80 * GB) for dp in (1, 2))

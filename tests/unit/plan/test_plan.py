@@ -44,6 +44,7 @@ PLANNED: dict[str, tuple[str, int | None]] = {
     "qwen3_5_35b_a3b/gspo.yaml": ("Qwen3.5-35B-A3B", None),
     "deepseek_v3/gspo.yaml": ("DeepSeek-V3", 128),
     "deepseek_v3/gspo_fp8.yaml": ("DeepSeek-V3", 128),
+    "gpt_oss_120b/gspo.yaml": ("gpt-oss-120b", None),
     **{f"recipes/large/{path.name}": ("Qwen3-30B-A3B", None) for path in (EXAMPLES / "recipes" / "large").glob("*.yaml")},
 }
 del PLANNED["recipes/large/sft.yaml"]  # of another verb

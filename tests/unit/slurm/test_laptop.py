@@ -27,6 +27,7 @@ BIG = {  # example: verb, nodes
     "qwen3_235b_a22b/gspo": ("train", 16),
     "deepseek_v3/gspo": ("train", 16),
     "deepseek_v3/gspo_fp8": ("train", 16),
+    "gpt_oss_120b/gspo": ("train", 8),
 }
 
 
