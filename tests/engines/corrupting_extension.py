@@ -41,6 +41,11 @@ class CorruptingExtension(WorkerExtension):
             layer.self_attn.qkv_proj.weight_scale_inv[-1, 2] *= 1.01
         elif what == "expert_bias":  # of the router, after the layers were loaded
             layer.mlp.gate.e_score_correction_bias[3] += 1e-3
+        elif what == "sinks":  # of gpt-oss
+            layer.attn.sinks[0] += 0.1
+        elif what == "kernel_bias":  # of gpt-oss's expert 5, where the kernel reads it
+            for five in self._places(5):
+                experts.quant_method.moe_kernel.fused_experts.w1_bias[five, 3] += 0.5
         elif what == "absorbed":  # what multi-latent attention decodes with, which vLLM has made of kv_b_proj
             attention = layer.self_attn.mla_attn.mla_attn
             attention.W_UV = torch.nn.Parameter(attention.W_UV.clone(), requires_grad=False)  # it was a view of the weight

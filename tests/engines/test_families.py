@@ -17,7 +17,8 @@ from megarl.models.hf import Checkpoint
 from megarl.sync.fingerprint import compare
 from tests.engines.engine_host import Host
 from tests.engines.test_fp8 import digest_of
-from tests.engines.test_updates import SETTINGS, Layout, _check_update, _start, check_plan
+from tests.engines.test_sleep import bits
+from tests.engines.test_updates import DP2_TP2_EP, EP2, ONE, SETTINGS, TWO, Layout, _check_update, _start, check_plan
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
 from tests.published_form import published
 from tests.rows import rows
@@ -98,11 +99,12 @@ def test_an_engine_has_the_language_model_of_one_that_sees_images(host: Host, tm
 
 
 WINDOW = 12  # tokens; the prompts below are longer, and the engine's blocks too
-# Variant -> family, and what its config.json has otherwise. All layers have a window, but for Ministral's.
+# Variant -> family, and what its config.json has otherwise. All layers have a window, but for those of Ministral and gpt-oss.
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "ministral": ("ministral", {}),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "gpt_oss": ("gpt_oss", {}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}),
 }
 
@@ -166,6 +168,47 @@ async def _fused(tmp_path: Path, tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_tensor_of_several_projections_follows_updates_on_any_rank(host: Host, tmp_path: Path, tp: int) -> None:
     host.run(_fused, tmp_path, tp)
+
+
+async def _stacked(tmp_path: Path, layout: Layout, dtype: str) -> None:
+    build(tmp_path / "model", **SIZES, seed=1, family="gpt_oss")
+    engine = await _start(tmp_path / "model", dtype, layout, blank=True)
+    trainer = Trainer(engine, "gloo", layout.workers)
+    try:
+        model = other(tmp_path / "other", "gpt_oss")
+        tensors = stored(tmp_path / "other", getattr(torch, dtype))
+        if dtype == "float32":
+            await _check_update(engine, trainer, model, tensors)
+        for what, name in (("sinks", "self_attn.sinks"), ("kernel_bias", "mlp.experts.5.gate_up_proj_bias")):
+            digest = await trainer.update(tensors)
+            assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == []
+            await engine._call("megarl_corrupt", what, timeout_s=TIMEOUT_S)
+            assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == [f"model.layers.1.{name}"]
+        await trainer.update(tensors)
+        first, held = bits(await generate(engine, PROMPTS, SAMPLING)), await engine.fingerprints(TIMEOUT_S)
+        for keep_weights in (True, False):
+            await engine.sleep(TIMEOUT_S, keep_weights=keep_weights)
+            await engine.wake("weights", TIMEOUT_S)
+            if not keep_weights:
+                await trainer.update(tensors)
+            await engine.wake("kv_cache", TIMEOUT_S)
+            assert await engine.fingerprints(TIMEOUT_S) == held
+            assert bits(await generate(engine, PROMPTS, SAMPLING)) == first
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    rows(
+        [(ONE, "float32"), (ONE, "bfloat16"), (TWO, "float32"), (EP2, "bfloat16"), (DP2_TP2_EP, "float32")],
+        [(ONE, "float32")],
+    ),
+)
+def test_sinks_and_the_biases_of_stacked_experts_follow_updates_and_sleep(host: Host, tmp_path: Path, layout: Layout, dtype: str) -> None:
+    """On each layout of an engine; a changed sink or bias is named, also where only the kernel reads it."""
+    host.run(_stacked, tmp_path, layout, dtype)
 
 
 async def _bias(tmp_path: Path, dtype: str) -> None:
