@@ -678,6 +678,32 @@ MODELS = {
         Layout(ranks=64, tp=4, pp=2, ep=8, etp=1),
         quantization=MXFP4,
     ),
+    "ERNIE-4.5-21B-A3B": Published(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 4,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_k": 6,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "moe_use_aux_free": True,
+            "use_bias": False,
+            "vocab_size": 103424,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        21_825_437_888,  # published as 21B
+        Layout(ranks=16, tp=4, pp=2, ep=4),
+    ),
 }
 
 

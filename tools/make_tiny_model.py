@@ -147,6 +147,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_5": ("qwen3_5_text", {"tie_word_embeddings": True}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"tie_word_embeddings": True}),
 }
 
 
@@ -205,7 +206,7 @@ def _common(layers: int, hidden: int) -> dict[str, Any]:
 
 def has_experts(family: str) -> bool:
     """Whether a family's layers are mixtures of experts."""
-    return "num_experts_per_tok" in _mlp(KNOWN_AS.get(FAMILIES[family][0], FAMILIES[family][0]), 1, 1, 1, 1)
+    return not _mlp(KNOWN_AS.get(FAMILIES[family][0], FAMILIES[family][0]), 1, 1, 1, 1).keys().isdisjoint(("num_experts_per_tok", "moe_k"))
 
 
 def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) -> dict[str, Any]:
@@ -219,6 +220,9 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     }
+    if kind == "ernie4_5_moe":
+        own = {"moe_num_experts": experts, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": expert_hidden}
+        return {**own, "moe_layer_start_index": min(1, layers - 1)}
     if kind == "olmoe":
         return {"intermediate_size": expert_hidden, "num_experts": experts, "num_experts_per_tok": 2}
     if kind == "qwen2_moe":
@@ -288,6 +292,9 @@ def _stir(model: PreTrainedModel) -> None:
     for name, tensor in biases.items():
         if name.endswith("gate_up_proj_bias"):  # some are beyond gpt-oss's limit, 7
             tensor.data += 0.5 * torch.randn(tensor.shape, generator=generator) ** 3
+    for tensor in model.parameters():
+        if tensor.ndim == 2 and not tensor.any():  # Ernie-4.5's routers
+            tensor.data += 0.06 * torch.randn(tensor.shape, generator=generator)
 
 
 def main() -> None:

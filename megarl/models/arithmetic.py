@@ -9,12 +9,13 @@ from megarl.models.description import ModelDescription
 
 # Keys that families read and that are sizes of tensors, do not change what a token's logits are, or have another form in `arithmetic`.
 _SIZES = {"vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "kv_lora_rank", "q_lora_rank"}
-_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"}
+_EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts", "moe_num_shared_experts"}
 _BESIDE = {
     "max_position_embeddings",
     "num_nextn_predict_layers",
     "layer_types",
     "mlp_only_layers",
+    *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
     "rope_theta",
     "partial_rotary_factor",
     "rotary_dim",

@@ -97,6 +97,8 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
             f"model.megatron.moe_router_fusion=True: Transformer Engine scores a group by num_experts_per_tok//topk_group={topk}//{groups} "
             f"best experts, and the model by {best}"
         )
+    if overrides.get("moe_router_fusion") and fixed.get("moe_router_enable_expert_bias") and best == 1:
+        raise ConfigError("model.megatron.moe_router_fusion=True: Transformer Engine knows no bias of a softmax router")
     if overrides:
         owned = {name: f"set by model.path, model.dtype, layout or megarl itself (to {value!r})" for name, value in fixed.items()}
         owned["recompute_granularity"] = "set by model.recompute"

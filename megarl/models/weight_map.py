@@ -564,7 +564,7 @@ class Family:
 
         These are the routers. Some of vLLM's models would quantise theirs.
         """
-        kept = (weight for weight in self.weights(config) if weight.layer is not None and not weight.linear)
+        kept = (weight for weight in self.weights(config) if weight.layer is not None and not weight.linear and not weight.float32)
         return [name.removesuffix(".weight") for weight in kept for name in weight.hf if len(weight.op.shapes[0]) == 2]
 
 

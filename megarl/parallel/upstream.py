@@ -66,11 +66,13 @@ def apply(
     from megatron.core.transformer import mla_qk_norm_config, mlp, multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     _pickled_tensors(megatron.core)
     _shape_exchange(P2PCommunicator, device, synchronize)
     _padded_counts(TopKRouter)
     _sorted_topk(moe_utils, TopKRouter)
+    _softmax_bias(TransformerConfig)
     _plain_queries(mla_qk_norm_config.QKNormConfigResolver, multi_latent_attention.MLASelfAttention)
     if not linear_attention:
         _torch_delta_net(common, gdn)
@@ -168,10 +170,11 @@ class SortedTopK:
 
     Args:
         best: of how many of its experts, the best ones, a group's score is the sum.
+        biased: the router, if it chooses by the softmax of its logits plus its bias.
     """
 
-    def __init__(self, best: int) -> None:
-        self._best = best
+    def __init__(self, best: int, biased: Any = None) -> None:
+        self._best, self._biased = best, () if biased is None else (biased,)  # in a tuple, which torch does not look into for modules
 
     def get_replay_topk(
         self,
@@ -191,6 +194,9 @@ class SortedTopK:
             choose_topk: Megatron's own choice, which takes these arguments.
         """
         with torch.enable_grad():  # around the choice alone: `routing` knows by its absence what the backward pass will recompute
+            for router in self._biased:
+                chosen_RK = choose_topk(scores_RE.softmax(-1) + router.expert_bias, topk)[1]
+                return scores_RE.gather(1, chosen_RK), chosen_RK
             if not num_groups or not group_topk:
                 return choose_topk(scores_RE, topk)
             scores_RGI = scores_RE.unflatten(1, (num_groups, -1))  # I experts of each of G groups
@@ -204,6 +210,8 @@ def _sorted_topk(moe_utils: Any, router: Any) -> None:
     another order: log-probs of a pass without gradients (old, reference) differ from the training pass's in their last bits.
 
     moe_utils.py:656 scores a group by the sum of its topk // group_topk best experts, where the models have `best_of_group`.
+
+    moe_utils.py:839 knows no bias of a softmax router (Ernie-4.5's), by which experts are chosen and not weighted.
     """
     expect(moe_utils.group_limited_topk, "topk(topk // group_topk, dim=-1)[0].sum(dim=-1)")
     expect(moe_utils.topk_routing_with_score_function, "torch.topk(scores, k=topk, dim=1, sorted=torch.is_grad_enabled())")
@@ -214,9 +222,25 @@ def _sorted_topk(moe_utils: Any, router: Any) -> None:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
         if self.router_replay is None:
-            self.router_replay = SortedTopK(best_of_group(self.config.moe_router_score_function))
+            kind = self.config.moe_router_score_function
+            biased = kind == "softmax" and self.enable_expert_bias
+            self.router_replay = SortedTopK(best_of_group(kind), self if biased else None)
 
     router.__init__ = __init__
+
+
+def _softmax_bias(config: Any) -> None:
+    """transformer_config.py:2284 refuses a router's bias beside a softmax, which `_sorted_topk` gives it."""
+    check = config.__post_init__
+    expect(check, "if self.moe_router_enable_expert_bias and self.moe_router_score_function not in (", "raise ValueError(")
+
+    def __post_init__(self: Any) -> None:
+        wanted = self.moe_router_enable_expert_bias
+        self.moe_router_enable_expert_bias = wanted and self.moe_router_score_function != "softmax"
+        check(self)
+        self.moe_router_enable_expert_bias = wanted
+
+    config.__post_init__ = __post_init__
 
 
 def _plain_queries(resolver: Any, attention: Any) -> None:

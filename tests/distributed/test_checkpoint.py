@@ -13,6 +13,7 @@ from torch import Tensor
 from megarl.config import Layout
 from tests.distributed.checkpoint_work import Resumed, beside_extra_states, plain_tensors, resume, resume_from_memory, train_and_save
 from tests.distributed.test_layouts import LAYOUTS
+from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import Job, make_checkpoint
 from tests.rank_pool import Pool
 from tests.rows import rows
@@ -104,6 +105,18 @@ def test_a_checkpoint_continues_on_another_layout(pool: Pool, save: Save, path: 
     layouts = {**LAYOUTS, "one": ONE}
     saved = save(job(path, layouts[before], layouts[after]), layouts[before])
     assert_continues(pool, saved, layouts[after], tmp_path, rel=1e-6)
+
+
+GPT_OSS = [("tp2_ep2", "pp2_ep2"), ("pp2_ep2", "ep4"), ("ep4", "tp2_ep2")]
+
+
+@pytest.mark.parametrize(("before", "after"), rows(GPT_OSS, []))
+def test_sinks_and_biases_continue_on_another_layout(pool: Pool, save: Save, make: Make, tmp_path: Path, before: str, after: str) -> None:
+    """Those of gpt-oss: sinks are split over the heads' ranks, and biases of experts are with them."""
+    path = make("gpt_oss", vocab_size=128, num_experts_per_tok=8)
+    saved = save(job(path, LAYOUTS[before], LAYOUTS[after]), LAYOUTS[before])
+    assert any("softmax_offset" in key for key in saved.tensors)
+    assert_continues(pool, saved, LAYOUTS[after], tmp_path, rel=1e-6)
 
 
 def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, tmp_path: Path) -> None:

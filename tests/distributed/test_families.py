@@ -151,6 +151,7 @@ SPARSE["qwen2_moe"] = (
     {"rope_parameters", "norm_topk_prob", "qkv_bias", "layer_types"},
     {"rope_theta": 1e6},
 )
+SPARSE["ernie"] = ("ernie4_5_moe", {"rope_parameters", "moe_layer_start_index", "moe_layer_end_index", "use_bias", "moe_norm_min"}, {})
 SPARSE["olmoe"] = ("olmoe", {"rope_parameters", "clip_qkv", "norm_topk_prob", "rms_norm_eps", "head_dim"}, {"rope_theta": 5e5})
 
 

@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", EVERY_EXPERT),
     "qwen2_moe": ("qwen2_moe", EVERY_EXPERT),
     "olmoe": ("olmoe", EVERY_EXPERT),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_k": 8}),
 }
 CASES = [
     *(("qwen2_tied", name) for name in ("tp2", "pp2", "tp2_pp2", "cp2", "dp2")),
@@ -64,6 +65,7 @@ CASES = [
     *(("ministral", name) for name in ("tp2", "pp2", "cp2", "dp2", "tp2_pp2")),
     *(("minimax_m2", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2", "tp2_etp2_ep2")),
     *(("qwen2_moe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2")),
+    *(("ernie4_5_moe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_etp2_ep2")),
     *(("olmoe", name) for name in ("tp2_ep2", "pp2", "cp2")),
 ]
 SUITE = [

@@ -73,6 +73,7 @@ LONG = (
     "qwen3_5_moe",
     "qwen3_5",
     "gpt_oss",
+    "ernie4_5_moe",
 )
 SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "moonlight")
 

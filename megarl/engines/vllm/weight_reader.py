@@ -36,6 +36,7 @@ from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText0
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.ernie45_moe import Ernie4_5_MoeForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts, OAIAttention
 
 from megarl.engines.vllm.expert_loader import expert_names, parts_of
@@ -261,11 +262,15 @@ def _input_size(layer: LinearBase | VocabParallelEmbedding) -> int:
 
 
 def _bias_names(model: nn.Module) -> dict[str, str]:
-    """Return the names of the routers' expert biases by the path of their layer, in which they belong to the router or to the layer."""
-    names = (
-        f"{path}.{_BIAS}" for path, layer in model.named_modules() if _BIAS in layer._parameters and not isinstance(layer, RoutedExperts)
-    )
-    return {name.removesuffix(f".{_BIAS}").removesuffix(".gate"): name for name in names}
+    """Return the names of the routers' expert biases by the path of their layer, in which they belong to the router or to the layer.
+
+    In Ernie-4.5's checkpoints they belong to a module of their own.
+    """
+    owners = [path for path, layer in model.named_modules() if _BIAS in layer._parameters and not isinstance(layer, RoutedExperts)]
+    apart = isinstance(model, Ernie4_5_MoeForCausalLM)
+    return {
+        path.removesuffix(".gate"): f"{path.removesuffix('.gate')}.moe_statics.{_BIAS}" if apart else f"{path}.{_BIAS}" for path in owners
+    }
 
 
 def _experts(path: str, layer: RoutedExperts, biases: dict[str, str]) -> Iterator[_Shards | _Packed]:

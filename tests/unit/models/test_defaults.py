@@ -22,8 +22,9 @@ KINDS = {head.architecture: MODEL_TYPES[head.architecture][0] for family in FAMI
 # What transformers has no key for: it knows only these values.
 FIXED = {"scoring_func", "topk_method", "use_routing_bias"}
 WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}
-UNREAD = {  # what some classes have no key for, or read for RoPE alone
+UNREAD = {  # what some classes have no key for, read for RoPE alone, or replace by what it means
     "glm4_moe_lite": {"num_nextn_predict_layers", "first_k_dense_replace"},
+    "ernie4_5_moe": {"num_nextn_predict_layers", "attention_dropout", "moe_layer_end_index"},
     "minimax_m2": {"num_nextn_predict_layers", "rotary_dim"},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), {"mtp_num_hidden_layers"}),
 }
@@ -134,6 +135,7 @@ def test_a_missing_or_null_key_has_transformers_default_or_is_refused(architectu
             assert same({**rest, name: None}) <= (family.defaults[key] is None or key in family.nullable), "a null that says nothing"
     sizes = {"hidden_size", "num_attention_heads", "head_dim", "num_key_value_heads", "sliding_window"}  # others do not go with the rest
     sizes |= {"n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "qk_rope_head_dim", "linear_num_key_heads"}
+    sizes |= {"num_hidden_layers"} if "moe_layer_end_index" in family.defaults else set()
     assert family.defaults.keys() - taken <= sizes, "the default of every other key is taken"
 
 

@@ -169,6 +169,7 @@ OLD: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"rope_theta": 10000, "rope_scaling": None, "partial_rotary_factor": 1.0, "mlp_layer_types": None},
     "qwen2_moe": {"rope_theta": 10000.0, "sliding_window": 32768, "max_window_layers": 28, "layer_types": None},
     "olmoe": {"rope_theta": 10000.0, "rope_scaling": None},
+    "ernie4_5_moe": {"rope_theta": 500000.0, "moe_layer_end_index": -1, "moe_use_aux_free": True, "moe_gate": "topk", "use_bias": None},
     "minimax_m2": {"rope_theta": 5000000, "partial_rotary_factor": None, "use_qk_norm": True, "qk_norm_type": "per_layer"},
     "deepseek_v3": {
         "rope_theta": 10000,
@@ -284,6 +285,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not supported for OLMoE"),
     ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported for OLMoE"),
     ("olmoe", {"head_dim": 16}, "head_dim=16 is not hidden_size=128 / num_attention_heads=4"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported for Ernie-4.5-MoE"),
+    ("ernie4_5_moe", {"moe_norm_min": 1e-3}, "moe_norm_min=0.001 is not supported for Ernie-4.5-MoE"),
+    ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval=2 for 2 layers, with moe_num_shared_experts=1: for Ernie-4.5-MoE all"),
+    ("ernie4_5_moe", {"moe_layer_end_index": 0}, "moe_layer_end_index=0 and moe_layer_interval=1 for 2 layers"),
+    ("ernie4_5_moe", {"moe_layer_start_index": 2}, "moe_layer_start_index=2, moe_layer_end_index=1"),
+    ("ernie4_5_moe", {"moe_k": 9}, "num_experts_per_tok=9 is more than its 8 experts"),
     ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "with partial_rotary_factor=0.5 is not"),
 ]
 
