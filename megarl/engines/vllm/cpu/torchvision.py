@@ -32,7 +32,7 @@ def not_needed() -> Iterator[None]:
     assert not is_torchvision_available(), "transformers keeps this answer, and looks no more"
     modules = {name: ModuleType(name) for name in accumulate(_FUNCTIONAL.split("."), lambda before, name: f"{before}.{name}")}
     for name, module in modules.items():
-        module.__path__ = []  # type: ignore[attr-defined]  # a package
+        module.__path__ = []  # a package
         parent, _, own = name.rpartition(".")
         if parent:
             setattr(modules[parent], own, module)
