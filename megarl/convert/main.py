@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megarl.convert.conversion_directory import ConversionDirectory
     from megarl.convert.dcp_source import DcpSource
     from megarl.convert.engine import Conversion
+    from megarl.convert.hub import Upload
     from megarl.convert.plan import PlannedParameter
     from megarl.convert.step_source import StepSource
 
@@ -48,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("out", type=Path, metavar="OUT")
     two.add_argument("--like", type=Path, metavar="HF_DIR", help="config.json and tokenizer, if the checkpoint has none")
     two.add_argument("--shard-gb", type=float, default=5.0, help="size of one file, in 10^9 bytes (default 5)")
+    two.add_argument("--upload", metavar="ORG/NAME", help="uploads OUT to this repository of huggingface.co, a private one if it is new")
+    two.add_argument("--public", action="store_true", help="makes that repository public, or uploads to one that is")
     three = verbs.add_parser("megatron-to-step", help="another program's Megatron checkpoint into OUT/step_000000, which megarl runs load")
     three.add_argument(
         "source", type=Path, metavar="CHECKPOINT", help="of Megatron-LM, slime or verl (iter_*, global_step_*), or the directory of these"
@@ -156,14 +159,26 @@ def _to_steps(source: Source | DcpSource, given: argparse.Namespace) -> int:
 
 def _to_hf(given: argparse.Namespace) -> int:
     from megarl.convert import to_hf
+    from megarl.convert.hub import Upload
 
     if not 1 <= given.shard_gb * GB <= MAX_SHARD:
         raise ConfigError(f"convert: --shard-gb {given.shard_gb:g} is not a valid file size")
+    if given.public and given.upload is None:
+        raise ConfigError("convert: --public is of --upload")
+    upload = None if given.upload is None else Upload(given.upload, public=given.public)
     conversion = to_hf.ToHF(_checkpoint(given), given.out, dtype=given.dtype, shard_bytes=int(given.shard_gb * GB))
     if given.plan:
         say(*summary(conversion.items, len(conversion.units)))
         return 0
-    return _run(conversion, to_hf.conversion_directory(given.out), given.workers)
+    if upload is not None and conversion.done:  # by a command that was interrupted as it uploaded
+        return _upload(upload, given.out)
+    status = _run(conversion, to_hf.conversion_directory(given.out), given.workers)
+    return status if status or upload is None else _upload(upload, given.out)
+
+
+def _upload(upload: Upload, out: Path) -> int:
+    say(f"megarl: {upload.run(out)}: {out} is uploaded")
+    return 0
 
 
 def _checkpoint(given: argparse.Namespace) -> StepSource | DcpSource:

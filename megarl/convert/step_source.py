@@ -47,7 +47,7 @@ class StepSource:
     def __init__(self, step: Path, model: str | None, like: Path | None) -> None:
         self._step = _whole(step)
         self._name = _model(self._step, model)
-        self.path = step / self._name
+        self.path, self.step = step / self._name, self._step.manifest.step
         self.hf = like if like is not None else self.path / HF
         self.model = self._read_description(like)
         tensors = read_index(self._step, self._name)

@@ -20,6 +20,7 @@ from megarl.convert.step_source import StepSource
 from megarl.errors import ConfigError
 from megarl.models.hf import CONVERSION, INDEX, SINGLE, TensorInfo, stack_of
 from megarl.models.hf_writer import described, write_files
+from megarl.observe.card import CARD, card, run_of
 from megarl.parallel.checkpoint.dcp import memory_of
 
 _ALIGNED = 8  # bytes; alignment of the start of safetensors' data
@@ -53,7 +54,7 @@ class ToHF(Conversion):
     """
 
     def __init__(self, source: StepSource | DcpSource, target: Path, *, dtype: str | None, shard_bytes: int) -> None:
-        self._directory, self._source, self._cast = conversion_directory(target), source, dtype
+        self._target, self._directory, self._source, self._cast = target, conversion_directory(target), source, dtype
         self.items = make_items(source.model, source.head, source.dtype, NAMES[dtype] if dtype is not None else None)
         source.audit(self.items)
         self._shards = cut_shards(self.items, shard_bytes)
@@ -87,6 +88,15 @@ class ToHF(Conversion):
             for name, info in found:
                 slots[name] = Slot(file, data + info.start, TensorInfo(info.shape, info.dtype, info.file, data + info.start))
         return slots, headers
+
+    @property
+    def done(self) -> bool:
+        """Whether the target is there already, converted from this source in this way."""
+        try:
+            report = json.loads((self._target / CONVERSION).read_text())
+        except FileNotFoundError:
+            return False
+        return [report.get(key) for key in ("to", "source", "dtype")] == ["hf", str(self._source.path.resolve()), self._cast]
 
     def plan(self) -> dict[str, Any]:
         plan = self._source.plan()
@@ -141,13 +151,20 @@ class ToHF(Conversion):
                 _put(descriptor, header, 0)
             finally:
                 os.close(descriptor)
-        files = described(self._source.hf, self._cast, self._source.changes)
+        files = {**self._card(), **described(self._source.hf, self._cast, self._source.changes)}
         if len(self._headers) > 1:
             index = dict(sorted({stack_of(name)[0]: slot.file for name, slot in self._slots.items()}.items()))
             size = sum(slot.info.size for slot in self._slots.values())
             files[INDEX] = (json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n").encode()
         files[CONVERSION] = json.dumps(self._report(hashes), indent=1).encode()
         write_files(self._directory.partial, files)
+
+    def _card(self) -> dict[str, bytes]:
+        """Return the model card, if a run has saved the model."""
+        source = self._source
+        if not isinstance(source, StepSource) or (run := run_of(source.path.parent)) is None:
+            return {}
+        return {CARD: card(run, source.step, source.head, source.path.name).encode()}
 
     def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """Return the contents of conversion.json: every tensor written, its hash, and the parameter from which it was made."""

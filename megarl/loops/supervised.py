@@ -147,6 +147,7 @@ def take_steps(stage: Stage, run: Run, learners: Learners, state: SupervisedStat
         if settings.patience and state.best.kept:
             run.note(f"ends after step {state.step}; keeps the model of step {state.best.step}, the best")
             state.best.leave(run.directory / "model")
+            run.model_step = state.best.step
         elif settings.steps:
             with run.phase("save"):
                 learners.save(run.directory / "model")

@@ -97,6 +97,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
             if config.train.best is not None and state.best.kept:
                 run.note(f"ends after step {state.step}; keeps the policy of step {state.best.step}, the best in {config.train.best}")
                 state.best.leave(run.directory / "model")
+                run.model_step = state.best.step
             else:
                 models.save("policy", run.directory / "model")
             if config.critic is not None:

@@ -26,7 +26,7 @@ from megarl.config import (
     total_steps,
 )
 from megarl.errors import Stopped
-from megarl.observe import page, report, run_record, samples, summary
+from megarl.observe import card, page, report, run_record, samples, summary
 from megarl.observe.alarms import Alarms
 from megarl.observe.console import Console, Screen
 from megarl.observe.estimates import SetResult
@@ -97,6 +97,7 @@ class Run:
         self.ended_by: str | None = None  # the alarm that ends this run
         self.engine_gpus: int | None = 1  # for an engine with the final model; None: it fits on no node
         self._events: dict[str, float] = {}  # for the next row of the metrics
+        self.model_step: int | None = None  # after which the final model was saved; None: the last one
         self._step = self._learned = 0  # the last step, and the number of steps that trained a policy
         self._console = Console(config.name, total_steps(config), self._phases.current)
         self._commit = summary.commit()  # before anybody edits the files that this process has loaded
@@ -112,7 +113,7 @@ class Run:
                 self._go_on(self._resumed)
                 set_aside(self.directory, RESULTS, self._config.model.path)
             (self.directory / LOGS).mkdir(exist_ok=True)
-            self._record = run_record.begin(self._config, resumes=self._resumed is not None)
+            self._record = run_record.begin(self._config, self._commit, resumes=self._resumed is not None)
             run_record.write(self.directory, self._record)
             (self.directory / "config.yaml").write_text(dump(self._config))
             self._writers = self._open_writers(None if self._resumed is None else self._step + 1)
@@ -417,6 +418,10 @@ class Run:
             report.draw(self.directory / METRICS, self.directory / "report.png")
         summary.write(self.directory / "summary.json", result)
         page.write(self.directory)
+        for model in ("model", "critic"):
+            if (self.directory / model).is_dir():
+                step = self.model_step if model == "model" else None
+                card.write(self.directory, self.directory / model, self._step if step is None else step)
         summary.show(result, Screen())
         self._console.note(f"results are in {self.directory}: {', '.join(name for name in SHOWN if (self.directory / name).exists())}")
         if samples.files(self.directory):

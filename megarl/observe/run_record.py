@@ -24,6 +24,7 @@ class RunStart:
 
     gpus: int
     wall_s: Mapping[str, float]  # by phase
+    commit: str | None = None  # of megarl's source, as in summary.json; earlier versions wrote none
 
     @property
     def seconds(self) -> float:
@@ -67,17 +68,18 @@ class RunRecord:
 _KINDS = TypeAdapter(RunRecord)
 
 
-def begin(config: RunSettings, *, resumes: bool) -> RunRecord:
+def begin(config: RunSettings, commit: str | None, *, resumes: bool) -> RunRecord:
     """Return the record of a run that starts.
 
     Args:
         config: the run's configuration.
+        commit: that of megarl's source.
         resumes: whether it goes on with the run in its directory. Where that has no readable record, this start counts as the first.
     """
     inputs = held_by(config.model_dump()) if isinstance(config, TrainingSettings) else {}
     earlier = read(config.directory) if resumes else None
     new = RunRecord(secrets.token_hex(8), config.verb, inputs, 0, ())
-    return replace(earlier or new, starts=(*(earlier or new).starts, RunStart(0, {})))
+    return replace(earlier or new, starts=(*(earlier or new).starts, RunStart(0, {}, commit)))
 
 
 def read(directory: Path) -> RunRecord | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import yaml
 from safetensors.torch import load_file
 
 from megarl.config import SftConfig, load
@@ -57,6 +58,9 @@ def test_the_policy_of_the_best_evaluation_is_left(lab: Lab, tmp_path: Path, tin
     assert kept.name == f"{highest + 1:06d}"
     left = load_file(tmp_path / "job" / "model" / "model.safetensors")
     assert all(bool((left[name] == tensor).all()) for name, tensor in load_file(kept / "model.safetensors").items())
+    words = (tmp_path / "job" / "model" / "README.md").read_text()
+    facts = yaml.safe_load(words.split("---\n")[1])["megarl"]
+    assert facts["steps"] == highest + 1 and facts["evaluation"]["eval/heldout/avg@1"] == max(scores) and facts["commit"]
     text = job.write().read_text()
     cut = [line for line in text.splitlines() if not line.startswith(("optimizer", "algorithm", "sync", "train", "  train"))]
     (tmp_path / "eval.yaml").write_text("\n".join(cut))
