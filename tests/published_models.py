@@ -420,7 +420,7 @@ MODELS = {
         15_960_110_208,  # published as 16B
         Layout(ranks=8, tp=2, ep=4),
     ),
-    "Kimi-K2": Published(
+    "Kimi-K2-Instruct": Published(
         "kimi_k2",
         "DeepseekV3ForCausalLM",
         {

@@ -45,6 +45,7 @@ PLANNED: dict[str, tuple[str, int | None]] = {
     "deepseek_v3/gspo.yaml": ("DeepSeek-V3", 128),
     "deepseek_v3/gspo_fp8.yaml": ("DeepSeek-V3", 128),
     "gpt_oss_120b/gspo.yaml": ("gpt-oss-120b", None),
+    "kimi_k2/gspo.yaml": ("Kimi-K2-Instruct", 256),
     **{f"recipes/large/{path.name}": ("Qwen3-30B-A3B", None) for path in (EXAMPLES / "recipes" / "large").glob("*.yaml")},
 }
 del PLANNED["recipes/large/sft.yaml"]  # of another verb

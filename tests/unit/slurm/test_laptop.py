@@ -28,6 +28,7 @@ BIG = {  # example: verb, nodes
     "deepseek_v3/gspo": ("train", 16),
     "deepseek_v3/gspo_fp8": ("train", 16),
     "gpt_oss_120b/gspo": ("train", 8),
+    "kimi_k2/gspo": ("train", 32),
 }
 
 
