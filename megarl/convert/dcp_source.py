@@ -29,6 +29,7 @@ from megarl.parallel.checkpoint.index import Shard, check_cover
 TRACKER = "latest_checkpointed_iteration.txt"
 DIST = "dist_ckpt"  # verl's folder of a checkpoint
 ACTOR = "actor"  # verl's folder of the policy
+SLOT = "model"  # verl's folder of the weights in its second layout; the first has `DIST` in the model's own folder
 EMBEDDING = "embedding.word_embeddings.weight"
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # beginning of the names of optimizer states
 _PREDICTORS = "mtp."  # beginning of the names of multi-token prediction layers
@@ -44,15 +45,17 @@ def find_dcp(path: Path, model: str | None) -> Path | None:
         model: the model's folder in a checkpoint of verl; None: "actor".
 
     Raises:
-        ConfigError: there are checkpoints, but none in torch_dist, or no tracker that names one of them.
+        ConfigError: there are checkpoints, but none in torch_dist, or no tracker that names one of them; or the weights are Hugging Face's.
     """
     if (path / TRACKER).is_file():
         path = _newest(path)
     elif not _STEP.fullmatch(path.name) and (steps := sorted(entry.name for entry in path.iterdir() if _STEP.fullmatch(entry.name))):
         raise ConfigError(f"convert: {path} has no {TRACKER}: name one of its checkpoints, such as {path / steps[-1]}")
-    folders = [path, path / DIST, path / "model" / DIST]
-    folders += [path / (model or ACTOR) / folder for folder in ("", DIST, f"model/{DIST}")]
-    found = next((folder for folder in folders if (folder / METADATA).is_file()), None)
+    roots = [path, path / (model or ACTOR)]
+    found = next((folder for root in roots for folder in (root, root / DIST, root / SLOT / DIST) if (folder / METADATA).is_file()), None)
+    for folder in (root / SLOT / "huggingface" for root in roots):
+        if found is None and any(folder.glob("*.safetensors")):
+            raise ConfigError(f"convert: {path}: its weights are in {folder}, a Hugging Face directory already")
     if found is None and (_STEP.fullmatch(path.name) or any(path.glob("mp_rank_*"))):
         raise ConfigError(f"convert: {path} holds no checkpoint in Megatron's torch_dist format (no {METADATA}), and no other is read")
     return found

@@ -15,9 +15,12 @@ from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import load_hf
+from tests.distributed.grouped_experts import group_experts
 
 
-def save_dist(grid: Grid, path: Path, folder: Path, metadata: dict[str, Any], head: HeadKind = "lm", dtype: str = "float32") -> None:
+def save_dist(
+    grid: Grid, path: Path, folder: Path, metadata: dict[str, Any], head: HeadKind = "lm", dtype: str = "float32", grouped: bool = False
+) -> None:
     """Save a model and beside it what Megatron-LM saves: an optimizer's state, random states, and its arguments.
 
     Args:
@@ -27,6 +30,7 @@ def save_dist(grid: Grid, path: Path, folder: Path, metadata: dict[str, Any], he
         metadata: of `sharded_state_dict`: it decides how layers and experts are named.
         head: the head of the model.
         dtype: of its weights.
+        grouped: save the experts as `--moe-grouped-gemm` does.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -37,6 +41,7 @@ def save_dist(grid: Grid, path: Path, folder: Path, metadata: dict[str, Any], he
     state: dict[str, Any] = {"args": {"num_layers": model.sizes.layers}, "iteration": 10}
     for number, chunk in enumerate(chunks):
         bare = getattr(chunk, "module", chunk)
+        assert not grouped or group_experts(bare)
         state[f"model{number}"] = bare.sharded_state_dict(metadata={"dp_cp_group": grid.groups.dp_cp, **metadata})
     moment = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
     state["optimizer"] = {"exp_avg": ShardedTensor.from_rank_offsets(moment, torch.zeros(4), (0, grid.rank, grid.world))}
