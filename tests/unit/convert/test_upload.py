@@ -23,6 +23,8 @@ from megarl.cli import main
 from megarl.observe import card
 from tests.unit.convert.converting import convert, refused
 
+# huggingface_hub's own
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes/text content:DeprecationWarning")
 TOKEN, REPOSITORY = "hf_of_nobody", "lab/tiny"
 CONFIG = {
     "name": "lab/tiny run",
