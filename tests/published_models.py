@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config import Layout
@@ -705,6 +705,57 @@ MODELS = {
         Layout(ranks=16, tp=4, pp=2, ep=4),
     ),
 }
+_V3 = MODELS["DeepSeek-V3"]
+MODELS["DeepSeek-V3.2"] = replace(
+    _V3,
+    kind="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    config={**_V3.config, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
+    # The model hub counts 685,396,921,376, with scales and a layer of multi-token prediction, and 684,531,386,000 of DeepSeek-V3: the
+    # difference is 62 indexers of 13,959,424 with 824 scales each. Here there are 61.
+    parameters=_V3.parameters + 61 * 13_959_424,
+)
+MODELS["GLM-5"] = Published(
+    "glm_moe_dsa",
+    "GlmMoeDsaForCausalLM",
+    {
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 78,
+        "num_nextn_predict_layers": 1,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 2048,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "head_dim": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 8,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "indexer_rope_interleave": True,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "max_position_embeddings": 202752,
+        "tie_word_embeddings": False,
+    },
+    743_911_218_432,  # the model hub counts 753,864,139,008 with the layer of multi-token prediction
+    Layout(ranks=192, tp=4, pp=6, ep=8),
+)
 
 
 def config_of(model: Published) -> dict[str, Any]:

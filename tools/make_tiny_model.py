@@ -107,6 +107,7 @@ def fast_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
 
 
 _UNGROUPED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+_INDEXER = {"index_topk": 12, "index_head_dim": 32, "index_n_heads": 16}  # so many heads that no score is 0, which would be a tie
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # model_type that transformers does not know -> the one whose class it is
 
@@ -135,12 +136,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": 48}),
     "gpt_oss": ("gpt_oss", {"sliding_window": 12}),
+    "deepseek_v32": ("deepseek_v32", {"q_lora_rank": 48, **_INDEXER}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
     "moonlight": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2, "rms_norm_eps": 1e-2, **_UNGROUPED, **_PLAIN}),
     "kimi_k2": ("kimi_k2", {"q_lora_rank": 48, "routed_scaling_factor": 2.827, **_UNGROUPED}),
     "deepseek_v2": ("deepseek_v2", {"q_lora_rank": 48, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0}),
     "deepseek_v2_lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", **_UNGROUPED}),
     "glm4_moe_lite": ("glm4_moe_lite", {"q_lora_rank": 48, "rms_norm_eps": 1e-2, **_UNGROUPED, **_PLAIN}),
+    "glm_moe_dsa": ("glm_moe_dsa", {"q_lora_rank": 48, "rms_norm_eps": 1e-2, **_INDEXER, **_UNGROUPED, **_PLAIN}),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 16, "bos_token_id": None}),
     "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [0]}),
     "olmoe": ("olmoe", {}),
@@ -256,11 +259,13 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         }
     if kind == "glm4_moe":
         return {**sigmoid, "num_mtp_layers": 0}
-    if kind in ("deepseek_v3", "deepseek_v2", "glm4_moe_lite"):
+    if kind in ("deepseek_v3", "deepseek_v32", "deepseek_v2", "glm4_moe_lite", "glm_moe_dsa"):
         yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32}
         router = {  # as in the published config.json: vLLM needs it, and transformers assumes it
             "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0},
+            "deepseek_v32": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
             "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False},
+            "glm_moe_dsa": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
             "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
         }[kind]
         return {

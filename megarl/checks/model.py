@@ -34,7 +34,7 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
         check_directory(config.run_dir, config.directory)
     model = check_checkpoint(settings.path, head, drop_mtp=settings.drop_mtp, drop_images=settings.drop_images)
     check_layout(model, config.layout, settings.megatron)
-    check_fields(settings.megatron, fixed_fields(model, settings.dtype, config.layout))
+    check_fields(settings.megatron, fixed_fields(model, settings.dtype, config.layout), settings.recompute)
     check_hardware("model.megatron.gradient_accumulation_fusion", settings.megatron, settings.dtype, gpus=gpus)
     for key, optimizer in optimizers(config).items():
         check_optimizer(key, optimizer)

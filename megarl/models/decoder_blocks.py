@@ -37,7 +37,7 @@ def number(config: ConfigJson, key: str) -> int:
     return config[key]
 
 
-def refuse(family: str, config: ConfigJson, *, windows: bool = False, **expected: Any) -> None:
+def refuse(family: str, config: ConfigJson, *, windows: bool = False, kind: str = FULL, **expected: Any) -> None:
     """Raise ConfigError for a key of config.json whose value is not null and that the family's weight map and Megatron do not support.
 
     Refused for every family: activations other than silu, dropout, settings of single layers, and weights that are quantised in ways that
@@ -47,6 +47,7 @@ def refuse(family: str, config: ConfigJson, *, windows: bool = False, **expected
         family: its name, for the message.
         config: config.json.
         windows: the family has sliding windows (`window_fields`); in the others they are refused.
+        kind: in the others, what layer_types call the attention of each layer.
         **expected: the only supported value of further keys.
     """
     always = {"hidden_act": "silu", "attention_dropout": 0.0, "per_layer_config": None}
@@ -56,10 +57,8 @@ def refuse(family: str, config: ConfigJson, *, windows: bool = False, **expected
             raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is not supported for {family}{hint}")
     quantization(config)
     types = config.get("layer_types")
-    if not windows and types is not None and types != ["full_attention"] * number(config, "num_hidden_layers"):
-        raise ConfigError(
-            f"model.path: config.json's layer_types are not all 'full_attention', one for each layer, as supported for {family}"
-        )
+    if not windows and types is not None and types != [kind] * number(config, "num_hidden_layers"):
+        raise ConfigError(f"model.path: config.json's layer_types are not all {kind!r}, one for each layer, as supported for {family}")
 
 
 def window_of(config: ConfigJson) -> int | None:
@@ -463,6 +462,21 @@ def shared_sizes(config: ConfigJson) -> dict[str, int | None]:
         "expert_ffn": inner,
         "shared_ffn": inner * number(config, "n_shared_experts"),
     }
+
+
+def check_mlp_layer_types(config: ConfigJson, n: Sizes, dense: int) -> None:
+    """Raise ConfigError if mlp_layer_types, which some of transformers' classes read instead of first_k_dense_replace, contradict it.
+
+    Args:
+        config: config.json.
+        n: the model's sizes.
+        dense: how many layers are dense in transformers where config.json has no mlp_layer_types.
+    """
+    types = config.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (n.layers - dense)
+    if types != ["dense"] * n.dense + ["sparse"] * (n.layers - n.dense):
+        raise ConfigError(
+            f"model.path: config.json's mlp_layer_types={types!r:.200} are not first_k_dense_replace={n.dense} times 'dense', then 'sparse'"
+        )
 
 
 # --- Megatron's modules ---

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models import mla
 from megarl.models.config_json import ConfigJson
@@ -54,11 +53,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeLiteConfig
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
     n = mla.sizes(NAME, config, blocks.shared_sizes(config), scoring_func="sigmoid", topk_method="noaux_tc")
-    types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (n.layers - 1)  # all that transformers reads
-    if types != ["dense"] * n.dense + ["sparse"] * (n.layers - n.dense):
-        raise ConfigError(
-            f"model.path: config.json's mlp_layer_types={types!r:.200} are not first_k_dense_replace={n.dense} times 'dense', then 'sparse'"
-        )
+    blocks.check_mlp_layer_types(config, n, 1)
     return n
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,42 @@ _ABSENT: dict[str, Any] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
+# Fields that Megatron reads only where a field above has another value, or in code that is not used here, by the reason. "*" ends a prefix.
+_UNREAD: dict[str, tuple[str, ...]] = {
+    "sparse attention is as config.json has it, where a model has it": ("dsa_*", "experimental_attention_variant_*"),
+    "linear attention is as config.json has it, where a model has it": ("linear_*",),
+    "no model here has Mamba layers": ("mamba_*", "use_mamba_mem_eff_path"),
+    "multi-token prediction is not trained": ("mtp_*",),
+    "use_mup is false": ("mup_*",),
+    "qk_clip is false": ("qk_clip_*", "log_max_attention_logit"),
+    "fp8 and fp4 are null": (
+        *("fp8_*", "fp4_*", "tp_only_amax_red", "disable_parameter_transpose_cache"),
+        *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    ),
+    "weights come from a checkpoint": ("init_method_std", "embedding_init_method_std"),
+    "Megatron's inference is not used": (
+        *("inference_*", "use_inference_optimized_layers", "flash_decode", "mlp_chunks_for_prefill"),
+        *("nccl_all_reduce_for_prefill", "moe_pad_experts_for_cuda_graph_inference"),
+    ),
+    "attention is Transformer Engine's or torch's": ("attention_softmax_in_fp32", "masked_softmax_fusion"),
+    "norms are Transformer Engine's or torch's": ("persist_layer_norm", "memory_efficient_layer_norm"),
+    "losses are megarl's own": ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+    "Megatron's timers are not used": ("timers", "barrier_with_L1_time"),
+    "it is an object in Python": (
+        *("finalize_model_grads_func", "grad_scale_func", "moe_grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
+        *("quant_recipe", "_cpu_offloading_context", "autocast_dtype"),
+    ),
+    "only Megatron's training script and data loader read it": (
+        *("moe_token_dropping", "moe_per_layer_logging", "cuda_graph_use_single_mempool", "use_te_rng_tracker"),
+        *("pipeline_model_parallel_comm_backend", "tp_comm_bootstrap_backend"),
+        *("hierarchical_context_parallel_sizes", "max_seqlen_per_dp_cp_rank"),
+    ),
+}
+_EXPERTS = ("moe_*", "overlap_moe_expert_parallel_comm")
+_RECOMPUTED = {
+    "recompute_modules": "selective",
+    **dict.fromkeys(("recompute_method", "recompute_num_layers", "distribute_saved_activations"), "full"),
+}
 ATTENTION = ("auto", "flash", "fused", "unfused")  # Transformer Engine's backends, by their names in Megatron's AttnBackend
 _SOURCES = {"transformer/transformer_config.py": ("TransformerConfig",), "model_parallel_config.py": ("ModelParallelConfig",)}
 
@@ -81,11 +118,17 @@ def best_of_group(score_function: str | None) -> int:
     return 1 if score_function == "softmax" else 2
 
 
-def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any], recompute: str) -> None:
     """Raise ConfigError for invalid keys or values of `model.megatron`.
 
-    These are keys that are no field (the message has the nearest name) or that are in `fixed` (see `fixed_fields`), and values whose type
-    is not Megatron's.
+    These are keys that are no field (the message has the nearest name), that are in `fixed` (see `fixed_fields`) or that change nothing,
+    and values whose type is not Megatron's. A field that changes nothing because of others in `model.megatron`, or because ranks run on
+    CPUs, is allowed.
+
+    Args:
+        overrides: `model.megatron`.
+        fixed: the result of `fixed_fields`.
+        recompute: `model.recompute`.
     """
     attention = overrides.get("attention_backend", "auto")
     if attention not in ATTENTION:
@@ -100,9 +143,20 @@ def check_fields(overrides: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
     if overrides.get("moe_router_fusion") and fixed.get("moe_router_enable_expert_bias") and best == 1:
         raise ConfigError("model.megatron.moe_router_fusion=True: Transformer Engine knows no bias of a softmax router")
     if overrides:
-        owned = {name: f"set by model.path, model.dtype, layout or megarl itself (to {value!r})" for name, value in fixed.items()}
+        owned = unread(fixed, recompute)
+        owned |= {name: f"set by model.path, model.dtype, layout or megarl itself (to {value!r})" for name, value in fixed.items()}
         owned["recompute_granularity"] = "set by model.recompute"
         check_values("model.megatron", overrides, megatron_fields(), owned, "Megatron's TransformerConfig")
+
+
+def unread(fixed: Mapping[str, Any], recompute: str) -> dict[str, str]:
+    """Return the fields that change nothing in a model with these `fixed` fields and this `model.recompute`, each with the reason."""
+    reasons = {pattern: reason for reason, patterns in _UNREAD.items() for pattern in patterns}
+    if fixed["num_moe_experts"] is None:
+        reasons |= dict.fromkeys(_EXPERTS, "the model has no experts")
+    reasons |= {name: f"model.recompute is {recompute}, not {kind}" for name, kind in _RECOMPUTED.items() if kind != recompute}
+    names = {name: reason for pattern, reason in reasons.items() for name in fnmatch.filter(megatron_fields(), pattern)}
+    return {name: f"has no effect: {reason}" for name, reason in names.items()}
 
 
 def fixed_fields(model: ModelDescription, dtype: str, layout: Layout) -> dict[str, Any]:

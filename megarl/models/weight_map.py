@@ -22,6 +22,7 @@ from megarl.models.rope import Rope
 
 Shape = tuple[int, ...]
 HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number per token (critic, reward model)
+INDEXER = ".core_attention.indexer."  # part of the names of an indexer's parameters in Megatron
 OUTPUT = "output_layer.weight"  # Megatron's name of the single parameter of any head
 FP8_BLOCK = 128  # rows and columns of the blocks in which fp8 engines quantise matrices (sync/quantize.py)
 FP8, SCALES = "float8_e4m3fn", "_scale_inv"  # their dtype, and what the name of a matrix's scales adds to its own
@@ -394,6 +395,11 @@ class WeightMapping:
         """See `Weight.linear`."""
         return _is_linear(self.megatron)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether it is never trained: an indexer has no part in the loss."""
+        return INDEXER in self.megatron
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -418,7 +424,18 @@ class Weight:
 
 def _is_linear(name: str) -> bool:
     *_, module, parameter = name.split(".")
-    return module.startswith("linear_") and parameter == "weight"
+    # Published fp8 checkpoints have an indexer's weights of heads in bfloat16.
+    return module.startswith("linear_") and module != "linear_weights_proj" and parameter == "weight"
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The sizes of the indexer that chooses keys for a sparse attention."""
+
+    heads: int
+    head_dim: int
+    topk: int  # keys that a query attends to
+    interleaved: bool  # RoPE rotates neighbouring dimensions, not the two halves
 
 
 @dataclass(frozen=True)
@@ -437,6 +454,7 @@ class Sizes:
     shared_ffn: int = 0  # hidden units of all shared experts together; 0: no shared experts
     dense: int = 0  # number of first layers that have a dense MLP instead of experts
     linear_heads: int = 0  # key heads of its gated delta nets, which tensor and context parallelism divide; 0: it has none
+    indexer: Indexer | None = None  # None: attention to all keys
 
     def __post_init__(self) -> None:
         """Raise ConfigError if there are too many layers and experts to list."""

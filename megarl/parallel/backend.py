@@ -97,6 +97,25 @@ class Backend(ABC):
 
         return delta_net.DeltaNet if self.linear_attention_kernels else delta_net.TorchDeltaNet
 
+    def put_sparse_attention(self, layer: Any, indexer: Any, rope: Any) -> None:
+        """Let a layer's latent attention, in its ModuleSpec, attend to the keys that an indexer chooses.
+
+        Args:
+            layer: the layer's ModuleSpec, which is edited.
+            indexer: the indexer's sizes.
+            rope: the model's rotary embedding.
+        """
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from megarl.parallel.sparse_attention import SparseAttention
+
+        parts = layer.submodules.self_attention.submodules
+        parts.core_attention = ModuleSpec(SparseAttention, params={"indexer": indexer, "rope": rope})
+        if self.fused:  # the indexer reads the normalised queries, which a norm inside the projection would keep to itself
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+            parts.q_layernorm, parts.linear_q_up_proj = TENorm, TEColumnParallelLinear
+
     @property
     def replicated_linear(self) -> type:
         """The linear module that keeps its whole weight on every tensor-parallel rank, for model families that need one."""

@@ -20,7 +20,7 @@ from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.models.description import ModelDescription
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.mla import LATENT_EPSILON
-from megarl.models.weight_map import HeadKind
+from megarl.models.weight_map import INDEXER, HeadKind
 from megarl.parallel.backend import Backend
 from megarl.parallel.value_head import ValueHead
 from megarl.text.display import one_line
@@ -56,7 +56,7 @@ def transformer_config(model: ModelDescription, settings: ModelSettings, layout:
         ConfigError: `model.megatron` sets an unknown or fixed field, or the model has an unsupported feature.
     """
     fixed = fixed_fields(model, settings.dtype, layout)
-    check_fields(settings.megatron, fixed)
+    check_fields(settings.megatron, fixed, settings.recompute)
     free: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "aux_loss" if settings.megatron.get("moe_aux_loss_coeff") else "none",
@@ -103,7 +103,7 @@ def build_chunks(
         if fp32_head and head == "lm" and chunk.post_process:
             chunk.output_layer.register_forward_pre_hook(_in_float32, with_kwargs=True)
         for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(grad)
+            parameter.requires_grad_(grad and INDEXER not in name)  # see `WeightMapping.frozen`
             # Upstream marks expert weights for the expert data-parallel group where that is another one (layers.py:961,1379). Marking them
             # always gives the optimizer the same two parts (dense, experts) in every layout, which resharding its state needs.
             # Their biases are not summed over the sequence's shards, as layers.py:1413 asks for, since experts see whole tokens of all.
@@ -117,6 +117,8 @@ def _chunk(config: TransformerConfig, model: ModelDescription, backend: Backend,
     rope, spec = model.rope, backend.layer_spec(config, stage)
     for layer in spec.layer_specs:
         model.family.layer_spec(layer, backend)
+        if model.sizes.indexer is not None:
+            backend.put_sparse_attention(layer, model.sizes.indexer, rope)
     with _no_fusion(config):
         chunk = GPTModel(
             config=config,

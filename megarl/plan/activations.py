@@ -16,6 +16,7 @@ from typing import Literal
 
 from megarl.config import Layout
 from megarl.models.delta_nets import CHUNK
+from megarl.models.indexer import SCORES
 from megarl.plan.facts import Facts
 from megarl.plan.states import ITEM
 
@@ -102,6 +103,7 @@ def head_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool)
 def layer_working_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) -> int:
     """Return the gradients of activations that exist at once while a layer's MLP runs backward, on a GPU: of its input, its output and both
     projections; without Transformer Engine's fused activation also of the product. Weight gradients are added up as they are computed.
+    Or the scores of an indexer, if these are more.
 
     Args:
         facts: the model.
@@ -109,9 +111,12 @@ def layer_working_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) 
         experts: whether the layer's MLP is a mixture of experts.
     """
     n, parts = facts.n, 2 if shape.spec == "te" else 3
+    scores = (
+        2 * 4 * SCORES if facts.chooses_keys(shape.longest) else 0
+    )  # of an indexer, before and after its ReLU, when a layer runs forward
     if not experts:
-        return shape.item * shape.rows * (2 * n.hidden + parts * (n.ffn or 0) // shape.layout.tp)
-    return shape.item * routed(facts, shape) * (2 * n.hidden + parts * n.expert_ffn // shape.layout.etp)
+        return max(scores, shape.item * shape.rows * (2 * n.hidden + parts * (n.ffn or 0) // shape.layout.tp))
+    return max(scores, shape.item * routed(facts, shape) * (2 * n.hidden + parts * n.expert_ffn // shape.layout.etp))
 
 
 def head_working_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool) -> int:
@@ -178,7 +183,12 @@ def _delta_net(facts: Facts, shape: MicroBatchShape) -> int:
 
 
 def _mask(facts: Facts, shape: MicroBatchShape) -> int:
-    """The mask of torch's attention where ranks share a sequence, or a query sees a part of it only (in the average layer)."""
+    """The mask of torch's attention where ranks share a sequence, or a query sees a part of it only (in the average layer).
+
+    With sparse attention each sequence has its own.
+    """
+    if facts.chooses_keys(shape.longest):
+        return shape.item * shape.rows * shape.longest
     windowed = facts.windowed if facts.window is not None and shape.longest > facts.window else 0.0
     return int(shape.item * shape.longest**2 // shape.layout.cp * (1.0 if shape.layout.cp > 1 else windowed))
 
@@ -192,7 +202,8 @@ def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
     if shape.spec == "te":
         small = _norm(latents.query, shape) + _norm(latents.key_value, shape) + item * latents.rotary
         keys_values = heads * (latents.plain + latents.value)  # of which the values are a view
-        return shape.shard * small + shape.rows * (item * (2 * width + keys_values + value) + 4 * heads)
+        mask = _mask(facts, shape) if facts.n.indexer else 0  # torch's attention
+        return shape.shard * small + shape.rows * (item * (2 * width + keys_values + value) + 4 * heads) + mask
     small = (_norm(latents.query, shape) if latents.query else 0) + _norm(latents.key_value, shape)
     small += item * latents.rotary if item == 4 else 0  # the latent is a view of a wider projection
     # Megatron pads the values to the width of the keys (multi_latent_attention.py:97); keys and values are those of all ranks

@@ -35,6 +35,7 @@ DEVICES = {
     )
 }
 TRAIN_MFU, PREFILL_MFU = 0.25, 0.35  # share of `flops` that the matrix products of such an MoE reach
+FLOAT32 = 16  # times as long as in bfloat16 takes a product in float32
 DECODE_SHARE, STREAM_SHARE = 0.6, 0.8  # of `bandwidth`: in decoding, and where weights and gradients pass through
 NETWORK_SHARE = 0.6  # of `link` and `network`
 LAYER_LATENCY = 0.4e-3  # seconds in which a host launches a layer's forward pass, however few its tokens are

@@ -157,7 +157,8 @@ def cache_bytes(description: Facts, tp: int, dtype: str) -> int:
         dtype: the dtype of keys and values.
     """
     if description.latents is not None:
-        return description.n.layers * (description.latents.key_value + description.latents.rotary) * ITEM[dtype]
+        indexed = description.n.indexer.head_dim if description.n.indexer is not None else 0
+        return description.n.layers * (description.latents.key_value + description.latents.rotary + indexed) * ITEM[dtype]
     return 2 * description.attention_layers * max(1, description.n.groups // tp) * description.n.head_dim * ITEM[dtype]
 
 

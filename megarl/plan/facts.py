@@ -42,6 +42,10 @@ class Facts:
         """Whether a layer is a mixture of experts."""
         return bool(self.n.experts) and layer >= self.n.dense
 
+    def chooses_keys(self, length: float) -> bool:
+        """Whether the attention of a sequence of so many tokens is sparse."""
+        return self.n.indexer is not None and length > self.n.indexer.topk
+
     def is_linear(self, layer: int) -> bool:
         """Whether a layer has a gated delta net in the place of attention."""
         return self.delta_nets is not None and layer in self.delta_nets.layers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import Layout
-from megarl.plan.devices import EXCHANGE_LATENCY, LAYER_LATENCY, NETWORK_SHARE, NODE, STREAM_SHARE, TRAIN_MFU, Device
+from megarl.plan.devices import EXCHANGE_LATENCY, FLOAT32, LAYER_LATENCY, NETWORK_SHARE, NODE, STREAM_SHARE, TRAIN_MFU, Device
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import stage_layers
 
@@ -148,9 +148,11 @@ def _wait(model: Facts, layout: Layout, device: Device, tokens: float, *, expert
 
 def _attention_flops(model: Facts, length: float) -> float:
     """FLOPs of one token's causal attention in all layers, forward, in a sequence of so many tokens; and of the states of gated delta nets,
-    each of whose numbers is decayed and asked, changed, and asked once more.
+    each of whose numbers is decayed and asked, changed, and asked once more. FLOPs in float32 count as those in which that time passes.
     """
     n, width = model.n, model.n.head_dim if model.latents is None else (model.n.head_dim + model.latents.value) / 2
     seen = (1 - model.windowed) * length / 2 + model.windowed * min(length / 2, model.window or 0)  # keys of the mean query and layer
     flops = 4 * model.attention_layers * n.heads * width * seen
+    if n.indexer is not None and model.chooses_keys(length):  # torch computes all scores, later keys' too; those of the indexer in float32
+        flops = 2 * flops + 2 * n.layers * n.indexer.heads * n.indexer.head_dim * length * FLOAT32
     return flops if model.delta_nets is None else flops + 7 * model.linear_layers * model.delta_nets.values * model.delta_nets.key_dim

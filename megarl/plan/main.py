@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     memory = options.gpu_gb or (DEVICES[options.device].memory_gb if options.device else config.cluster.gpu_memory_gb or MEMORY_GB)
     device = DEVICES[options.device] if options.device else device_of(memory)
     models = models_of(config)
-    check_fields(config.model.megatron, fixed_fields(models["model"], config.model.dtype, config.layout))
+    check_fields(config.model.megatron, fixed_fields(models["model"], config.model.dtype, config.layout), config.model.recompute)
     for key, optimizer in optimizers(config).items():
         check_optimizer(key, optimizer)
     plan = build(config, models, device, memory, options.gpus)

@@ -28,11 +28,12 @@ class ChunkParameters:
     dense: SizeCounts
     experts: SizeCounts
     buffers: int = 0  # float32 elements that are not parameters
+    frozen: int = 0  # elements of parameters that are never trained
 
     @property
     def elements(self) -> int:
         """The elements of all parameters."""
-        return count(self.dense) + count(self.experts)
+        return count(self.dense) + count(self.experts) + self.frozen
 
 
 def count(sizes: SizeCounts) -> int:
@@ -90,7 +91,7 @@ def shards(model: ModelDescription, head: HeadKind, layout: Layout, megatron: Ma
 
 
 def _chunk(mappings: list[WeightMapping], experts: int, layout: Layout, layers: range, *, first: bool, last: bool) -> ChunkParameters:
-    dense, routed, buffers = list[tuple[int, int]](), list[tuple[int, int]](), 0
+    dense, routed, buffers, frozen = list[tuple[int, int]](), list[tuple[int, int]](), 0, 0
     for one in mappings:
         if "{layer}" in one.megatron:
             times = len(layers) if one.layers is None else sum(layer in one.layers for layer in layers)
@@ -104,9 +105,11 @@ def _chunk(mappings: list[WeightMapping], experts: int, layout: Layout, layers: 
             routed.append((prod(one.op.shard_shape(layout.etp)), times * experts // layout.ep))
         elif one.float32:
             buffers += 2 * times * experts  # the bias, and the number of tokens that each expert was given
+        elif one.frozen:
+            frozen += prod(one.op.packed_shape) * times
         else:
             dense.append((prod(one.op.shard_shape(layout.tp)), times))
-    return ChunkParameters(tuple(dense), tuple(routed), buffers)
+    return ChunkParameters(tuple(dense), tuple(routed), buffers, frozen)
 
 
 def replicas(layout: Layout) -> tuple[int, int]:

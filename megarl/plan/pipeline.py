@@ -106,7 +106,8 @@ def _spared(facts: Facts, shape: MicroBatchShape, recompute: Recompute, part: st
         if facts.latents is not None and shape.spec != "te":
             width = facts.latents.plain + facts.latents.rotary
             out = shape.item * n.heads // tp * (2 * width - facts.latents.value)  # the values are kept as they were before padding
-        return size - shape.rows * (out + 4 * n.heads // tp)
+        mask = shape.item * shape.longest if facts.chooses_keys(shape.longest) else 0
+        return size - shape.rows * (out + 4 * n.heads // tp + mask)
     if part == "norms" and "layernorm" in recompute.modules:
         return size - 2 * shape.shard * n.hidden * shape.item
     if part == "experts" and shape.spec == "te" and "moe_act" in recompute.modules:

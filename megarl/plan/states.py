@@ -54,7 +54,9 @@ def _chunk(chunk: ChunkParameters, layout: Layout, item: int, offloaded: float, 
     moments, away = shares * MOMENTS, round(shares * offloaded)
     copies = round(away * 2 * _pinned(chunk.dense + chunk.experts))
     main = shares * 4 if item < 4 else 0
-    return States(sum(lengths) * item + buffers, sum(lengths) * 4, moments - away * MOMENTS + main, away * MOMENTS + copies)
+    return States(
+        (sum(lengths) + chunk.frozen) * item + buffers, sum(lengths) * 4, moments - away * MOMENTS + main, away * MOMENTS + copies
+    )
 
 
 def _pinned(parameters: SizeCounts) -> float:

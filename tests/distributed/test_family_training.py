@@ -39,6 +39,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**EVERY_EXPERT, "topk_method": "greedy"}),
     "deepseek_v2_lite": ("deepseek_v2_lite", EVERY_EXPERT),
     "glm4_moe_lite": ("glm4_moe_lite", EVERY_EXPERT),
+    "deepseek_v32": ("deepseek_v32", EVERY_EXPERT),
+    "glm_moe_dsa": ("glm_moe_dsa", EVERY_EXPERT),
     "glm4_moe": ("glm4_moe", EVERY_EXPERT),
     "ministral": ("ministral", {}),
     "gpt_oss": ("gpt_oss", {"num_experts_per_tok": 8}),
@@ -58,6 +60,7 @@ CASES = [
     *((family, name) for family in ("deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite") for name in ("tp2_ep2", "pp2", "cp2")),
     *(("qwen3_next", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2", "ep4", "tp2_etp2_ep2", "cp2_tp2")),
     *(("qwen3_5_moe", name) for name in ("tp2_ep2", "pp2", "cp2")),
+    *((family, name) for family in ("deepseek_v32", "glm_moe_dsa") for name in ("tp2_ep2", "cp2", "pp2")),
     ("glm4_moe", "tp2_ep2"),
     ("glm4_moe", "cp2"),
     ("glm4_moe_dense_stage", "pp2"),
@@ -75,6 +78,7 @@ SUITE = [
     ("deepseek_v3", "ep4"),
     ("deepseek_v3", "tp2_etp2_ep2"),
     ("moonlight", "tp2_ep2"),
+    ("deepseek_v32", "cp2"),
     ("glm4_moe", "cp2"),
     ("glm4_moe_dense_stage", "pp2"),
     ("ministral", "cp2"),
@@ -161,6 +165,14 @@ def test_expert_bias_is_the_one_tensor_that_a_step_leaves_alone(pool: Pool, make
     assert after.keys() == before.keys()
     kept = {name.split(".")[-1] for name, tensor in before.items() if torch.equal(after[name], tensor)}
     assert kept == {"e_score_correction_bias"}
+
+
+def test_a_step_leaves_a_frozen_indexer_alone(pool: Pool, make: Make) -> None:
+    job = Job(make("deepseek_v32", vocab_size=128, **EVERY_EXPERT), micro_batches=2)
+    before, after = stored(job.path), pool.run(stepped, LAYOUTS["tp2_ep2"], job)[0]
+    kept = {key for key, tensor in before.items() if torch.equal(after[key], tensor)}
+    assert after.keys() == before.keys()
+    assert kept == {key for key in before if ".indexer." in key or key.endswith("e_score_correction_bias")}
 
 
 def test_expert_bias_moves_where_it_is_asked_to(pool: Pool, make: Make) -> None:

@@ -56,12 +56,25 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"architectures": ["Glm4MoeForCausalLM"], **SIGMOID, "attention_bias": True, "head_dim": 32},
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **SIGMOID, **LATENTS, "num_key_value_heads": 8},
     "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], "num_experts": 4, "head_dim": 32, **DELTA_NETS},
+    "deepseek_v32": {
+        **{"architectures": ["DeepseekV32ForCausalLM"], **SIGMOID, **LATENTS, "num_key_value_heads": 8},
+        **{"index_topk": 16, "index_n_heads": 4, "index_head_dim": 32},
+    },
 }
 DESCRIPTIONS = {name: ModelDescription.of({**BASE, **own}) for name, own in MODELS.items()}
 HALF: Literal["bfloat16"] = "bfloat16"
 # With each layout the models that are measured on it: the suite takes the first, `--long` all.
 LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
-    "one": (Layout(), [Case("deepseek_v3", recompute="selective"), Case("qwen3_moe", HALF, "full"), Case("glm4_moe", HALF)]),
+    "one": (
+        Layout(),
+        [
+            Case("deepseek_v3", recompute="selective"),
+            Case("qwen3_moe", HALF, "full"),
+            Case("glm4_moe", HALF),
+            Case("deepseek_v32"),
+            Case("deepseek_v32", HALF, "selective"),
+        ],
+    ),
     "dp2": (Layout(ranks=2), [Case("qwen3_moe"), Case("llama", HALF), Case("qwen2")]),
     "ep2": (Layout(ranks=2, ep=2), [Case("mixtral", HALF, "selective"), Case("glm4_moe")]),
     "tp2": (Layout(ranks=2, tp=2), [Case("llama", recompute="full"), Case("qwen2", HALF)]),

@@ -30,6 +30,11 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
     A CPU engine needs `kv_cache_mb`, with room for one longest sequence. A GPU engine takes none.
     """
     check_arguments(settings.engine.args, gpu=gpu)
+    if model.sizes.indexer is not None:
+        raise ConfigError(
+            f"model.path: config.json's index_topk={model.sizes.indexer.topk}: engines for sparse attention are not supported yet: it trains "
+            "without them (sft, rm, dpo)"
+        )
     _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350
         raise ConfigError("model.path: config.json has sliding windows in some layers only, which vLLM's Qwen2 does not support")
@@ -185,7 +190,7 @@ def cache_mb(model: ModelDescription, dtype: str, settings: RolloutSettings, seq
     n, block = model.sizes, _LATENT_BLOCK if model.latent else _BLOCK
     width = 2 * max(1, n.groups // settings.tp) * n.head_dim
     if model.latent:  # which every worker has whole
-        width = model.fields["kv_lora_rank"] + model.fields["qk_pos_emb_head_dim"]
+        width = model.fields["kv_lora_rank"] + model.fields["qk_pos_emb_head_dim"] + (n.indexer.head_dim if n.indexer is not None else 0)
     item = 4 if dtype == "float32" else 2
     longest = settings.max_prompt_tokens + settings.max_response_tokens
     if n.linear_heads:

@@ -23,6 +23,8 @@ KINDS = {head.architecture: MODEL_TYPES[head.architecture][0] for family in FAMI
 FIXED = {"scoring_func", "topk_method", "use_routing_bias"}
 WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}
 UNREAD = {  # what some classes have no key for, read for RoPE alone, or replace by what it means
+    "deepseek_v32": {"num_nextn_predict_layers", "rope_interleave"},
+    "glm_moe_dsa": {"num_nextn_predict_layers", "rope_interleave"},
     "glm4_moe_lite": {"num_nextn_predict_layers", "first_k_dense_replace"},
     "ernie4_5_moe": {"num_nextn_predict_layers", "attention_dropout", "moe_layer_end_index"},
     "minimax_m2": {"num_nextn_predict_layers", "rotary_dim"},
@@ -63,7 +65,8 @@ def tiny(architecture: str) -> dict[str, Any]:
     """A config.json as transformers writes it."""
     name = next(name for name, (kind, _) in TINY.items() if kind == KINDS[architecture])
     made = configuration(name, layers=2, hidden=128, experts=8, expert_hidden=32).to_dict()
-    return {key: value for key, value in made.items() if key not in ("layer_types", "mlp_layer_types")} | {"architectures": [architecture]}
+    layers = ("layer_types", "mlp_layer_types", "indexer_types")
+    return {key: value for key, value in made.items() if key not in layers} | {"architectures": [architecture]}
 
 
 def theirs(config: dict[str, Any]) -> PreTrainedConfig:
@@ -187,6 +190,7 @@ def test_every_key_that_a_family_reads_has_a_default(architecture: str) -> None:
         "head_dim",
     }
     refused |= {"rope_interleave", *FIXED}
+    refused |= {"indexer_rope_interleave", "indexer_types", "index_topk_freq", "index_topk_pattern"}
     refused |= {"attn_type_list", "shared_intermediate_size", "qk_norm_type", "use_qk_norm", "dual_chunk_attention_config"}
     general = {"architectures", "per_layer_config", "quantization_config"}
     assert config.keys_read - family.defaults.keys() <= given | refused | general

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import math
 import re
@@ -18,7 +20,7 @@ from megarl.config import ConfigError, Layout
 from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES, check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config, stack_of
-from megarl.models.megatron_fields import check_fields, fixed_fields, megatron_fields
+from megarl.models.megatron_fields import check_fields, fixed_fields, megatron_fields, unread
 from megarl.models.te_names import from_te, to_te
 from megarl.parallel.weights import canonical
 from tools.make_tiny_model import FAMILIES as TINY
@@ -291,6 +293,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ernie4_5_moe", {"moe_layer_end_index": 0}, "moe_layer_end_index=0 and moe_layer_interval=1 for 2 layers"),
     ("ernie4_5_moe", {"moe_layer_start_index": 2}, "moe_layer_start_index=2, moe_layer_end_index=1"),
     ("ernie4_5_moe", {"moe_k": 9}, "num_experts_per_tok=9 is more than its 8 experts"),
+    ("deepseek_v32", {"index_head_dim": 8}, "index_head_dim=8 is below qk_rope_head_dim=16"),
+    ("deepseek_v32", {"indexer_rope_interleave": True}, "indexer_rope_interleave=True is not supported for DeepSeek-V3.2"),
+    ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types=['full', 'shared'] is not supported for GLM-5"),
+    ("glm_moe_dsa", {"index_topk_freq": 4}, "index_topk_freq=4 is not supported for GLM-5"),
+    ("deepseek_v32", {"index_topk": 0}, "index_topk=0 is not a positive integer"),
+    ("deepseek_v32", {"layer_types": ["full_attention"] * 2}, "layer_types are not all 'indexed_attention', one for each layer"),
+    (
+        "deepseek_v32",
+        {"mlp_layer_types": ["sparse"] * 2},
+        "mlp_layer_types=['sparse', 'sparse'] are not first_k_dense_replace=1 times 'dense', then 'sparse'",
+    ),
     ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "with partial_rotary_factor=0.5 is not"),
 ]
 
@@ -353,7 +366,7 @@ def test_fused_routers_score_groups_by_the_model_s_rule_or_are_refused(topk: int
     fixed = fixed_fields(ModelDescription.of({**DEEPSEEK_V3, "num_experts_per_tok": topk}), "bfloat16", Layout())
     expected = r"^model\.megatron\.moe_router_fusion=True: Transformer Engine scores a group by .*=6//4 best experts, and the model by 2$"
     with pytest.raises(ConfigError, match=expected) if refused else nullcontext():
-        check_fields({"moe_router_fusion": True}, fixed)
+        check_fields({"moe_router_fusion": True}, fixed, "none")
 
 
 def test_shared_experts_must_divide() -> None:
@@ -378,11 +391,55 @@ def test_fixed_fields_are_megatron_s_and_refused_before_a_process_starts(tiny: d
     latent |= {"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     assert fixed.keys() - megatron_fields().keys() <= (latent if fixed["multi_latent_attention"] else set())
     with pytest.raises(ConfigError, match=r"^model\.megatron\.hidden_size: set by model\.path, .* \(to 128\)$"):
-        check_fields({"hidden_size": 64}, fixed)
+        check_fields({"hidden_size": 64}, fixed, "none")
     for name, value in {"window_size": [4, 0], "mtp_num_layers": 1, "moe_router_topk_scaling_factor": 3.0, "num_moe_experts": 4}.items():
         with pytest.raises(ConfigError, match=rf"^model\.megatron\.{name}: set by model\.path"):  # another model of the same weights
-            check_fields({name: value}, fixed)
-    check_fields({"moe_aux_loss_coeff": 0.1}, fixed)
+            check_fields({name: value}, fixed, "none")
+    aux = {"moe_aux_loss_coeff": 0.1}
+    with pytest.raises(ConfigError, match="has no effect: the model has no experts$") if not fixed["num_moe_experts"] else nullcontext():
+        check_fields(aux, fixed, "none")
+    topk = fixed.get("dsa_indexer_topk")
+    known = "has no effect: sparse attention is" if topk is None else rf"set by model\.path, .* \(to {topk}\)$"
+    with pytest.raises(ConfigError, match=rf"^model\.megatron\.dsa_indexer_topk: {known}"):
+        check_fields({"dsa_indexer_topk": 64}, fixed, "none")
+
+
+# What megarl uses nothing of: Megatron's inference, data sets, FSDP, other models and kinds of layers, its own attention and norms.
+UNUSED = (
+    *("inference/", "datasets/", "ssm/mamba", "post_training/", "export/", "resharding/", "distributed/fsdp/", "rl/"),
+    *("models/bert", "models/hybrid", "models/huggingface", "models/mamba", "models/mimo", "models/multimodal", "models/vision"),
+    *("transformer/experimental_attention_variant/", "models/gpt/experimental_attention_variant", "transformer/multi_token_prediction.py"),
+    *("transformer/dot_product_attention.py", "transformer/torch_norm.py", "fusions/fused_layer_norm.py"),
+    *("transformer/transformer_config.py", "model_parallel_config.py"),
+)
+# Read otherwise: former names of other fields, which TransformerConfig itself copies, a switch of torch's that it sets, and one by getattr.
+ELSEWHERE = {
+    *("moe_enable_deepep", "moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_router_padding_for_fp8"),
+    *("enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope", "disable_bf16_reduced_precision_matmul", "config_logger_dir"),
+}
+
+
+def test_every_other_field_is_read_by_what_megarl_uses_of_megatron(tiny: dict[str, Path]) -> None:
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    root, found = Path(spec.origin).parent, set(ELSEWHERE)
+    for source in root.rglob("*.py"):
+        if not str(source.relative_to(root)).startswith(UNUSED):
+            found |= {node.attr for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Attribute)}
+    for family in ("qwen3", "deepseek_v3", "deepseek_v32", "qwen3_next"):
+        fixed = fixed_fields(ModelDescription.read(tiny[family]), "bfloat16", Layout())
+        allowed = megatron_fields().keys() - fixed.keys() - unread(fixed, "full").keys()
+        assert "recompute_num_layers" in allowed and ("moe_z_loss_coeff" in allowed) == (family != "qwen3")
+        assert allowed - found == set()
+
+
+def test_details_of_recomputation_need_it(tiny: dict[str, Path]) -> None:
+    fixed = fixed_fields(ModelDescription.read(tiny["qwen3"]), "bfloat16", Layout())
+    check_fields({"recompute_modules": ["mlp"]}, fixed, "selective")
+    check_fields({"recompute_num_layers": 2}, fixed, "full")
+    for given, recompute in (({"recompute_modules": ["mlp"]}, "full"), ({"recompute_num_layers": 2}, "none")):
+        with pytest.raises(ConfigError, match=rf"^model\.megatron\.{min(given)}: has no effect: model\.recompute is {recompute}, not "):
+            check_fields(given, fixed, recompute)
 
 
 @pytest.mark.parametrize(
@@ -433,8 +490,9 @@ def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path:
     hf = read_config(tmp_path)
     known, plain = family_of(hf), family_of(hf).update(hf, "bfloat16")
     update = known.update(hf, "bfloat16", "fp8")
-    projection = r"_proj(_with_mqa)?\.weight$|experts\.\d+\.(w[123]\.weight|gate_up_proj|down_proj)$"
-    matrices = {name for name in plain if re.search(projection, name) and ".linear_attn." not in name}
+    projection = r"_proj(_with_mqa)?\.weight$|experts\.\d+\.(w[123]\.weight|gate_up_proj|down_proj)$|indexer\.w(q_b|k)\.weight$"
+    left = r"\.linear_attn\.|\.indexer\.weights_proj\."
+    matrices = {name for name in plain if re.search(projection, name) and not re.search(left, name)}
     assert {name for name, (_, dtype) in update.items() if dtype == "float8_e4m3fn"} == matrices
     assert update.keys() - plain.keys() == {f"{name}_scale_inv" for name in matrices}
     for name, (shape, dtype) in plain.items():
@@ -442,5 +500,5 @@ def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path:
             assert update[f"{name}_scale_inv"] == ([-(-size // 128) for size in shape], "float32") and update[name][0] == shape
         else:
             assert update[name] == (shape, dtype)
-    kept = r"(\.gate|\.router|_gate|\.linear_attn\.(in|out)_proj\w*)\.weight$"
+    kept = r"(\.gate|\.router|_gate|\.linear_attn\.(in|out)_proj\w*|\.indexer\.weights_proj)\.weight$"
     assert {f"{name}.weight" for name in known.unquantized(hf)} == {name for name in plain if re.search(kept, name)}

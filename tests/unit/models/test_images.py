@@ -33,7 +33,8 @@ def forms(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_what_is_left_out_is_named_and_asked_for(forms: tuple[Path, Path]) -> None:
     text, whole = forms
-    for given, named in (({"drop_mtp": True}, SIGHT), ({"drop_images": True}, PREDICTOR)):
+    cases: list[tuple[dict[str, Any], str]] = [({"drop_mtp": True}, SIGHT), ({"drop_images": True}, PREDICTOR)]
+    for given, named in cases:
         with pytest.raises(ConfigError, match=f"holds mtp|holds {SIGHT}") as fault:
             check_checkpoint(whole, **given)
         assert named.partition(".")[0] in str(fault.value) and "\n" not in str(fault.value)

@@ -257,6 +257,8 @@ def test_the_models_that_split_tokens_are_those_of_vllm() -> None:
     models = Path(spec.origin).parent / "model_executor" / "models"
     registry, found = (models / "registry.py").read_text(), {}
     for architecture in sorted(family.heads["lm"].architecture for family in FAMILIES.values()):
+        if ModelDescription.of({"architectures": [architecture]}).sizes.indexer is not None:
+            continue  # no engine here runs it
         [name] = vllm_names([architecture])
         [module] = set(re.findall(rf'"{name}": \(\s*"(\w+)"', registry))
         source = (models / f"{module}.py").read_text()

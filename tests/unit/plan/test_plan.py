@@ -19,9 +19,11 @@ from megarl.checks.memory import check_fits, warnings
 from megarl.cli import main
 from megarl.config import ConfigError, Layout, ModelSettings, TrainConfig, load, optimizers
 from megarl.models.description import ModelDescription
-from megarl.plan.devices import DEVICES, GB, device_of
+from megarl.plan.activations import MicroBatchShape, layer_bytes
+from megarl.plan.devices import DEVICES, FLOAT32, GB, device_of
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
+from megarl.plan.forward import forward_flops
 from megarl.plan.host import contexts
 from megarl.plan.parameters import ChunkParameters, count, model_elements, replicas, shards
 from megarl.plan.ranks import CONTEXT, PlannedModel, Work, plan_group
@@ -90,7 +92,7 @@ def test_a_rank_on_a_gpu_peaks_where_an_h200_did(layers: int, whole: bool, fused
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_of_a_large_layout_hold_the_model_once_for_each_replica(name: str) -> None:
-    """Weights in bfloat16, gradients and Adam: 2 + 4 + 12 / replicas bytes a parameter, but for padding."""
+    """Weights in bfloat16, gradients and Adam: 2 + 4 + 12 / replicas bytes a parameter, but for padding; 2 of an indexer's."""
     published, model = MODELS[name], description_of(MODELS[name])
     layout, fields = published.layout, {} if published.first is None else {"num_layers_in_first_pipeline_stage": published.first}
     stages = shards(model, "lm", layout, fields)
@@ -106,11 +108,29 @@ def test_ranks_of_a_large_layout_hold_the_model_once_for_each_replica(name: str)
         inside = sum(count(chunk.experts) for chunk in stage)
         copies = replicas(layout)
         expected = (2 + 4) * (dense + inside) + 12 * (dense / copies[0] + inside / copies[1])
+        expected += 2 * sum(chunk.frozen for chunk in stage)
         held, half = states(stage, layout, "bfloat16", trained=True), states(stage, layout, "bfloat16", 0.5, trained=True)
         assert held.total == pytest.approx(expected, rel=1e-4) and held.host == 0
         assert held.optimizer - half.optimizer == pytest.approx(held.optimizer / 3, rel=1e-4), "half of the two moments of three float32"
         moments = held.optimizer / 3
         assert moments < half.host - moments < 2 * moments, "beside them copies of main weights and gradients, in blocks of pinned memory"
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "GLM-5"])
+def test_an_indexer_costs_weights_masks_and_time_and_no_optimizer(name: str) -> None:
+    n = MODELS[name].config
+    sparse, dense = (facts(ModelDescription.of({**config_of(MODELS[name]), "index_topk": topk})) for topk in (2048, 8192))
+    shape = MicroBatchShape(rows=16384, longest=8192, layout=Layout(), dtype="bfloat16", spec="te")
+    kept = [layer_bytes(model, shape, experts=True, linear=False)["attention"] for model in (sparse, dense)]
+    assert kept[0] - kept[1] == 2 * 16384 * 8192, "a mask for each of the two sequences, in bfloat16"
+    flops = [forward_flops(model, 0, 8192) for model in (sparse, dense)]
+    heads = n["num_attention_heads"] * (n["qk_nope_head_dim"] + n["qk_rope_head_dim"] + n["v_head_dim"])
+    own = n["index_n_heads"] * n["index_head_dim"]
+    assert flops[0] - flops[1] == n["num_hidden_layers"] * 8192 * (heads + 2 * FLOAT32 * own)
+    [[chunk]] = shards(description_of(MODELS[name]), "lm", Layout(), {})
+    whole, other = (states([one], Layout(), "bfloat16", trained=True) for one in (chunk, replace(chunk, frozen=0)))
+    assert (whole.weights - other.weights, whole.gradients, whole.optimizer) == (2 * chunk.frozen, other.gradients, other.optimizer)
+    assert chunk.frozen == sum(prod(shape) for key, shape in description_of(MODELS[name]).expected().items() if ".indexer." in key)
 
 
 def test_pinned_copies_of_an_offloaded_optimizer_take_powers_of_two() -> None:

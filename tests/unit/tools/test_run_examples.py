@@ -18,7 +18,15 @@ from tests.unit.rewards.scoring_server import eventually
 from tools import run_examples as tool
 
 ROOT = EXAMPLES.parent
-ELSEWHERE = {"large", "qwen3_30b_a3b", "qwen3_235b_a22b", "qwen3_5_35b_a3b", "deepseek_v3", "gpt_oss_120b", "kimi_k2"}  # for machines with GPUs
+ELSEWHERE = {
+    "large",
+    "qwen3_30b_a3b",
+    "qwen3_235b_a22b",
+    "qwen3_5_35b_a3b",
+    "deepseek_v3",
+    "gpt_oss_120b",
+    "kimi_k2",
+}  # for machines with GPUs
 ABLATED = {f"{folder}.yaml" for folder in ("vapo_ablation/vapo", "vapo_ablation/variants", "async/stale", "async/variants")}
 NOT_RUN = {"rlhf/serve.yaml", "own_task/eval.yaml", "expected.yaml"} | ABLATED
 BASES = {"recipes/tiny.yaml"}

@@ -1,0 +1,59 @@
+"""DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556): DeepSeek-V3 with sparse attention, whose indexer is frozen: it gets no gradient.
+
+Its multi-token prediction (one further layer) is not trained here. transformers has no class for its classifiers, so only megarl can load a
+saved critic or reward model. Refused: what every family refuses (`decoder_blocks.refuse`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models import decoder_blocks as blocks
+from megarl.models import deepseek_v3, indexer, mla
+from megarl.models.config_json import ConfigJson
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+
+NAME = "DeepSeek-V3.2"
+
+DEFAULTS: dict[str, Any] = {  # of transformers' DeepseekV32Config
+    **deepseek_v3.DEFAULTS,
+    "max_position_embeddings": 163840,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+}
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
+    return indexer.sizes(NAME, config, interleaved=False)
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
+    n = sizes(config)
+    return [*mla.weight_map(config, n, bias=True), *indexer.weight_map(config, n)]
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's MLATransformerConfig."""
+    n = sizes(config)
+    return {**mla.fields(NAME, config, n, rope(config)), **blocks.sigmoid_fields(NAME, config, n), **indexer.fields(n)}
+
+
+FAMILY = Family(
+    heads={
+        "lm": blocks.lm_head("DeepseekV32ForCausalLM", sizes),
+        "value": scalar_head("DeepseekV32ForSequenceClassification", sizes, known=False),
+    },
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=rope,
+    fields=fields,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+    predictors=blocks.predictors,
+    spellings={**blocks.SIGMOID_SPELLINGS, "num_experts": "n_routed_experts"},
+    layer_spec=mla.layer_spec,
+)
