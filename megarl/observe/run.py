@@ -419,7 +419,7 @@ class Run:
         summary.write(self.directory / "summary.json", result)
         page.write(self.directory)
         for model in ("model", "critic"):
-            if (self.directory / model).is_dir():
+            if (self.directory / model / "config.json").is_file():
                 step = self.model_step if model == "model" else None
                 card.write(self.directory, self.directory / model, self._step if step is None else step)
         summary.show(result, Screen())

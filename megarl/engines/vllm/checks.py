@@ -32,8 +32,8 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
     check_arguments(settings.engine.args, gpu=gpu)
     if model.sizes.indexer is not None:
         raise ConfigError(
-            f"model.path: config.json's index_topk={model.sizes.indexer.topk}: engines for sparse attention are not supported yet: it trains "
-            "without them (sft, rm, dpo)"
+            f"model.path: config.json's index_topk={model.sizes.indexer.topk}: engines for sparse attention are not supported yet: it "
+            "trains without them (sft, rm, dpo)"
         )
     _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350
