@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, model_validator
 
 from megarl.algorithms.blocks import LossStats, blocks
 from megarl.algorithms.correction import Correction
 from megarl.algorithms.kl import KlToReference
 from megarl.algorithms.ops import Aggregation, Average, Block, SequenceCount, SumOver, Term, attach, log_ratio, token_weights
+from megarl.algorithms.peers import Peer
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
 
@@ -46,6 +47,16 @@ class PolicyAlgorithm(KlToReference):
     needs_parts: ClassVar[bool] = False  # the driver calls `part_advantages` instead of `advantages`
     sequence_from: ClassVar[Literal["old_logp", "rollout_logp"]] = "old_logp"  # what lp is compared with in the d_T of `sequence_term`
 
+    model_config = ConfigDict(serialize_by_alias=True)  # `as` is a word of Python
+
+    as_: Annotated[
+        Peer | None,
+        Field(
+            alias="as",
+            description="Compute what this system does: its settings stand below the keys that are given, and are printed at the start. "
+            "paper: the defaults. null: nothing is added.",
+        ),
+    ] = None
     aggregation: Aggregation
     horizon: Annotated[int, Field(ge=1)] | None = None
     """The constant that a response's loss is divided by: the maximum response length. Required by seq-mean-token-sum-norm, else unused."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from megarl.algorithms.peers import expand
 from megarl.config import yaml_text
 from megarl.config.hints import hint_key
 from megarl.config.run import RunSettings
@@ -28,7 +29,7 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
 
     A file may name another one, relative to itself, in the key `base`: the file is then merged over that one, key by key, except that a
     mapping with a `type` replaces the base's mapping as a whole. Relative paths in the tree become absolute, relative to this process's
-    working directory.
+    working directory. The settings of the system that `algorithm.as` names are added below the keys that are given.
 
     Args:
         path: the file.
@@ -39,6 +40,10 @@ def load(path: Path, overrides: list[str], root: type[Root]) -> Root:
         ConfigError: with one line per fault: the dotted key, what was given, what was expected.
     """
     tree = tree_of(path, overrides)
+    try:
+        tree = expand(tree)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     try:
         # As JSON: pydantic's strict mode then refuses a number for a boolean and a string for a number, but accepts a string for a path.
         config = root.model_validate_json(json.dumps(tree), strict=True)
@@ -152,7 +157,7 @@ def _line(fault: Any, root: type[BaseModel]) -> str:
         above = [str(part) for part in fault["loc"][:-1]]
         if others := _other_types(above, location[-1], root):
             return f"{key}: unknown key (a key of {others}; this is {above[-1]})"
-        inside = {name for section in _place(above, root)[1] for name in section.model_fields}
+        inside = {field.alias or name for section in _place(above, root)[1] for name, field in section.model_fields.items()}
         return f"{key}: unknown key{hint_key(location, sorted(inside), _dotted(root), fault['input'])}"
     if fault["type"] == "missing":
         return f"{key}: required, but missing"
@@ -237,7 +242,7 @@ def _dotted(root: type[BaseModel]) -> tuple[str, ...]:
 
     def below(section: type[BaseModel], above: str, inside: tuple[type[BaseModel], ...]) -> Iterator[str]:
         for name, field in section.model_fields.items():
-            yield above + name
+            yield above + (field.alias or name)
             for inner in [] if get_origin(field.annotation) is list else sections(field.annotation):
                 if inner not in inside:  # sections can be recursive: a source's `exclude` is another source
                     yield from below(inner, f"{above}{name}.", (*inside, inner))

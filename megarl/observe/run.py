@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megarl.algorithms import peers
 from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.config import (
     ConfigError,
@@ -135,6 +136,8 @@ class Run:
         elif self._aside is not None:
             self._console.note(f"files of an earlier run with this name were moved to {self._aside}")
         config, steps = self._config, total_steps(self._config)
+        if isinstance(config, TrainConfig) and config.algorithm.as_ is not None:
+            self._console.note(peers.shown(config.algorithm.as_, config.algorithm.model_dump()))
         if not isinstance(config, TrainingSettings):
             return
         count, target = (self._learned, config.train.steps) if isinstance(config, TrainConfig) else (self._step, steps)

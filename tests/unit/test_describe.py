@@ -55,7 +55,7 @@ def test_every_key_is_there() -> None:
     def walk(section: Any, above: str, inside: tuple[Any, ...]) -> set[str]:
         found = set()
         for name, field in section.model_fields.items():
-            found.add(above + name)
+            found.add(above + (field.alias or name))
             for inner in sections(field.annotation):
                 if inside.count(inner) < 2:
                     found |= walk(inner, f"{above}{name}.", (*inside, inner))
