@@ -17,6 +17,7 @@ from megarl.data.conversations import Conversation
 from megarl.data.preferences import Preference
 from tests.e2e.job import HEAD, Job
 from tests.e2e.lab import Lab
+from tests.unit.data.written import written
 
 STAGE = (
     HEAD
@@ -36,7 +37,7 @@ def write_pairs(path: Path, seed: int, count: int) -> None:
         return "".join(rng.choice(list(letters), int(rng.integers(fewest, 9))))
 
     rows = [{"prompt": word("abcdefgh", 3), "chosen": word("aeiou", 2), "rejected": word("bcdfgh", 2)} for _ in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written(path, *rows)
 
 
 def run(lab: Lab, runs: Path, model: Path, verb: str, *overrides: str) -> Job:

@@ -17,6 +17,7 @@ from megarl.checks.memory import check_fits
 from megarl.cli import main
 from megarl.cluster.process_kinds import demand
 from megarl.config import DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
+from tests.unit.data.written import written
 from tests.unit.examples.test_configurations import QWEN3_30B_A3B, write_headers
 from tools.make_tiny_model import build
 
@@ -35,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def wrote(folder: Path, rows: list[dict[str, Any]], model: Path, *options: str) -> list[str]:
     """What the command says of a file of these rows."""
-    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written(folder / "own.jsonl", *rows)
     return ["init", str(model), "own.jsonl", *options]
 
 

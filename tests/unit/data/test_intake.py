@@ -18,7 +18,8 @@ from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.templates import TEMPLATES, dressed
-from tests.unit.data.test_rendering import TOOLS, USER, Row, conversations, says, written
+from tests.unit.data.test_rendering import TOOLS, USER, Row, conversations, says
+from tests.unit.data.written import written
 
 
 @pytest.fixture(scope="module")

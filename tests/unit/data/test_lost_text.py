@@ -16,7 +16,8 @@ from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer, unknown_characters
 from tests.unit.data.templates import dressed
-from tests.unit.data.test_rendering import CALL, RESULT, TOOLS, USER, Row, chat, conversations, learned, says, written
+from tests.unit.data.test_rendering import CALL, RESULT, TOOLS, USER, Row, chat, conversations, learned, says
+from tests.unit.data.written import written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

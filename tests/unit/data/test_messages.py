@@ -16,7 +16,8 @@ from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.templates import TEMPLATES, dressed
-from tests.unit.data.test_rendering import USER, Row, conversations, learned, says, written
+from tests.unit.data.test_rendering import USER, Row, conversations, learned, says
+from tests.unit.data.written import written
 
 LEFT_OUT = "megarl: data.train: keys of messages that the chat template leaves out: "
 SYSTEM = {"role": "system", "content": "Be brief"}

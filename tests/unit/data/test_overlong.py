@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.test_preferences import plain
+from tests.unit.data.written import written
 
 DROP = SourceFormat(overlong="drop")
 LONG, ENDLESS = "1 + " * 70 + "1?", "1 + " * 20_000  # the second is not even tokenised
@@ -45,11 +45,10 @@ def rows(*texts: str) -> list[dict[str, Any]]:
     return [{"prompt": text, "reward_model": {"ground_truth": str(n)}} for n, text in enumerate(texts)]
 
 
-def written(path: Path, content: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(content), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+def filled(path: Path, content: list[dict[str, Any]]) -> Path:
+    if path.suffix != ".parquet":
+        return written(path, *content)
+    parquet.write_table(pyarrow.Table.from_pylist(content), path)
     return path
 
 
@@ -64,7 +63,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(
     given = rows(*(LONG if n in (0, 41, 63) else ENDLESS if n == 20 else f"{n} + 1?" for n in range(64)))
     short = [row for row in given if row["prompt"].endswith(" + 1?") and len(row["prompt"]) < 20]
     suffix = "jsonl" if kind == "jsonl" else "parquet"
-    source, other = (FileSource(path=written(tmp_path / f"{n}.{suffix}", content)) for n, content in enumerate((given, short)))
+    source, other = (FileSource(path=filled(tmp_path / f"{n}.{suffix}", content)) for n, content in enumerate((given, short)))
     if kind == "large":
         monkeypatch.setattr(large, "LARGE", 50)
         monkeypatch.setattr(large, "SAMPLED", 4)
@@ -90,7 +89,7 @@ def test_pairs_and_conversations_that_are_too_long_are_left_out(
     pair = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
     bad = [{**pair, name: text} for name in pair for text in (LONG, ENDLESS)]
     source, other = (
-        PreferenceSource(path=written(tmp_path / f"{n}.jsonl", content)) for n, content in enumerate(([pair, *bad, pair], [pair] * 2))
+        PreferenceSource(path=filled(tmp_path / f"{n}.jsonl", content)) for n, content in enumerate(([pair, *bad, pair], [pair] * 2))
     )
 
     def pairs(source: PreferenceSource, **more: Any) -> Any:
@@ -103,7 +102,7 @@ def test_pairs_and_conversations_that_are_too_long_are_left_out(
         pairs(source)
 
     talks = [{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": text}]} for text in ("4", LONG, ENDLESS)]
-    spoken = ConversationSource(path=written(tmp_path / "talks.jsonl", talks))
+    spoken = ConversationSource(path=filled(tmp_path / "talks.jsonl", talks))
     data, dropping = SftData(train=spoken), SftData(train=spoken, overlong="drop")
     assert len(load_conversations(spoken, tokenizer, dropping, 64, "data.train")) == 1
     with pytest.raises(ConfigError, match=r"talks\.jsonl:3: the conversation: .* more than sft\.max_tokens=64"):
@@ -111,13 +110,13 @@ def test_pairs_and_conversations_that_are_too_long_are_left_out(
     long_answers = [
         {**row, "reward_model": {"ground_truth": text}} for row, text in zip(rows("a", "b", "c"), (LONG, "4", ENDLESS), strict=True)
     ]
-    answers = FileSource(path=written(tmp_path / "answers.jsonl", long_answers))
+    answers = FileSource(path=filled(tmp_path / "answers.jsonl", long_answers))
     assert len(load_answers(answers, tokenizer, dropping, 64, "data.train")) == 1
     assert capsys.readouterr().err.count("data.train: 2 of 3 are longer than sft.max_tokens=64, and left out") == 2
 
 
 def test_data_overlong_applies_to_every_source(tmp_path: Path, tiny_model: Path) -> None:
-    path = written(tmp_path / "a.jsonl", rows("1 + 1?", LONG, ENDLESS, "2 + 2?"))
+    path = filled(tmp_path / "a.jsonl", rows("1 + 1?", LONG, ENDLESS, "2 + 2?"))
     (tmp_path / "sft.yaml").write_text(
         f"name: job\nrun_dir: {tmp_path}\nmodel: {{path: {tiny_model}, dtype: float32}}\ncluster: {{gpus: false}}\n"
         f"data: {{overlong: drop, train: {{type: file, path: {path}}}, eval: {{type: file, path: {path}}}}}\n"

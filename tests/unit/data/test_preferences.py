@@ -24,6 +24,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import check_same_tokenizer, decode, encode, load_tokenizer
 from megarl.loops.pairs import pairs_of
+from tests.unit.data.written import written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +111,7 @@ def test_columns_have_the_names_that_the_source_says(load: Load) -> None:
 def test_several_sources_are_mixed_by_weight(load: Load, tmp_path: Path) -> None:
     for name, words in (("a", "ab cd ef gh"), ("b", "uv wx")):
         rows = ({"prompt": word, "chosen": word[::-1], "rejected": word} for word in words.split())
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        written(tmp_path / f"{name}.jsonl", *rows)
     a, b = ({"path": tmp_path / f"{name}.jsonl"} for name in "ab")
     mixture = PreferenceMixture.model_validate({"parts": [{"source": a, "weight": 0.5}, {"source": b, "weight": 2}]})
     few, rest = plain(load(source=mixture))[:2], plain(load(source=mixture))[2:]

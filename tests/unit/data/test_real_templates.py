@@ -23,6 +23,7 @@ from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
 from tests.real_tokenizers import MODELS
+from tests.unit.data.written import written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -225,11 +226,6 @@ def test_a_raw_text_begins_as_the_tokenizer_begins_it_and_once(name: str, tokeni
     made = load_prompts(source, tokenizer, DataSettings(train=source, chat=False), LIMIT, "data.train")
     plain = tokenizer("17 + 17 =", add_special_tokens=False)["input_ids"]
     assert [prompt.tokens for prompt in made] == [[*(bos if MODELS[name].begins else []), *plain], [*bos, *plain]]
-
-
-def written(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], count: int, generation: bool, tokenize: bool = False) -> Any:

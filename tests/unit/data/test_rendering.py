@@ -30,6 +30,7 @@ from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.templates import ENDS, TEMPLATES, dressed
+from tests.unit.data.written import written
 
 Row = dict[str, Any]
 USER: Row = {"role": "user", "content": "2 + 2?"}
@@ -76,11 +77,6 @@ TAKEN = {
 def tokenizers(tiny_model: Path) -> dict[str, Any]:
     tiny = load_tokenizer(tiny_model)
     return {name: dressed(tiny, name) for name in TEMPLATES}
-
-
-def written(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def conversations(path: Path, tokenizer: Any, *rows: Row, **data: Any) -> list[Conversation]:

@@ -16,7 +16,8 @@ from megarl.data.preferences import load_preferences
 from megarl.data.shown import LEARNED, MASKED, READ, SCORED, UNREAD, Line, coloured, row_lines, rows_of, spans, summary
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_conversations
-from tests.unit.data.test_real_templates import ASKS, INLINE, LAYOUTS, LIMIT, REFUSED, SAYS, TOOL, call, lessons, rendered, written
+from tests.unit.data.test_real_templates import ASKS, INLINE, LAYOUTS, LIMIT, REFUSED, SAYS, TOOL, call, lessons, rendered
+from tests.unit.data.written import written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,10 +13,15 @@ from megarl.config import FileSource
 ROW = {"prompt": "17 + 17?", "reward_model": {"ground_truth": "34", "style": "rule"}, "data_source": "sums", "extra_info": {"index": 7}}
 
 
-def write(path: Path, *rows: Any) -> FileSource:
-    """A JSONL file; a text row is written as it is."""
+def written(path: Path, *rows: Any) -> Path:
+    """Write a JSONL file; a text row is written as it is."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return FileSource(path=path)
+    return path
+
+
+def write(path: Path, *rows: Any) -> FileSource:
+    """Write a JSONL file, as a source."""
+    return FileSource(path=written(path, *rows))
 
 
 def save_to_disk(path: Path, rows: list[dict[str, Any]], shards: int = 2, **state: Any) -> FileSource:

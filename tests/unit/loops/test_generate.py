@@ -17,6 +17,7 @@ from megarl.data.prompts import Prompt
 from megarl.engines.engine import RolloutError
 from megarl.engines.vllm.engine import VllmEngine
 from megarl.loops.generate import CACHE_MB, RESPONSE, answer, check, parser
+from tests.unit.data.written import written
 
 REFUSED = [
     (["{model}"], "generate: give a PROMPT, --file FILE or --chat"),
@@ -54,7 +55,7 @@ REFUSED = [
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     rows = [{"question": "one?"}, {"question": "and two?"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written(tmp_path / "rows.jsonl", *rows)
     (tmp_path / "empty.jsonl").write_text("")
     return tmp_path
 

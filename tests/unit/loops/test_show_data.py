@@ -21,6 +21,7 @@ from megarl.host.termination import SIGNALS
 from megarl.loops.show_data import tell_first, verb_of
 from megarl.observe.run import Run
 from tests.unit.bad_input.cases import VERBS
+from tests.unit.data.written import written
 
 USER = {"role": "user", "content": "17 + 17?"}
 GOOD = [{"messages": [USER, {"role": "assistant", "content": f"34 {word}"}]} for word in ("one", "two", "four", "six")]
@@ -46,7 +47,7 @@ def job(tmp_path: Path, tiny_model: Path) -> Path:
     for file in tiny_model.iterdir():
         if file.name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    written(tmp_path / "rows.jsonl", *ROWS)
     data = f"data: {{train: {{type: conversations, path: {tmp_path}/rows.jsonl}}}}\nsft: {{steps: 1, max_tokens: 64}}\n"
     (tmp_path / "job.yaml").write_text(f"name: job\nmodel: {{path: {tmp_path}/model}}\nrun_dir: {tmp_path}/runs\n{data}")
     return tmp_path / "job.yaml"
