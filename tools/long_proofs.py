@@ -126,7 +126,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(360, "replayed_steps"),
         _distributed(45, "checkpoint"),
         _distributed(25, "value_model"),
-        _distributed(70, "megatron_checkpoints"),
+        _distributed(240, "megatron_checkpoints"),
     ),
     (_tests(1200, "tests/e2e/test_soak.py"),),
 )
