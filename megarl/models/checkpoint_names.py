@@ -75,8 +75,8 @@ def checkpoint_names(model: ModelDescription, head: HeadKind) -> list[tuple[Weig
 
 def parameter_shape(op: Op) -> Shape:
     """Return the parameter's shape: the packed tensor's shape with its leading axes merged into one."""
-    own = len(op.shapes[0]) - 1  # trailing axes that are not merged
     packed = op.packed_shape
+    own = min(len(op.shapes[0]), len(packed)) - 1  # trailing axes that are not merged
     return (math.prod(packed[: len(packed) - own]), *packed[len(packed) - own :])
 
 

@@ -271,6 +271,29 @@ class Transposed(Op):
 
 
 @dataclass(frozen=True)
+class Row(Op):
+    """A vector that is stored as a matrix of one row, replicated."""
+
+    size: int
+    axis = None
+    dim = None
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ((1, self.size),)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return (self.size,)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].squeeze(0)
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return (packed[None],)
+
+
+@dataclass(frozen=True)
 class Fused(Op):
     """The tensors of `parts`, concatenated by rows into a single tensor [sum of their rows, ...]; each part is split separately."""
 
