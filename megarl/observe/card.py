@@ -85,6 +85,7 @@ def _facts(run: Path, config: Mapping[str, Any], step: int, model: str) -> dict[
     algorithm = config.get("algorithm") or {}
     sources = {f"data.{key}": value for key, value in config["data"].items() if isinstance(value, dict) and "type" in value}
     sources |= {f"eval.{index}": value for index, value in enumerate(config.get("eval") or []) if isinstance(value, dict)}
+    commits = dict.fromkeys(start.commit for start in record.starts if start.commit) if record is not None else {}
     evaluation = dict[str, float]()
     for row in read_json_lines(run / METRICS):
         if row["step"] == step:
@@ -98,7 +99,7 @@ def _facts(run: Path, config: Mapping[str, Any], step: int, model: str) -> dict[
         "seed": config["seed"],
         "data": _shareable(sources),
         "version": __version__,
-        "commit": record.starts[-1].commit if record is not None and record.starts else None,
+        "commit": ", ".join(commits) or None,
         "evaluation": evaluation,
     }
 

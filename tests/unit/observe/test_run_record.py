@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megarl.config import TrainConfig, load
-from megarl.observe import compare, run_record
+from megarl.observe import card, compare, run_record
 from megarl.observe.phases import Phases
 from megarl.observe.run import Run
 from megarl.observe.run_record import RECORD, RunRecord, RunStart
@@ -75,6 +76,24 @@ def test_a_missing_run_record_is_reported_and_the_run_resumes(
     with Run(config, state):
         assert "run.json is missing or damaged: the seconds of earlier starts are not counted" in capsys.readouterr().err
     assert json.loads((run.directory / "summary.json").read_text())["starts"] == 1
+
+
+def test_the_models_that_a_run_leaves_have_cards_with_the_steps_they_are_of(config: TrainConfig) -> None:
+    with Run(config) as run:
+        step(run, 1)
+        step(run, 2)
+        run.model_step = 1  # the best
+        for name, kind in (("model", "Qwen3ForCausalLM"), ("critic", "Qwen3ForSequenceClassification")):
+            (run.directory / name).mkdir()
+            (run.directory / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
+    fronts = [yaml.safe_load((run.directory / name / card.CARD).read_text().split("---\n")[1]) for name in ("model", "critic")]
+    assert [(front["megarl"]["steps"], front["pipeline_tag"]) for front in fronts] == [(1, "text-generation"), (2, "text-classification")]
+    assert fronts[0]["megarl"]["commit"] == json.loads((run.directory / "summary.json").read_text())["commit"]
+    (run.directory / "model" / card.CARD).write_text("# Our own\n")
+    card.write(run.directory, run.directory / "model", 2)
+    card.write(run.directory, run.directory / "critic", 1)
+    assert (run.directory / "model" / card.CARD).read_text() == "# Our own\n"
+    assert "after step 1 of a run" in (run.directory / "critic" / card.CARD).read_text()
 
 
 def test_the_comparison_reads_runs_of_earlier_versions(tmp_path: Path) -> None:
