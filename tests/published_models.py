@@ -701,7 +701,7 @@ MODELS = {
             "max_position_embeddings": 131072,
             "tie_word_embeddings": True,
         },
-        21_825_436_160,  # the model hub counts 1,728 biases of routers as well
+        21_825_437_888,  # published as 21B
         Layout(ranks=16, tp=4, pp=2, ep=4),
     ),
 }
