@@ -30,6 +30,7 @@ SUITE = [
 ]
 # Layout -> its ranks, and whether experts are saved as --moe-grouped-gemm does.
 LAYOUTS = {
+    "one grouped": (Layout(), True),
     "pp2": (Layout(ranks=2, pp=2), False),
     "interleaved": (Layout(ranks=2, pp=2, vpp=2), False),
     "tp2 pp2 ep2": (Layout(ranks=4, tp=2, pp=2, ep=2), False),
@@ -58,7 +59,7 @@ def test_a_checkpoint_of_megatron_becomes_the_directory_it_was_loaded_from(
 
 
 @pytest.mark.parametrize("names", ["stacked", "all numbered, gate and up apart"])
-@pytest.mark.parametrize(("family", "layout"), rows(PLACES, [("qwen3_moe", "interleaved grouped")]))
+@pytest.mark.parametrize(("family", "layout"), rows(PLACES, [("qwen3_moe", "one grouped")]))
 def test_it_may_have_been_saved_by_any_layout(pool: Pool, make: Make, family: str, layout: str, names: str, tmp_path: Path) -> None:
     model, (ranks, grouped) = make(family), LAYOUTS[layout]
     pool.run(save_dist, ranks, model, tmp_path / "iter_0000010", NAMES[names], "lm", "float32", grouped)
