@@ -96,6 +96,10 @@ def check_teacher(
     teacher = check_other_model(settings, rollout, path, key, layout, "lm")
     if teacher.vocab < policy.vocab:
         raise ConfigError(f"{key}: {path} has vocab_size={teacher.vocab}, but the policy samples from vocab_size={policy.vocab}")
+    if distillation.top_k is not None and distillation.top_k >= policy.vocab:
+        raise ConfigError(
+            f"distillation.top_k={distillation.top_k}: the policy has vocab_size={policy.vocab}, and other tokens must be left"
+        )
 
 
 def check_reward_model(settings: ModelSettings, rollout: RolloutSettings, source: tuple[str, ModelReward] | None, layout: Layout) -> None:

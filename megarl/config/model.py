@@ -147,7 +147,7 @@ class CriticSettings(Section):
 
 
 class DistillationSettings(Section, Distillation):
-    """On-policy distillation: the policy's own tokens are rewarded by the log-prob that a teacher gives them."""
+    """On-policy distillation: on the policy's own tokens, it is drawn towards the probabilities of a teacher."""
 
     teacher: Place
     """A Hugging Face directory of a language model with the policy's tokenizer, of any size and family."""

@@ -191,11 +191,18 @@ class TrainConfig(TrainingSettings):
             raise ValueError(f"train.best={train.best}: train.eval_every=0 runs no evaluations during training")
 
     def _check_distillation(self) -> None:
-        """Raise ValueError if the algorithm's loss does not read an advantage for each token."""
-        if self.distillation is not None and (self.algorithm.joins_tokens or not self.algorithm.reads_advantages):
+        """Raise ValueError if the algorithm's loss does not read the advantages that distillation makes."""
+        if self.distillation is None:
+            return
+        if not self.algorithm.reads_advantages:
             raise ValueError(
-                f"distillation: gives each token an advantage of its own, but the loss of algorithm.type={self.algorithm.type} "
-                f"{'has one ratio for a whole response' if self.algorithm.joins_tokens else 'reads none'} (reinforce, grpo and others do)"
+                f"distillation: gives each token an advantage of its own, but the loss of algorithm.type={self.algorithm.type} reads none "
+                "(reinforce, grpo and others do)"
+            )
+        if self.algorithm.joins_tokens and self.distillation.top_k is None:
+            raise ValueError(
+                f"distillation: gives each token an advantage of its own, but the loss of algorithm.type={self.algorithm.type} has one "
+                "ratio for a whole response (reinforce, grpo and others do not; nor does it matter with distillation.top_k)"
             )
 
     def _check_placement(self) -> None:
@@ -299,7 +306,8 @@ class TrainConfig(TrainingSettings):
     @property
     def old_logp(self) -> Literal["forward", "update", "rollout"]:
         """Where the old log-probs of a step come from: a forward pass of their own, the update's own pass, or the engine."""
-        compared = self.algorithm.needs_reference or self.distillation is not None
+        sampled = self.distillation is not None and self.distillation.top_k is None  # the teacher is compared with the old log-probs
+        compared = self.algorithm.needs_reference or sampled
         alone = self.algorithm.correction is None and not compared and self.routing.replay != "r2"
         if self.train.old_logp == "auto":
             return "update" if alone and self.train.mini_batches == self.train.epochs == 1 else "forward"

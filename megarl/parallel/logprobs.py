@@ -4,7 +4,7 @@ Nothing as large as the logits is kept besides the logits themselves: forward ke
 and writes the gradient. What reads and writes the logits are three functions that the backend chooses, the `LogprobKernels`:
 `logprobs_fused` on a GPU, `logprobs_chunked` on the CPU.
 
-Axes: R rows of logits, T scored entries, V local vocabulary shard.
+Axes: R rows of logits, T scored entries, V local vocabulary shard, K named tokens of an entry, B = K + 1 buckets: these, and all others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.parallel.backend import choose
+
+TOP_ELEMENTS = 1 << 24  # logits of which the likeliest are found at once: 64 MB in float32
+MOST = 80.0  # e^80 is a float32; a remainder below e^-80 has no slope
+NOTHING = -1e30  # stands for the logit of a token that is left out: finite, so that 0 times it is 0
 
 
 class LogprobKernels(Protocol):
@@ -96,8 +100,74 @@ def logprob_entropy(
     Returns:
         The log-probs and the entropies in nats, each float32 [T], the same on all ranks of `group`.
     """
-    lp_T, entropy_T = _LogprobEntropy.apply(logits_RV, row_T, target_T, temperature, group, vocabulary, overwrite)
+    lp_T, entropy_T, _ = _LogprobEntropy.apply(logits_RV, row_T, target_T, temperature, group, vocabulary, overwrite, None)
     return lp_T, entropy_T
+
+
+def logprob_entropy_buckets(
+    logits_RV: Tensor,
+    row_T: Tensor,
+    target_T: Tensor,
+    token_TK: Tensor,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    vocabulary: int | None = None,
+    overwrite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`logprob_entropy`, and the log-probs of some tokens of each entry and of all others together.
+
+    The others are summed themselves, not taken as 1 minus the rest, so that a small remainder is exact. This reads the logits once more,
+    and reduces [T, K] and twice [T] numbers over `group`.
+
+    Args:
+        token_TK: int64 [T, K], global token ids, different ones in each row.
+        logits_RV, row_T, target_T, temperature, group, vocabulary, overwrite: as in `logprob_entropy`.
+
+    Returns:
+        Log-probs and entropies as in `logprob_entropy`, and the buckets' log-probs, float32 [T, K + 1]; that of the others last, below
+        -1e29 if there are none.
+    """
+    lp_T, entropy_T, lp_TB = _LogprobEntropy.apply(logits_RV, row_T, target_T, temperature, group, vocabulary, overwrite, token_TK)
+    return lp_T, entropy_T, lp_TB
+
+
+def top_buckets(
+    logits_RV: Tensor,
+    row_T: Tensor,
+    count: int,
+    among: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    vocabulary: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Find the likeliest tokens of each entry, and their log-probs and that of all others together. It has no gradient.
+
+    Args:
+        count: K, the number of tokens.
+        among: only tokens below this global id are named; at least `count`.
+        logits_RV, row_T, temperature, group, vocabulary: as in `logprob_entropy`.
+
+    Returns:
+        Global token ids, int64 [T, K], the likeliest first, and log-probs, float32 [T, K + 1]; the same on all ranks of `group`.
+    """
+    shard, ranks = _Shard.of(logits_RV, group, vocabulary), 1 if group is None else group.size()
+    named, device = max(0, min(shard.real, among - shard.start)), logits_RV.device
+    own = min(count, named)
+    value_TK = torch.full((len(row_T), count), -torch.inf, device=device)
+    token_TK = torch.zeros(len(row_T), count, dtype=torch.int64, device=device)
+    step = max(1, TOP_ELEMENTS // max(1, named))
+    for start in range(0, len(row_T) if own else 0, step):
+        found = logits_RV[row_T[start : start + step], :named].float().topk(own, dim=1)
+        value_TK[start : start + step, :own], token_TK[start : start + step, :own] = found.values, found.indices + shard.start
+    if ranks > 1:
+        values, tokens = ([torch.empty_like(one) for _ in range(ranks)] for one in (value_TK, token_TK))
+        dist.all_gather(values, value_TK, group=group)
+        dist.all_gather(tokens, token_TK, group=group)
+        best = torch.cat(values, dim=1).topk(count, dim=1)
+        token_TK = torch.cat(tokens, dim=1).gather(1, best.indices)
+    with torch.no_grad():
+        *_, lp_TB = logprob_entropy_buckets(logits_RV, row_T, token_TK[:, 0], token_TK, temperature, group, vocabulary)
+    return token_TK, lp_TB
 
 
 def likeliest(
@@ -148,7 +218,8 @@ class _LogprobEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         vocabulary: int | None,
         overwrite: bool,
-    ) -> tuple[Tensor, Tensor]:
+        token_TK: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         shard, kernels = _Shard.of(logits_RV, group, vocabulary), choose().logprob_kernels
         top_T, sum_T, dot_T = kernels.local_sums(logits_RV, row_T, shard.real, temperature)
         mine_T, column_T = shard.place(target_T)
@@ -166,15 +237,18 @@ class _LogprobEntropy(torch.autograd.Function):
             chosen_T = torch.where(mine_T, picked_T - top_T, 0.0)
         log_sum_T = sum_T.log()
         lp_T, entropy_T = chosen_T - log_sum_T, log_sum_T - dot_T / sum_T
-        ctx.save_for_backward(logits_RV, row_T, target_T, top_T + log_sum_T, lp_T, entropy_T)
+        logz_T, lp_TB = top_T + log_sum_T, None
+        if token_TK is not None:
+            lp_TB = _bucket_logits(logits_RV, row_T, token_TK, temperature, group, shard, kernels).sub_(logz_T[:, None])
+        ctx.save_for_backward(logits_RV, row_T, target_T, logz_T, lp_T, entropy_T, token_TK, lp_TB)
         ctx.shard, ctx.kernels, ctx.temperature, ctx.overwrite = shard, kernels, temperature, overwrite
         ctx.set_materialize_grads(False)
-        return lp_T, entropy_T
+        return lp_T, entropy_T, lp_TB
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_lp_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits_RV, row_T, target_T, logz_T, lp_T, entropy_T = ctx.saved_tensors
+    def backward(ctx: Any, grad_lp_T: Tensor | None, grad_entropy_T: Tensor | None, grad_lp_TB: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits_RV, row_T, target_T, logz_T, lp_T, entropy_T, token_TK, lp_TB = ctx.saved_tensors
         shard: _Shard = ctx.shard
         kernels: LogprobKernels = ctx.kernels
         # d lp / dx = (onehot - p) / temperature ; d H / dx = -p (log p + H) / temperature
@@ -184,8 +258,47 @@ class _LogprobEntropy(torch.autograd.Function):
         if slope_T is not None:
             down_T = down_T + slope_T * entropy_T
             at_target_T = at_target_T + slope_T * lp_T.exp() * (lp_T + entropy_T)
+        if grad_lp_TB is not None:
+            # d lp_b / dx = (onehot_b - p) / temperature; of the others, whose sum is q, (p / q - p) / temperature, and -p at named tokens.
+            # These are written, not corrected: with a small q, what the others get is much larger.
+            p_TK, sum_T = lp_TB[:, :-1].exp(), grad_lp_TB.sum(1)
+            before_TK = down_T[:, None] if slope_T is None else down_T[:, None] + slope_T[:, None] * lp_TB[:, :-1]
+            before_TK = torch.where(token_TK == target_T[:, None], at_target_T[:, None], p_TK * before_TK)
+            at_named_TK = before_TK + (grad_lp_TB[:, :-1] - p_TK * sum_T[:, None]) / ctx.temperature
+            others_T = (grad_lp_TB[:, -1] * (-lp_TB[:, -1]).clamp(max=MOST).exp() - sum_T) / ctx.temperature
+            down_T, at_target_T = down_T + others_T, at_target_T + others_T * lp_T.exp()
         grad_RV = logits_RV if ctx.overwrite else torch.empty_like(logits_RV)
         kernels.write_gradient(grad_RV, logits_RV, row_T, shard.real, ctx.temperature, logz_T, down_T, slope_T)
         mine_T, column_T = shard.place(target_T)
         grad_RV[row_T, column_T] = torch.where(mine_T, at_target_T.to(grad_RV.dtype), grad_RV[row_T, column_T])
-        return grad_RV, None, None, None, None, None, None
+        if grad_lp_TB is not None:
+            mine_TK, column_TK = shard.place(token_TK)
+            grad_RV[row_T[:, None].expand_as(column_TK)[mine_TK], column_TK[mine_TK]] = at_named_TK[mine_TK].to(grad_RV.dtype)
+        return grad_RV, None, None, None, None, None, None, None
+
+
+def _bucket_logits(
+    logits_RV: Tensor,
+    row_T: Tensor,
+    token_TK: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None,
+    shard: _Shard,
+    kernels: LogprobKernels,
+) -> Tensor:
+    """The logits / temperature of the named tokens, and log sum e^x over all others, float32 [T, K + 1]."""
+    logits_RV = logits_RV.data  # written and restored, unseen by autograd
+    mine_TK, column_TK = shard.place(token_TK)
+    places = row_T[:, None].expand_as(column_TK)[mine_TK], column_TK[mine_TK]
+    kept = logits_RV[places]
+    named_TK = torch.zeros(token_TK.shape, device=logits_RV.device).masked_scatter_(mine_TK, kept.float() / temperature)
+    logits_RV[places] = NOTHING
+    top_T, sum_T, _ = kernels.local_sums(logits_RV, row_T, shard.real, temperature)
+    logits_RV[places] = kept
+    if group is not None and group.size() > 1:
+        here_T = top_T.clone()
+        dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
+        sums = torch.cat([named_TK, (sum_T * (here_T - top_T).clamp_(min=-1e4).exp())[:, None]], dim=1)
+        dist.all_reduce(sums, group=group)
+        named_TK, sum_T = sums[:, :-1], sums[:, -1]
+    return torch.cat([named_TK, (top_T + sum_T.log())[:, None]], dim=1)

@@ -16,6 +16,7 @@ import ray
 
 from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.correction import BOUND, Correction
+from megarl.algorithms.distillation import divergence
 from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch, Sample, pack
 from megarl.lazy_torch import Tensor, torch
@@ -142,17 +143,17 @@ def with_columns(batches: Sequence[Batch], members: Sequence[Sequence[int]], giv
         names: the names of the columns to add.
 
     Returns:
-        The batches with `extra_T[name]` [T] for each name.
+        The batches with `extra_T[name]`, [T] or [T, ...] as the other group has it, for each name.
     """
     wanted = {n for chosen in members for n in chosen}
     needed = [(chosen, stored) for chosen, stored in given if wanted.intersection(chosen)]
     fetched = ray.get([stored for _, stored in needed])
     columns_of = {n: values for (chosen, _), part in zip(needed, fetched, strict=True) for n, values in zip(chosen, part, strict=True)}
-    nothing = np.empty(0, np.float32)
-    return [
-        batch.with_extra(**{name: torch.from_numpy(np.concatenate([nothing, *(columns_of[n][name] for n in chosen)])) for name in names})
-        for chosen, batch in zip(members, batches, strict=True)
-    ]
+
+    def joined(chosen: Sequence[int], name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([columns_of[n][name] for n in chosen]) if chosen else np.empty(0, np.float32))
+
+    return [batch.with_extra(**{name: joined(chosen, name) for name in names}) for chosen, batch in zip(members, batches, strict=True)]
 
 
 def corrections(
@@ -264,6 +265,22 @@ def teacher_gap(batch: Batch) -> dict[str, Metric]:
         "distillation/reverse_kl": _mean(d),
         "distillation/k3_kl": _mean(torch.expm1(-d) + d),
         "distillation/agreement": _mean((d <= 0).double()),
+    }
+
+
+def bucket_gap(policy_TB: Tensor, teacher_TB: Tensor, mask_T: Tensor) -> dict[str, Metric]:
+    """Metrics of how far the policy is from its teacher, over loss tokens, in the buckets of the teacher's likeliest tokens.
+
+    distillation/reverse_kl is the mean of KL(policy || teacher), forward_kl of KL(teacher || policy); named that of the policy's
+    probability of the named tokens.
+    """
+    policy_TB, teacher_TB = policy_TB[mask_T].double(), teacher_TB[mask_T].double()
+    if not len(policy_TB):
+        return {}
+    return {
+        "distillation/reverse_kl": _mean(divergence(policy_TB, teacher_TB, "reverse_kl")),
+        "distillation/forward_kl": _mean(divergence(policy_TB, teacher_TB, "forward_kl")),
+        "distillation/named": _mean(-torch.expm1(policy_TB[:, -1])),
     }
 
 

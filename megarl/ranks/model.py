@@ -30,7 +30,7 @@ from megarl.parallel.weights import load_hf, weight_buffers
 from megarl.ranks.speed import speed, training_flops
 from megarl.sync.quantize import as_expected
 
-# (logits [R, V], or values [R, 1] of a value model; the entries' rows on the R axis; the entries) -> one number per entry [T]
+# (logits [R, V], or values [R, 1] of a value model; the entries' rows on the R axis; the entries) -> one number per entry [T], or a row
 OutputReader = Callable[[Tensor, Tensor, Batch], Tensor]
 
 
@@ -88,7 +88,7 @@ class Model:
         self._described = described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
 
     def forward_tokens(self, batches: Sequence[Batch], name: str, read: OutputReader, routing: RoutingPass | None = None) -> list[Batch]:
-        """Run the model forward and compute one number per token from its output. Collective.
+        """Run the model forward and compute one number per token, or a row of several, from its output. Collective.
 
         Args:
             batches: micro-batches of whole sequences, the same list on all ranks of a data-parallel replica.
@@ -119,6 +119,7 @@ class Model:
             value_T = torch.full((len(batch),), torch.nan)
             if len(batch) and self._grid.is_last_stage:
                 entry_T, found_T = next(results)
+                value_T = torch.full((len(batch), *found_T.shape[1:]), torch.nan)
                 value_T[entry_T] = found_T.cpu()
             filled.append(batch.with_extra(**{name: value_T}))
         return filled

@@ -22,10 +22,12 @@ from megarl.batch import EXPERTS, Batch, concat
 from megarl.cluster.process_kinds import Role
 from megarl.config import CriticSettings, DistillationSettings, OptimizerSettings, RoutingSettings, SyncSettings
 from megarl.lazy_torch import Tensor, torch
+from megarl.models.description import ModelDescription
 from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
 from megarl.ranks.assemble import (
     Columns,
     assemble,
+    bucket_gap,
     columns,
     computed_here,
     corrections,
@@ -51,7 +53,8 @@ if TYPE_CHECKING:
 TRAINED: tuple[Role, ...] = ("policy", "critic")
 # Experts that the pass of the old log-probs keeps for the updates, by routing.replay.
 RECORD: dict[str, ExpertsRecorded] = {"off": "known", "r2": "all", "r3": "none"}
-# The column of per-token numbers that each role computes.
+# The column of per-token numbers that each role computes. With `distillation.top_k` the teacher's has rows: K token ids (exact in float32,
+# since vocabularies are smaller than 2^24), their log-probs, and that of all other tokens.
 COLUMN = {"policy": "old_logp", "reference": "ref_logp", "teacher": "teacher_logp", "critic": "value"}
 
 
@@ -145,7 +148,7 @@ class ModelWorker(MegatronWorker):
             with self._follow("reference", replay=self._spec.routing.reference) as routing:
                 flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp("reference"), routing)
         if "teacher" in self._models:
-            flat = self._use("teacher").forward_tokens(flat, "teacher_logp", self._logp("teacher"))
+            flat = self._use("teacher").forward_tokens(flat, "teacher_logp", self._teaching())
         self._scored, self._fresh = score or self._spec.old_logp == "forward", True
         if "policy" in self._models:
             if self._scored:
@@ -182,7 +185,9 @@ class ModelWorker(MegatronWorker):
         flat = []
         for batch in with_columns(self._flat(), self._samples, given, names):
             elsewhere_T = batch.extra_T[own].isnan()
-            flat.append(batch.with_extra(**{name: batch.extra_T[name].masked_fill(elsewhere_T, torch.nan) for name in names}))
+            given_T = {name: batch.extra_T[name] for name in names}
+            held = {name: torch.where(elsewhere_T.view(-1, *[1] * (one.dim() - 1)), torch.nan, one) for name, one in given_T.items()}
+            flat.append(batch.with_extra(**held))
         self._keep(flat, self._mini_batches)
 
     def sequence_kl(self) -> dict[int, float]:
@@ -215,7 +220,8 @@ class ModelWorker(MegatronWorker):
         if not self._grid.is_last_stage:
             return {}
         batches = [spread(batch, members, advantage=advantage_N) for members, batch in zip(self._members, self._flat(), strict=True)]
-        whole = concat([self._completed(batch.without(*EXPERTS)) for batch in batches], self._members)
+        buckets = ("teacher_logp",) if self._buckets else ()
+        whole = concat([self._completed(batch.without(*EXPERTS, *buckets)) for batch in batches], self._members)
         extra = {"advantage": algorithm.token_advantages(whole, self._sum_over_replicas, kl_coef)}
         if isinstance(algorithm, ActorCritic):
             extra["outcome"] = algorithm.outcomes(whole, kl_coef)
@@ -223,7 +229,8 @@ class ModelWorker(MegatronWorker):
         metrics = [mismatch_of_sequences(whole)] if self._reports_sequences and self._spec.old_logp == "forward" else []
         if self._spec.distillation is not None:
             extra["advantage"] = self._spec.distillation.advantages(extra["advantage"], whole)
-            metrics += [teacher_gap(whole)] if self._reports_sequences else []
+            if self._spec.distillation.top_k is None and self._reports_sequences:
+                metrics.append(teacher_gap(whole))
         if algorithm.correction is not None:
             members = list(dict.fromkeys(n for chosen in self._members for n in chosen))
             extra |= corrections(algorithm, algorithm.correction, whole, members, self._responses, self._part_N, self._sum_over_replicas)
@@ -265,7 +272,8 @@ class ModelWorker(MegatronWorker):
         if not self._grid.is_last_stage:
             return batches
         first = sum(map(len, self._mini_batches[:mini_batch]))
-        whole = concat([batch.without(*EXPERTS) for batch in scored], self._members[first : first + len(batches)])
+        buckets = ("teacher_logp",) if self._buckets else ()
+        whole = concat([batch.without(*EXPERTS, *buckets) for batch in scored], self._members[first : first + len(batches)])
         # What this context-parallel rank has of it.
         share = computed_here(replace(whole, extra_T={**whole.extra_T, "old_logp": whole.extra_T["logp"]}))
         own_T = algorithm.sequence_term(
@@ -438,14 +446,47 @@ class ModelWorker(MegatronWorker):
         """Return what computes the log-probs of a role's model from its logits."""
         return lambda logits_RV, row_T, batch: self._logprobs(role, logits_RV, row_T, batch)[0]
 
+    @property
+    def _buckets(self) -> int | None:
+        """The number of tokens that the teacher names for each entry; None: it scores the sampled token alone, or there is no teacher."""
+        return None if self._spec.distillation is None else self._spec.distillation.top_k
+
+    def _teaching(self) -> OutputReader:
+        """Return what computes the teacher's column from its logits."""
+        from megarl.parallel.logprobs import top_buckets
+
+        count, spec = self._buckets, self._spec
+        if count is None:
+            return self._logp("teacher")
+        among, vocabulary = ModelDescription.read(self._settings.model.path).vocab, self._models["teacher"].description.vocab
+
+        def named(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
+            token_TK, lp_TB = top_buckets(logits_RV, row_T, count, among, spec.temperature, self._grid.groups.tp, vocabulary)
+            return torch.cat([token_TK.float(), lp_TB], dim=1)
+
+        return named
+
     def _logprobs(self, role: Role, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy
 
         vocabulary = self._models[role].description.vocab
         return logprob_entropy(logits_RV, row_T, batch.target_T, self._spec.temperature, self._grid.groups.tp, vocabulary, overwrite)
 
+    def _compared(self, logits_RV: Tensor, row_T: Tensor, batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The policy's log-probs and entropies, and its and the teacher's log-probs of the buckets, at the entries."""
+        from megarl.parallel.logprobs import logprob_entropy_buckets
+
+        given_TC, vocabulary = batch.extra_T["teacher_logp"], self._models["policy"].description.vocab
+        token_TK, settings = given_TC[:, :count].long(), (self._spec.temperature, self._grid.groups.tp, vocabulary)
+        scored = logprob_entropy_buckets(logits_RV, row_T, batch.target_T, token_TK, *settings, overwrite=True)  # nothing else reads them
+        return *scored, given_TC[:, count:]
+
     def _loss_fn(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        logp_T, entropy_T = self._logprobs("policy", logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
+        policy_TB = teacher_TB = None
+        if self._buckets is None:
+            logp_T, entropy_T = self._logprobs("policy", logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
+        else:
+            logp_T, entropy_T, policy_TB, teacher_TB = self._compared(logits_RV, row_T, batch, self._buckets)
         seen = batch.with_extra(old_logp=logp_T.detach())
         loss = self._spec.algorithm.loss(
             logp_T, entropy_T, seen if self._spec.old_logp == "update" else batch, self._sum_over, self._kl_coef
@@ -454,6 +495,11 @@ class ModelWorker(MegatronWorker):
         if loss.weighted is not None:
             total = total + loss.weighted
         metrics = {"actor/pg_loss": Sum(float(total.detach())), **loss_metrics(loss)}
+        if policy_TB is not None and teacher_TB is not None:
+            assert self._spec.distillation is not None
+            taught_T = self._spec.distillation.loss(policy_TB, teacher_TB, batch.mask_T)
+            total = total + (taught_T * batch.extra_T["weight"]).sum()
+            metrics |= bucket_gap(policy_TB.detach(), teacher_TB, batch.mask_T)
         if self._fresh and self._spec.old_logp != "forward":  # the weights are still those that the step began with
             of_sequences = mismatch_of_sequences(seen, self._sum_over)
             metrics |= mismatch(seen) | (of_sequences if self._reports_sequences else {})

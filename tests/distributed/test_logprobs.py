@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.algorithms.distillation import divergence
 from megarl.config import Layout
 from megarl.parallel import logprobs_chunked
 from megarl.parallel.grid import Grid
-from megarl.parallel.logprobs import logprob_entropy
+from megarl.parallel.logprobs import logprob_entropy, logprob_entropy_buckets, top_buckets
 from tests.rank_pool import Pool
 
 ROWS, WIDTH = 23, 64  # rows of logits and the whole padded vocabulary
@@ -167,3 +168,62 @@ def test_overwritten_logits_cannot_be_used_again() -> None:
     lp_T, _ = logprob_entropy(logits, row_T, target_T, overwrite=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (square.sum() + lp_T.sum()).backward()
+
+
+def plain_buckets(args: Case, token_TK: Tensor, weight_TB: Tensor, temperature: float, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The buckets' log-probs by their definition, in float64, and the gradient of a sum of them, log-probs and entropies."""
+    logits_RV, row_T, target_T, weight_T, weight_entropy_T = args
+    x = logits_RV.double().requires_grad_()
+    log_p = torch.log_softmax(x[row_T, :vocabulary] / temperature, -1)
+    others_TV = log_p.scatter(1, token_TK, -torch.inf)
+    lp_TB = torch.cat([log_p.gather(1, token_TK), others_TV.logsumexp(1, keepdim=True)], dim=1)
+    entropy_T = -(log_p.exp() * log_p).sum(-1)
+    lp_T = log_p.gather(-1, target_T[:, None]).squeeze(-1)
+    ((lp_TB * weight_TB).sum() + (lp_T * weight_T).sum() + (entropy_T * weight_entropy_T).sum()).backward()
+    assert x.grad is not None
+    return lp_TB.detach(), x.grad
+
+
+def buckets(grid: Grid | None, args: Case, count: int, weight_TB: Tensor, temperature: float, vocabulary: int) -> list[Tensor]:
+    """The likeliest tokens, found and scored on this rank's shard; the gradient is the shard's."""
+    logits_RV, row_T, target_T, weight_T, weight_entropy_T = args
+    ranks, rank, group = (grid.layout.tp, grid.tp_rank, grid.groups.tp) if grid is not None else (1, 0, None)
+    leaf = logits_RV.chunk(ranks, dim=1)[rank].clone().requires_grad_()
+    logits = leaf * 1.0
+    token_TK, found_TB = top_buckets(logits.detach(), row_T, count, vocabulary, temperature, group, vocabulary)
+    lp_T, entropy_T, lp_TB = logprob_entropy_buckets(logits, row_T, target_T, token_TK, temperature, group, vocabulary, overwrite=True)
+    assert torch.equal(found_TB, lp_TB) and torch.equal(logits, leaf)
+    ((lp_TB * weight_TB).sum() + (lp_T * weight_T).sum() + (entropy_T * weight_entropy_T).sum()).backward()
+    assert leaf.grad is not None
+    return [token_TK, lp_TB.detach(), leaf.grad]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_buckets_of_any_vocabulary_split_equal_the_formula(pool: Pool, tp: int, count: int) -> None:
+    for dtype, vocabulary in ((torch.float32, 50), (torch.bfloat16, 64), (torch.float32, 30)):
+        args = case(dtype, "shuffled", vocabulary)
+        distinct = args[0] + (torch.arange(args[0].shape[1]) * 1e-4).to(dtype)  # bfloat16 has ties
+        args = (distinct, *args[1:])
+        weight_TB = torch.randn(len(args[1]), count + 1, generator=torch.Generator().manual_seed(1))
+        ranks = pool.run(buckets, Layout(ranks=tp, tp=tp), args, count, weight_TB, 0.9, vocabulary)
+        token_TK, lp_TB, _ = ranks[0]
+        assert all(torch.equal(rank[0], token_TK) and torch.equal(rank[1], lp_TB) for rank in ranks)
+        best_TK = args[0][args[1], :vocabulary].float().topk(count, dim=1).values
+        assert torch.equal(args[0][args[1]].float().gather(1, token_TK), best_TK)
+        expected_TB, gradient_RV = plain_buckets(args, token_TK, weight_TB, 0.9, vocabulary)
+        torch.testing.assert_close(lp_TB.double(), expected_TB, rtol=1e-5, atol=1e-5)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(torch.cat([rank[2] for rank in ranks], dim=1).double(), gradient_RV, rtol=tolerance, atol=tolerance)
+
+
+def test_a_remainder_far_below_float32_is_exact_and_one_of_nothing_has_no_slope() -> None:
+    logits_RV, row_T = torch.tensor([[30.0, 0.0, -1.0, 0.5]]), torch.tensor([0])
+    token_TK, lp_TB = top_buckets(logits_RV, row_T, 1, 4)
+    rest = torch.logsumexp(logits_RV[0, 1:].double(), 0) - torch.logsumexp(logits_RV[0].double(), 0)
+    assert int(token_TK) == 0 and float(lp_TB[0, 1]) == pytest.approx(float(rest), rel=1e-6), "1 - p is 0 in float32"
+    leaf = torch.tensor([[1.0, 0.0, -1.0, 0.5]]).requires_grad_()
+    *_, all_TB = logprob_entropy_buckets(leaf * 1.0, row_T, row_T, torch.tensor([[0, 1, 2, 3]]))
+    assert float(all_TB.detach()[0, -1]) < -1e29
+    divergence(all_TB, torch.cat([leaf.detach().flip(1).log_softmax(1), torch.tensor([[-1e30]])], 1), "reverse_kl").sum().backward()
+    assert leaf.grad is not None and bool(leaf.grad.isfinite().all()) and float(leaf.grad.abs().max()) > 0.1

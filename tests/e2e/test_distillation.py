@@ -41,3 +41,15 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, tiny_model: 
     config = load(Job(tmp_path, tiny_model).write(), [*SETTINGS, f"distillation.teacher={other}"], TrainConfig)
     with pytest.raises(ConfigError, match=r"distillation\.teacher: "):
         check_train(config)
+
+
+def test_named_tokens_bring_the_policy_closer_wherever_teacher_and_policy_are(
+    lab: Lab, tmp_path: Path, tiny_model: Path, teacher: Path
+) -> None:
+    given = (*SETTINGS, f"distillation.teacher={teacher}", "distillation.top_k=8")
+    shared = lab.run(Job(tmp_path / "shared", tiny_model, given)).steps()
+    assert shared[-1]["distillation/reverse_kl"] < 0.8 * shared[0]["distillation/reverse_kl"]
+    split = ("train.steps=1", "layout={ranks: 2, tp: 2}", "placement.teacher={ranks: 2, cp: 2}")
+    apart = lab.run(Job(tmp_path / "apart", tiny_model, (*given, *split))).steps()
+    for name in ("distillation/reverse_kl", "distillation/forward_kl", "actor/grad_norm"):
+        assert apart[0][name] == pytest.approx(shared[0][name], rel=1e-4), name

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.distillation import Distillation
+from megarl.algorithms.distillation import Distillation, Divergence, divergence
 from megarl.batch import Batch, Sample, pack
 from megarl.config import TrainConfig
 
@@ -87,3 +89,70 @@ def test_the_old_log_probs_are_computed_before_the_only_update() -> None:
 def test_ranks_for_a_teacher_that_is_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match=r"placement\.teacher: there is no section distillation; leave this out"):
         config({"type": "reinforce"}, distillation=None, placement={"teacher": {"ranks": 2, "tp": 2}})
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
+def test_a_divergence_is_its_sum_over_buckets_and_with_all_tokens_named_that_of_the_vocabulary(kind: Divergence) -> None:
+    torch.manual_seed(2)
+    policy_TV, teacher_TV = torch.randn(2, 5, 9, dtype=torch.float64).log_softmax(-1)
+
+    def kl(left: list[float], right: list[float]) -> float:
+        return sum(p * math.log(p / q) for p, q in zip(left, right, strict=True))
+
+    def expected(p: list[float], q: list[float]) -> float:
+        middle = [(one + other) / 2 for one, other in zip(p, q, strict=True)]
+        return {"reverse_kl": kl(p, q), "forward_kl": kl(q, p), "jsd": (kl(p, middle) + kl(q, middle)) / 2}[kind]
+
+    bounds = []
+    for named in (2, 8):  # of nine, so that with eight the others are one token
+        order_TV = teacher_TV.argsort(1, descending=True)
+        buckets = [
+            torch.cat([one.gather(1, order_TV[:, :named]), one.gather(1, order_TV[:, named:]).logsumexp(1, keepdim=True)], 1)
+            for one in (policy_TV, teacher_TV)
+        ]
+        value_T = divergence(*buckets, kind)
+        for t in range(5):
+            assert float(value_T[t]) == pytest.approx(expected(*(one[t].exp().tolist() for one in buckets)), rel=1e-12)
+        bounds.append(value_T)
+    whole = [expected(policy_TV[t].exp().tolist(), teacher_TV[t].exp().tolist()) for t in range(5)]
+    assert bounds[1].tolist() == pytest.approx(whole, rel=1e-12) and bool((bounds[0] <= bounds[1] + 1e-12).all())
+    equal_TB = buckets[0].clone().requires_grad_()
+    [slope_TB] = torch.autograd.grad(divergence(equal_TB, buckets[0], kind).sum(), equal_TB)
+    along_TB = slope_TB - equal_TB.detach().exp() * slope_TB.sum(1, keepdim=True)  # as the logits see it
+    assert float(along_TB.abs().max()) < 1e-15, "the teacher is a stationary point"
+
+
+def test_the_term_of_the_loss_is_0_at_masked_tokens_and_the_task_keeps_its_advantage() -> None:
+    batch = batch_of((True, False, True))
+    policy_TB, teacher_TB = torch.randn(2, len(batch), 4, dtype=torch.float64).log_softmax(-1)
+    policy_TB.requires_grad_()
+    settings = Distillation(top_k=3, coef=0.7, task_weight=0.3)
+    loss_T = settings.loss(policy_TB, teacher_TB, batch.mask_T)
+    torch.testing.assert_close(
+        loss_T, torch.where(batch.mask_T, 0.7 * (policy_TB.exp() * (policy_TB - teacher_TB)).sum(1), 0.0), rtol=1e-12, atol=1e-15
+    )
+    [slope_TB] = torch.autograd.grad(loss_T.sum(), policy_TB)
+    assert (slope_TB[~batch.mask_T] == 0).all() and (slope_TB[batch.mask_T] != 0).all()
+    task_T = torch.randn(len(batch), dtype=torch.float64)
+    assert torch.equal(settings.advantages(task_T, batch), torch.where(batch.mask_T, 0.3 * task_T, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"divergence": "jsd"}, r"divergence=jsd: needs top_k"),
+        ({"top_k": 8, "gamma": 0.5}, r"gamma=0\.5: .* top_k=8 makes none"),
+        ({"top_k": 0}, r"distillation\.top_k"),
+    ],
+)
+def test_what_a_form_would_not_use_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config({"type": "reinforce"}, distillation={"teacher": "t", **given})
+
+
+def test_named_tokens_go_with_any_loss_of_advantages_and_without_a_pass_before_the_only_update() -> None:
+    for name in ("gspo", "gmpo"):
+        config({"type": name}, distillation={"teacher": "t", "top_k": 8})
+    with pytest.raises(ValueError, match=r"algorithm\.type=raft reads none"):
+        config({"type": "raft"}, distillation={"teacher": "t", "top_k": 8})
+    assert config({"type": "reinforce"}, distillation={"teacher": "t", "top_k": 8}).old_logp == "update"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.batch import Batch, Sample, pack
 from megarl.ranks import assemble
 
 STAGES = [[0, 2], [1]]
@@ -29,3 +30,25 @@ def test_experts_of_a_response_in_parts_are_those_of_the_whole(monkeypatch: pyte
     rows = [*range(3), None, None, *range(9)]
     assert found[:, :, 0].tolist() == [[-1, -1] if row is None else [10 * row + 1, 10 * row + 2] for row in rows]
     assert found[:, :, 1].equal(found[:, :, 0])
+
+
+def test_rows_of_numbers_reach_the_ranks_that_split_the_samples_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher's rows [T, 3] beside a column [T], of four samples in two micro-batches, to ranks with an empty micro-batch."""
+    monkeypatch.setattr(assemble, "ray", SimpleNamespace(put=lambda value: value, get=lambda references: list(references)))
+    lengths = (4, 2, 3, 5)
+    samples = [Sample(np.full(length + 1, n, np.int32), 1, np.zeros(length, np.float32), "stop") for n, length in enumerate(lengths)]
+
+    def batch_of(*chosen: int) -> Batch:
+        return pack([samples[n] for n in chosen])
+
+    def rows(batch: Batch) -> torch.Tensor:
+        return torch.stack([100 * batch.input_T + 10 * batch.position_T + column for column in range(3)], dim=1).float()
+
+    theirs = [(1, 3), (0, 2)]
+    made = [batch.with_extra(one=rows(batch)[:, 0], several=rows(batch)) for batch in (batch_of(*chosen) for chosen in theirs)]
+    stored = assemble.columns(made, theirs, ["one", "several"])
+    mine = [(0, 1, 2), (), (3,)]
+    filled = assemble.with_columns([batch_of(*chosen) for chosen in mine], mine, stored, ["one", "several"])
+    for batch in (filled[0], filled[2]):
+        assert torch.equal(batch.extra_T["several"], rows(batch)) and torch.equal(batch.extra_T["one"], rows(batch)[:, 0])
+    assert len(filled[1].extra_T["several"]) == 0
