@@ -106,18 +106,18 @@ def test_a_divergence_is_its_sum_over_buckets_and_with_all_tokens_named_that_of_
     bounds = []
     for named in (2, 8):  # of nine, so that with eight the others are one token
         order_TV = teacher_TV.argsort(1, descending=True)
-        buckets = [
+        policy_TB, teacher_TB = (
             torch.cat([one.gather(1, order_TV[:, :named]), one.gather(1, order_TV[:, named:]).logsumexp(1, keepdim=True)], 1)
             for one in (policy_TV, teacher_TV)
-        ]
-        value_T = divergence(*buckets, kind)
+        )
+        value_T = divergence(policy_TB, teacher_TB, kind)
         for t in range(5):
-            assert float(value_T[t]) == pytest.approx(expected(*(one[t].exp().tolist() for one in buckets)), rel=1e-12)
+            assert float(value_T[t]) == pytest.approx(expected(policy_TB[t].exp().tolist(), teacher_TB[t].exp().tolist()), rel=1e-12)
         bounds.append(value_T)
     whole = [expected(policy_TV[t].exp().tolist(), teacher_TV[t].exp().tolist()) for t in range(5)]
     assert bounds[1].tolist() == pytest.approx(whole, rel=1e-12) and bool((bounds[0] <= bounds[1] + 1e-12).all())
-    equal_TB = buckets[0].clone().requires_grad_()
-    [slope_TB] = torch.autograd.grad(divergence(equal_TB, buckets[0], kind).sum(), equal_TB)
+    equal_TB = policy_TB.clone().requires_grad_()
+    [slope_TB] = torch.autograd.grad(divergence(equal_TB, policy_TB, kind).sum(), equal_TB)
     along_TB = slope_TB - equal_TB.detach().exp() * slope_TB.sum(1, keepdim=True)  # as the logits see it
     assert float(along_TB.abs().max()) < 1e-15, "the teacher is a stationary point"
 
