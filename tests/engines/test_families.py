@@ -259,7 +259,7 @@ async def _stacked(tmp_path: Path, layout: Layout, dtype: str) -> None:
     ("layout", "dtype"),
     rows(
         [(ONE, "float32"), (ONE, "bfloat16"), (TWO, "float32"), (EP2, "bfloat16"), (DP2_TP2_EP, "float32")],
-        [],
+        [(ONE, "float32")],
     ),
 )
 def test_sinks_and_the_biases_of_stacked_experts_follow_updates_and_sleep(host: Host, tmp_path: Path, layout: Layout, dtype: str) -> None:
