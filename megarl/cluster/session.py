@@ -84,8 +84,12 @@ def ray_session(settings: ClusterSettings, actors: int, paths: Mapping[str, Path
     through their environment and other nodes through a file that only its owner can read, and goes nowhere else. With `settings.interface`
     the ranks listen on that interface; Ray's own servers then listen on every interface, which no setting of Ray's prevents, and the token
     guards them. With `settings.allocation` the other nodes of a Slurm job join the session. It is open once they have joined and passed a
-    test, part of which is that they see what the run reads (`paths`, by dotted key). Files that this user's killed runs left on this
-    machine are swept first.
+    test, part of which is that they see what the run reads. Files that this user's killed runs left on this machine are swept first.
+
+    Args:
+        settings: the section `cluster`.
+        actors: the number of actors that the run starts.
+        paths: what the run reads, by dotted key.
     """
     auto_init_hook.enable_auto_connect = False  # otherwise a thread that calls Ray when the session is over starts another one
     if settings.allocation is not None:

@@ -14,7 +14,7 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import BLOCK, LAYER
 from megarl.models.rope import rope
-from megarl.models.weight_map import Family, Row, Sizes, WeightMapping, scalar_head
+from megarl.models.weight_map import Family, OneRow, Sizes, WeightMapping, scalar_head
 
 NAME = "Ernie-4.5-MoE"
 
@@ -78,7 +78,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
         *blocks.attention(n),
         *(blocks.gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
         *blocks.experts(n, layers=rest),
-        WeightMapping(LAYER + "mlp.router.expert_bias", (bias,), Row(n.experts), layers=rest, float32=True),
+        WeightMapping(LAYER + "mlp.router.expert_bias", (bias,), OneRow(n.experts), layers=rest, float32=True),
         *(blocks.gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_experts.", rest) if n.shared_ffn else []),
         blocks.final_norm(n),
     ]

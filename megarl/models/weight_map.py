@@ -271,7 +271,7 @@ class Transposed(Op):
 
 
 @dataclass(frozen=True)
-class Row(Op):
+class OneRow(Op):
     """A vector that is stored as a matrix of one row, replicated."""
 
     size: int

@@ -273,6 +273,11 @@ def bucket_gap(policy_TB: Tensor, teacher_TB: Tensor, mask_T: Tensor) -> dict[st
 
     distillation/reverse_kl is the mean of KL(policy || teacher), forward_kl of KL(teacher || policy); named that of the policy's
     probability of the named tokens.
+
+    Args:
+        policy_TB: float [T, B], the policy's log-probs of the buckets.
+        teacher_TB: float [T, B], the teacher's.
+        mask_T: bool [T], the loss tokens.
     """
     policy_TB, teacher_TB = policy_TB[mask_T].double(), teacher_TB[mask_T].double()
     if not len(policy_TB):

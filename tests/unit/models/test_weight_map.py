@@ -16,7 +16,7 @@ from megarl.models.checkpoint_names import parameter_shape
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
-from megarl.models.weight_map import QKV, Fused, GateUp, Op, Plain, Row, Sections
+from megarl.models.weight_map import QKV, Fused, GateUp, OneRow, Op, Plain, Sections
 from megarl.parallel.weights import canonical
 from tests.distributed import tiny_training
 from tests.distributed.tiny_training import make_checkpoint
@@ -25,7 +25,7 @@ EIGHT = {"num_experts": 8}
 TINY = {**tiny_training.TINY, **EIGHT}
 OPS: dict[str, Op] = {
     "replicated": Plain((12,)),
-    "one_row": Row(12),
+    "one_row": OneRow(12),
     "column": Plain((12, 5), 0),
     "row": Plain((5, 12), 1),
     "vocabulary": Plain((13, 5), 0, pads=True),

@@ -34,16 +34,16 @@ def install() -> None:
     expect(deepseek_v2.Indexer.__init__, "self.wk_weights_proj = MergedColumnParallelLinear(", "self.indexer_op = SparseAttnIndexer(")
     expect(mla.MultiHeadLatentAttentionWrapper.__init__, "self.mla_attn = MLAAttention(", "use_sparse=self.is_sparse")
     expect(mla.MultiHeadLatentAttentionWrapper.forward, "self.indexer(hidden_states, q_c, positions, ", ".impl.record_logical_topk_ready()")
-    deepseek_v2.Indexer = Indexer
+    deepseek_v2.Indexer = FloatIndexer
     deepseek_v2.DeepseekV2ForCausalLM.packed_modules_mapping["wk_weights_proj"] = ["wk", "weights_proj"]
 
     def attention(*, use_sparse: bool, **options: Any) -> MLAAttention:
-        return SparseAttention(**options) if use_sparse else MLAAttention(**options)
+        return ChosenKeysAttention(**options) if use_sparse else MLAAttention(**options)
 
     mla.MLAAttention = attention
 
 
-class Indexer(nn.Module):
+class FloatIndexer(nn.Module):
     """The indexer's projections, by the names of vLLM's own, which its loader knows. The attention takes what the last call left."""
 
     def __init__(
@@ -68,10 +68,10 @@ class Indexer(nn.Module):
         self.weight_TI = weight_TI.float() * self.heads**-0.5
 
 
-class SparseAttention(MLAAttention):
-    """Multi-latent attention over the keys that an `Indexer` chooses."""
+class ChosenKeysAttention(MLAAttention):
+    """Multi-latent attention over the keys that a `FloatIndexer` chooses."""
 
-    def __init__(self, *, indexer: Indexer, topk_indices_buffer: Any, index_group_builder: Any, **options: Any) -> None:
+    def __init__(self, *, indexer: FloatIndexer, topk_indices_buffer: Any, index_group_builder: Any, **options: Any) -> None:
         super().__init__(**options)
         self.indexer = indexer
         self.head_size += indexer.head_dim
