@@ -10,7 +10,6 @@ I heads of the indexer, D their size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +27,6 @@ from megarl.upstream.expect import expect
 _TOGETHER = 1 << 24  # numbers of one kind that are computed for queries together
 
 
-@cache  # a process may start several engines
 def install() -> None:
     """Replace vLLM's indexer, which needs DeepGEMM, and its attention over what that chooses (platforms/cpu.py: "not supported on CPU")."""
     expect(deepseek_v2.Indexer.__init__, "self.wk_weights_proj = MergedColumnParallelLinear(", "self.indexer_op = SparseAttnIndexer(")
