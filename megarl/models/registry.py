@@ -66,7 +66,7 @@ def find_family(config: ConfigJson) -> Family | None:
 
 def sees_images(config: ConfigJson) -> bool:
     """Whether a config.json is that of a model of text and images, whose language model alone megarl reads."""
-    return _architecture(config) in _IMAGES
+    return str(_architecture(config)) in _IMAGES
 
 
 def language_model(given: ConfigJson) -> dict[str, Any]:
