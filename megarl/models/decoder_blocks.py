@@ -249,10 +249,18 @@ def expert_bias(n: Sizes, theirs: str, layers: range | None = None) -> WeightMap
     return WeightMapping(LAYER + "mlp.router.expert_bias", (BLOCK + theirs,), Plain((n.experts,)), layers=layers, float32=True)
 
 
-def shared_expert_gate(n: Sizes, layers: range | None = None) -> WeightMapping:
-    """Return the mapping of the gate whose sigmoid scales what the shared expert puts out; `layers`: layers that have it; None: all."""
+def gated_shared_expert(n: Sizes, layers: range | None = None) -> list[WeightMapping]:
+    """Return the mappings of Qwen's shared expert, whose output the sigmoid of a gate scales; `layers`: layers that have it; None: all."""
     gate = (BLOCK + "mlp.shared_expert_gate.weight",)
-    return WeightMapping(LAYER + "mlp.shared_experts.gate_weight", gate, Plain((1, n.hidden)), layers=layers)
+    return [
+        *gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_expert.", layers),
+        WeightMapping(LAYER + "mlp.shared_experts.gate_weight", gate, Plain((1, n.hidden)), layers=layers),
+    ]
+
+
+def gated_shared_expert_fields(n: Sizes) -> dict[str, Any]:
+    """Return the TransformerConfig fields of `gated_shared_expert`."""
+    return {"moe_shared_expert_intermediate_size": n.shared_ffn, "moe_shared_expert_gate": True}
 
 
 def shared_experts(n: Sizes, *, bias: bool) -> list[WeightMapping]:

@@ -131,3 +131,8 @@ def fields(config: ConfigJson) -> dict[str, Any]:
         "linear_attention_freq": [int(linear) for linear in linear_layers(config)],
         **{key: number(config, key) for key in DEFAULTS if key.startswith("linear_")},
     }
+
+
+def predictors(config: ConfigJson) -> tuple[str, ...]:
+    """Return the name prefix of the multi-token prediction layers."""
+    return ("mtp.",)

@@ -73,8 +73,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
         *blocks.attention(n, bias=True),
         *(blocks.gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
         *blocks.experts(n, layers=rest),
-        *blocks.gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_expert.", rest),
-        blocks.shared_expert_gate(n, rest),
+        *blocks.gated_shared_expert(n, rest),
         blocks.final_norm(n),
     ]
 
@@ -86,8 +85,7 @@ def fields(config: ConfigJson) -> dict[str, Any]:
         **blocks.decoder_fields(config, n, rope(config), bias=True),
         **blocks.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
         "moe_layer_freq": [0] * n.dense + [1] * (n.layers - n.dense) if n.dense else 1,
-        "moe_shared_expert_intermediate_size": n.shared_ffn,
-        "moe_shared_expert_gate": True,
+        **blocks.gated_shared_expert_fields(n),
     }
 
 

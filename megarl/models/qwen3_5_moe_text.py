@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks
+from megarl.models import delta_nets
 from megarl.models import qwen3_5_text as qwen3_5
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import number
@@ -37,8 +38,7 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    shared = blocks.gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_expert.")
-    return qwen3_5.decoder(config, n, [*blocks.experts(n), *shared, blocks.shared_expert_gate(n)])
+    return qwen3_5.decoder(config, n, [*blocks.experts(n), *blocks.gated_shared_expert(n)])
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:
@@ -47,8 +47,7 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     return {
         **qwen3_5.decoder_fields(config, n),
         **blocks.softmax_fields(config, n, normalized=True),
-        "moe_shared_expert_intermediate_size": n.shared_ffn,
-        "moe_shared_expert_gate": True,
+        **blocks.gated_shared_expert_fields(n),
     }
 
 
@@ -63,7 +62,7 @@ FAMILY = Family(
     fields=fields,
     defaults=DEFAULTS,
     optional=blocks.unused,
-    predictors=qwen3_5.predictors,
+    predictors=delta_nets.predictors,
     images=Images("Qwen3_5MoeForConditionalGeneration", "model.language_model.", "model.visual."),
     stacks={"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)},
 )

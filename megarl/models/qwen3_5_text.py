@@ -73,11 +73,6 @@ def decoder_fields(config: ConfigJson, n: Sizes) -> dict[str, Any]:
     return {**blocks.decoder_fields(config, n, turned(config), norm=True), **delta_nets.fields(config)}
 
 
-def predictors(config: ConfigJson) -> tuple[str, ...]:
-    """Return the name prefix of the multi-token prediction layers."""
-    return ("mtp.",)
-
-
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
     return decoder_sizes(config, ffn=number(config, "intermediate_size"))
@@ -102,6 +97,6 @@ FAMILY = Family(
     fields=fields,
     defaults=DEFAULTS,
     optional=blocks.unused,
-    predictors=predictors,
+    predictors=delta_nets.predictors,
     images=Images("Qwen3_5ForConditionalGeneration", "model.language_model.", "model.visual."),
 )

@@ -67,8 +67,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
         *blocks.attention(n, norm=True, gated=True, layers=delta_nets.layers_of(config, linear=False)),
         *delta_nets.weight_map(config, n, by_head=True),
         *blocks.experts(n),
-        *blocks.gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_expert."),
-        blocks.shared_expert_gate(n),
+        *blocks.gated_shared_expert(n),
         blocks.final_norm(n),
     ]
 
@@ -79,15 +78,9 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     return {
         **blocks.decoder_fields(config, n, turned(config), norm=True),
         **blocks.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
-        "moe_shared_expert_intermediate_size": n.shared_ffn,
-        "moe_shared_expert_gate": True,
+        **blocks.gated_shared_expert_fields(n),
         **delta_nets.fields(config),
     }
-
-
-def predictors(config: ConfigJson) -> tuple[str, ...]:
-    """Return the name prefix of the multi-token prediction layers."""
-    return ("mtp.",)
 
 
 FAMILY = Family(
@@ -98,6 +91,6 @@ FAMILY = Family(
     fields=fields,
     defaults=DEFAULTS,
     optional=blocks.unused,
-    predictors=predictors,
+    predictors=delta_nets.predictors,
     spellings={"num_local_experts": "num_experts"},
 )
