@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import ConfigError, RunSettings, TrainConfig
-from megarl.plan.devices import device_of
+from megarl.plan.devices import NODE, device_of
 from megarl.plan.facts import facts
 from megarl.plan.host import payload
 from megarl.plan.whole import build, models_of
@@ -17,7 +17,7 @@ def check_fits(config: RunSettings) -> None:
     memory = config.cluster.gpu_memory_gb
     if not config.cluster.gpus or memory is None:
         return
-    plan = build(config, models_of(config), device_of(memory), memory)
+    plan = build(config, models_of(config), device_of(memory, config.cluster.gpus_per_node), memory)
     if plan.faults:
         raise ConfigError("\n".join(f"{fault} (`megarl plan` ranks layouts that fit)" for fault in plan.faults))
 
@@ -26,5 +26,5 @@ def warnings(config: RunSettings) -> list[str]:
     """Warnings about what a check lets pass although it makes the run slower."""
     if not isinstance(config, TrainConfig):
         return []
-    warning = payload(config, facts(models_of(config)["model"])).warning
+    warning = payload(config, facts(models_of(config)["model"]), config.cluster.gpus_per_node or NODE).warning
     return [] if warning is None else [warning]

@@ -39,7 +39,7 @@ from megarl.host.unchecked import naming_unchecked
 from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint
 from megarl.models.hf import has_weights, inventory
-from megarl.plan.devices import GB, NODE, device_of
+from megarl.plan.devices import DEVICES, GB, MEMORY_GB, Device, device_of, in_nodes
 from megarl.plan.main import MAX_NUMBER
 from megarl.plan.parameters import model_elements
 from megarl.plan.search import nearest, search
@@ -90,7 +90,9 @@ def main(arguments: Sequence[str]) -> int:
     where = top.add_mutually_exclusive_group()
     where.add_argument("--cpu", action="store_true", help="run on the CPU (for a small model)")
     where.add_argument("--gpus", type=int, default=8, metavar="N", help="number of GPUs (8)")
-    top.add_argument("--gpu-gb", type=float, default=80.0, metavar="M", help="memory of each in GB (80)")
+    top.add_argument("--device", choices=DEVICES, help="their type (default: by memory)")
+    top.add_argument("--gpu-gb", type=float, metavar="M", help="memory of each in GB (default: that of --device, or 80)")
+    top.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node (default: 8, or 4 of a GB200)")
     top.add_argument(
         "--out", type=Path, default=Path("own.yaml"), metavar="FILE", help="the configuration to write (own.yaml); must not exist"
     )
@@ -101,8 +103,12 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"init: --out {given.out}: its directory does not exist")
     if not given.cpu and not 0 < given.gpus <= 1024:
         raise ConfigError(f"init: --gpus {given.gpus} is not between 1 and 1024")
+    if given.gpu_gb is None:
+        given.gpu_gb = DEVICES[given.device].memory_gb if given.device else MEMORY_GB
     if not 0 < given.gpu_gb <= MAX_NUMBER:
         raise ConfigError(f"init: --gpu-gb {given.gpu_gb}: must be above 0, and {MAX_NUMBER:,} at most")
+    if given.gpus_per_node is not None and not 0 < given.gpus_per_node <= 1024:
+        raise ConfigError(f"init: --gpus-per-node {given.gpus_per_node} is not between 1 and 1024")
     for name, path in (("MODEL", given.model), ("DATA", given.data), ("--out", given.out)):
         if not str(path).isprintable():
             raise ConfigError(f"init: {name} {str(path)!r:.300} is not printable text on one line")
@@ -139,11 +145,11 @@ def _following(verb: str, given: argparse.Namespace, config: RunSettings) -> str
     """
     file = shlex.quote(f"./{given.out}" if str(given.out).startswith("-") else str(given.out))
     which, gpus = f" --verb {verb}" * (verb != "train"), _gpus(config)
-    if has_weights(config.model.path) and gpus <= min(gpus_here(), NODE):
+    if has_weights(config.model.path) and gpus <= min(gpus_here(), _device(given).node):
         return f"megarl {verb} {file} --check"
     if given.cpu:
         return f"megarl plan {file}{which}"
-    per_node = _per_node(config)
+    per_node = _per_node(config, _device(given).node)
     return f"megarl slurm {file}{which} --nodes {gpus // per_node} --gpus-per-node {per_node} --dry-run"
 
 
@@ -151,22 +157,28 @@ def _gpus(config: RunSettings) -> int:
     return sum(kind.gpus * kind.processes for kind in demand(config))
 
 
-def _per_node(config: RunSettings) -> int:
-    """The largest number of GPUs per node, at most NODE, with which equal nodes hold the run and all of their GPUs work."""
+def _per_node(config: RunSettings, most: int) -> int:
+    """The largest number of GPUs per node, at most `most`, with which equal nodes hold the run and all of their GPUs work."""
     kinds, gpus = demand(config), _gpus(config)
-    for per_node in range(min(NODE, gpus), 0, -1):
+    for per_node in range(min(most, gpus), 0, -1):
         if gpus % per_node == 0:
             try:
                 place(kinds, [Node(f"node {n}", sys.maxsize, per_node) for n in range(gpus // per_node)])
             except NoRoom:
                 continue
             return per_node
-    raise ConfigError(f"init: --gpus {gpus}: no equal nodes of at most {NODE} GPUs hold what the layout puts on one node")
+    raise ConfigError(f"init: --gpus {gpus}: no equal nodes of at most {most} GPUs hold what the layout puts on one node")
+
+
+def _device(given: argparse.Namespace) -> Device:
+    """The GPU that the command line names, or the one with as much memory, in its nodes."""
+    named = DEVICES[given.device] if given.device else device_of(given.gpu_gb)
+    return in_nodes(named, given.gpus_per_node)
 
 
 def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:
     """Put the first layout that `megarl plan` finds into the tree; return a note about it. Raises ConfigError if nothing fits."""
-    models, device = models_of(config), device_of(given.gpu_gb)
+    models, device = models_of(config), _device(given)
     what = f"{given.gpus} GPUs of {given.gpu_gb:g} GB"
     found = search(config, models, device, given.gpu_gb, given.gpus, most=1)
     if not found:
@@ -175,7 +187,9 @@ def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:
     for change in found[0].changes:
         put(tree, *change.split("=", 1))
     tree["cluster"]["gpu_memory_gb"] = int(given.gpu_gb) if given.gpu_gb.is_integer() else given.gpu_gb
-    if given.gpus > NODE:
+    if device.node != device_of(given.gpu_gb).node:
+        tree["cluster"]["gpus_per_node"] = device.node
+    if given.gpus > device.node:
         tree["cluster"]["interface"] = INTERFACE
     host = f", a node {found[0].host / GB:.0f} GB of host memory" if found[0].host else ""
     return f"of megarl plan, for {what}: the fullest rank needs {found[0].bytes / GB:.1f} GB{host}"

@@ -64,6 +64,8 @@ class ClusterSettings(Section):
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Memory of each GPU, such as 80 for an H100; a check then refuses a run that does not fit according to `megarl plan`. null: not
     checked."""
+    gpus_per_node: Annotated[int, Field(gt=0, le=1024)] | None = None
+    """GPUs of each node, from which a plan counts a node's host memory and which GPUs are linked. null: 8, or 4 of a GB200."""
     host_memory_gb: Annotated[float, Field(gt=0, le=100_000)] | None = None
     """Host memory of each node; with gpu_memory_gb, a check then also refuses a run that exceeds it. null: not checked."""
     deterministic: bool = False

@@ -5,33 +5,39 @@ Every figure is an assumption that `megarl plan` prints beside the results; none
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GB = 1_000_000_000
 MEMORY_GB = 80.0  # of a GPU, if nothing says otherwise
-NODE = 8  # GPUs per node
+NODE = 8  # GPUs of a node, if nothing says otherwise
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU of a node of 8 (SXM); rates in bytes and FLOPs per second."""
+    """A GPU, and the node in which it is; rates in bytes and FLOPs per second."""
 
     name: str
     memory_gb: float
     flops: float  # dense, bfloat16
     bandwidth: float  # of its memory
-    link: float = 450e9  # to the other GPUs of its node, one way
-    network: float = 50e9  # to other nodes, one way: 400 Gbit/s per GPU
+    link: float = 450e9  # to the GPUs that it is linked with, one way
+    network: float = 50e9  # to all others, one way: 400 Gbit/s per GPU
+    node: int = NODE  # GPUs of a node, which share its host memory
+    linked: int = NODE  # GPUs that the links connect: those of a node, or of all nodes in a rack
 
 
-# NVIDIA's data sheets; dense figures, without structured sparsity.
+# The makers' data sheets (of B200 and B300: HGX, of GB200: NVL72); dense figures, without structured sparsity.
 DEVICES = {
     one.name: one
     for one in (
         Device("A100", 80, 312e12, 2.04e12, 300e9, 25e9),
         Device("H100", 80, 989e12, 3.35e12),
+        Device("H20", 96, 148e12, 4.0e12),
         Device("H200", 141, 989e12, 4.8e12),
         Device("B200", 180, 2250e12, 8.0e12, 900e9),
+        Device("GB200", 186, 2500e12, 8.0e12, 900e9, node=4, linked=72),
+        Device("MI300X", 192, 1307e12, 5.3e12, 448e9),
+        Device("B300", 270, 2250e12, 8.0e12, 900e9, 100e9),
     )
 }
 TRAIN_MFU, PREFILL_MFU = 0.25, 0.35  # share of `flops` that the matrix products of such an MoE reach
@@ -49,6 +55,25 @@ IMBALANCE = 1.5  # tokens of the busiest rank's experts, relative to the mean
 MEAN_LENGTH = 0.5  # of a response, as a share of the longest
 
 
-def device_of(memory_gb: float) -> Device:
-    """The first GPU of the table, other than the A100, with at least this much memory, else the B200."""
-    return next((one for one in DEVICES.values() if one.memory_gb >= memory_gb and one.name != "A100"), DEVICES["B200"])
+def device_of(memory_gb: float, gpus_per_node: int | None = None) -> Device:
+    """The first GPU of the table that is neither an A100 nor AMD's with at least this much memory, else the last.
+
+    Args:
+        memory_gb: the memory of a GPU.
+        gpus_per_node: as for `in_nodes`.
+    """
+    named = [one for one in DEVICES.values() if one.name not in ("A100", "MI300X")]
+    return in_nodes(next((one for one in named if one.memory_gb >= memory_gb), named[-1]), gpus_per_node)
+
+
+def in_nodes(device: Device, gpus_per_node: int | None) -> Device:
+    """Return the device in nodes of so many GPUs, whose links end with the node unless those of its rack are linked; None: in its own."""
+    if gpus_per_node is None:
+        return device
+    return replace(device, node=gpus_per_node, linked=device.linked if device.linked > device.node else gpus_per_node)
+
+
+def device_named(name: str | None) -> Device | None:
+    """The GPU that CUDA calls so, such as "NVIDIA GB200", which has the name of a B200 in it as well; None: not in the table."""
+    named = [one for one in DEVICES.values() if name is not None and one.name in name]
+    return max(named, key=lambda one: len(one.name), default=None)

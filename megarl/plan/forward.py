@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import Layout
-from megarl.plan.devices import EXCHANGE_LATENCY, FLOAT32, LAYER_LATENCY, NETWORK_SHARE, NODE, STREAM_SHARE, TRAIN_MFU, Device
+from megarl.plan.devices import EXCHANGE_LATENCY, FLOAT32, LAYER_LATENCY, NETWORK_SHARE, STREAM_SHARE, TRAIN_MFU, Device
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import stage_layers
 
@@ -76,7 +76,7 @@ def stage_seconds(
         _wait(model, layout, device, tokens, experts=experts) + traffic * _layer_elements(model, elements, layout, experts=experts)
         for experts in (False, True)
     ]
-    near = layout.ranks <= NODE
+    near = layout.ranks <= device.linked
     hop = tokens * n.hidden * 2 / (layout.tp * layout.cp) / ((device.link if near else device.network) * NETWORK_SHARE)
     seconds = []
     for stage, chunks in enumerate(stage_layers(n.layers, layout, megatron)):
@@ -131,18 +131,18 @@ def _wait(model: Facts, layout: Layout, device: Device, tokens: float, *, expert
     waits = LAYER_LATENCY
     if layout.tp > 1:
         moved = 2 * blocks * rows * n.hidden * 2 * (layout.tp - 1) / layout.tp
-        waits += moved / (link if layout.tp <= NODE else far) + blocks * EXCHANGE_LATENCY
+        waits += moved / (link if layout.tp <= device.linked else far) + blocks * EXCHANGE_LATENCY
     if experts and layout.ep * layout.etp > 1:
         ranks = layout.ep * layout.etp
         moved = 2 * rows / layout.tp * model.topk * n.hidden * 2 * layout.etp
-        outside = max(0.0, 1 - NODE / ranks)
+        outside = max(0.0, 1 - device.linked / ranks)
         waits += max(moved * outside / far, moved * (1 - outside - 1 / ranks) / link) + 2 * EXCHANGE_LATENCY
     if layout.cp > 1:
         moved = rows * 4 * n.groups * n.head_dim / layout.tp * (layout.cp - 1) * model.attention_layers
         if (its := model.delta_nets) is not None:  # each rank sends its tokens' heads to the ranks that have these, and gets their answers
             moved += rows * 2 * (its.channels + 2 * its.values) / layout.tp * (layout.cp - 1) / layout.cp * model.linear_layers
         moved /= n.layers  # of the average layer
-        waits += moved / (link if layout.cp * layout.tp <= NODE else far) + (layout.cp - 1) * EXCHANGE_LATENCY
+        waits += moved / (link if layout.cp * layout.tp <= device.linked else far) + (layout.cp - 1) * EXCHANGE_LATENCY
     return waits
 
 

@@ -12,7 +12,7 @@ from megarl.config import ConfigError, PromptFormat, RolloutSettings, TrainConfi
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import check_turns
 from megarl.environments.checks import answering_role
-from megarl.plan.devices import GB, MEAN_LENGTH, NODE
+from megarl.plan.devices import GB, MEAN_LENGTH
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import stage_layers
 from megarl.plan.ranks import GroupMemory
@@ -68,7 +68,7 @@ class NodeMemory:
 
 
 def plan_host(
-    config: TrainConfig, policy: Facts, critic: Facts, groups: list[GroupMemory], engine_gpus: int, nodes: int, *, shared: bool
+    config: TrainConfig, policy: Facts, critic: Facts, groups: list[GroupMemory], engine_gpus: int, gpus: int, node: int, *, shared: bool
 ) -> NodeMemory:
     """Plan the busiest node: ranks on all its GPUs, and engines if they share these GPUs, or if it is the only node.
 
@@ -78,11 +78,12 @@ def plan_host(
         critic: the critic's model, or the policy's if it has none of its own.
         groups: the groups of ranks.
         engine_gpus: the number of GPUs of all engines.
-        nodes: the number of nodes of the run.
+        gpus: the number of GPUs of the run.
+        node: the number of GPUs of a node.
         shared: whether engines are on the ranks' GPUs.
     """
     ranks = sum(group.layout.ranks for group in groups)
-    node_ranks, node_engines = min(NODE, ranks), min(NODE, engine_gpus)
+    node_ranks, node_engines = min(node, ranks), min(node, engine_gpus)
     stages = [stage for group in groups for stage in group.stages]
     waiting = max((stage.host or (stage.waiting if shared else 0)) + stage.offloaded for stage in stages)
     return NodeMemory(
@@ -90,18 +91,18 @@ def plan_host(
         staging=node_ranks * (config.save.staging_mb << 20) if config.save.every or config.save.minutes else 0,
         waiting=node_ranks * waiting,
         routes=node_ranks * max(routes(config, policy, critic, group) for group in groups),
-        engines=node_engines * ENGINE if shared or nodes == 1 else 0,
+        engines=node_engines * ENGINE if shared or gpus <= node else 0,
         store=config.cluster.object_store_mb << 20,
-        payload=payload(config, policy),
+        payload=payload(config, policy, node),
     )
 
 
-def payload(config: TrainConfig, policy: Facts) -> Payload:
-    """Return what the engines of a run put into the object stores."""
+def payload(config: TrainConfig, policy: Facts, node: int) -> Payload:
+    """Return what the engines of a run put into the object stores of nodes of so many GPUs."""
     rollout = config.rollout
     return Payload(
         store=config.cluster.object_store_mb << 20,
-        nodes=-(-rollout.replicas * rollout.devices // NODE) if config.cluster.gpus else 1,
+        nodes=-(-rollout.replicas * rollout.devices // node) if config.cluster.gpus else 1,
         step=_step(rollout, config.train.prompts_per_step, config.routing.reported, policy) * contexts(config),
         batches=batches(rollout.mode, rollout.max_lag),
     )

@@ -14,7 +14,7 @@ from megarl.config import Layout, LearnConfig, RolloutSettings, RunSettings, Sft
 from megarl.config.stages import LearnSettings
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
-from megarl.plan.devices import GB, MEMORY_GB, NODE, Device
+from megarl.plan.devices import GB, MEMORY_GB, NODE, Device, device_of
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.remedies import overrides, quantized, ways
 from megarl.plan.whole import Models, Plan, build, models_of
@@ -83,8 +83,8 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
                 best.setdefault(tried.layout, []).append((_fitting(config, tried, plan), tried))
         return sorted((_smallest_of_quickest(ones) for ones in best.values()), key=lambda one: one[0].seconds)
 
-    for engines, way in product(_engines(config, model, memory_gb), ways(config, gpus)):
-        quickest = fitting(_candidates(_smallest(way), model, gpus, engines))[: 2 * most]
+    for engines, way in product(_engines(config, model, device, memory_gb), ways(config, gpus)):
+        quickest = fitting(_candidates(_smallest(way), model, device, gpus, engines))[: 2 * most]
         if quickest:
             refined = fitting(other for _, tried in quickest for other in _refinements(config, tried, model))
             quickest_s = min(one.seconds for one, _ in refined)
@@ -123,9 +123,9 @@ def nearest(config: RunSettings, models: Models, device: Device, memory_gb: floa
         gpus: the number of GPUs.
     """
     last = ways(config, gpus)[-2:]  # with everything that saves memory, engines apart and not
-    near, far = _shapes(config, models["model"])
+    near, far = _shapes(config, models["model"], device)
     engines = [*near, *far]
-    candidates = (each for way in last for each in _candidates(_smallest(way), models["model"], gpus, engines))
+    candidates = (each for way in last for each in _candidates(_smallest(way), models["model"], device, gpus, engines))
     plans = list(_plans(candidates, models, device, memory_gb, gpus))
     if not plans:
         return None
@@ -147,14 +147,14 @@ def smallest_engine(config: RunSettings) -> int | None:
     """Return how many of the run's GPUs `megarl generate` needs for the run's model: an engine on them. None if a node has too few."""
     if not config.cluster.gpus:
         return 1
-    model, memory = models_of(config)["model"], (config.cluster.gpu_memory_gb or MEMORY_GB) * GB
-    sizes = model.sizes
-    divided = (tp for tp in ENGINES if sizes.heads % tp == 0 and sizes.expert_ffn % tp == 0)
-    engines = (plan_engine(model, RolloutSettings(tp=tp), "bfloat16", memory) for tp in divided)
+    model, memory_gb = models_of(config)["model"], config.cluster.gpu_memory_gb or MEMORY_GB
+    sizes, node = model.sizes, device_of(memory_gb, config.cluster.gpus_per_node).node
+    divided = (tp for tp in ENGINES if tp <= node and sizes.heads % tp == 0 and sizes.expert_ffn % tp == 0)
+    engines = (plan_engine(model, RolloutSettings(tp=tp), "bfloat16", memory_gb * GB) for tp in divided)
     return next((engine.tp for engine in engines if engine.room), None)
 
 
-def _engines(config: RunSettings, model: ModelDescription, memory_gb: float) -> list[list[EngineShape]]:
+def _engines(config: RunSettings, model: ModelDescription, device: Device, memory_gb: float) -> list[list[EngineShape]]:
     """The engines to be tried together, and those to be tried if nothing fits with these. Each has room for a sequence.
 
     Engines spread over nodes are for models whose weights would take most of an engine of one node.
@@ -167,20 +167,20 @@ def _engines(config: RunSettings, model: ModelDescription, memory_gb: float) -> 
         planned = {shape: plan_engine(model, shape.of(rollout), dtype, memory_gb * GB) for shape in shapes}
         return {shape: engine for shape, engine in planned.items() if engine.room}
 
-    near, far = (roomy(shapes) for shapes in _shapes(config, model))
+    near, far = (roomy(shapes) for shapes in _shapes(config, model, device))
     crowded = all(engine.weights > engine.cache for engine in near.values())
     return [[*near, *far]] if crowded else [[*near], [*far]]
 
 
-def _shapes(config: RunSettings, model: ModelDescription) -> tuple[list[EngineShape], list[EngineShape]]:
+def _shapes(config: RunSettings, model: ModelDescription, device: Device) -> tuple[list[EngineShape], list[EngineShape]]:
     """Engines with data-parallel attention as configured; and if that is none, those that it would spread over nodes."""
     if not isinstance(config, TrainConfig):
         return [], []
     dp, apart = config.rollout.dp, config.rollout.expert_parallel
-    near = [EngineShape(tp, dp, apart) for tp in ENGINES]
+    near = [EngineShape(tp, dp, apart) for tp in ENGINES if tp <= device.node]
     if dp > 1 or not model.sizes.experts:
         return near, []
-    return near, [EngineShape(tp, dp, True) for dp in SPREAD for tp in WIDE if dp * tp > NODE]
+    return near, [EngineShape(tp, dp, True) for dp in SPREAD for tp in WIDE if tp <= device.node < dp * tp]
 
 
 def _plans(
@@ -229,7 +229,7 @@ def _refinements(config: RunSettings, tried: TrainConfig | LearnConfig, model: M
 
 
 def _candidates(
-    config: RunSettings, model: ModelDescription, gpus: int, engines: Sequence[EngineShape]
+    config: RunSettings, model: ModelDescription, device: Device, gpus: int, engines: Sequence[EngineShape]
 ) -> Iterator[TrainConfig | LearnConfig]:
     """The configuration with every layout and every set of engines to be tried on so many GPUs."""
     n = model.sizes
@@ -240,7 +240,7 @@ def _candidates(
         return {"layout": layout, "model": config.model.model_copy(update={"megatron": fields})}
 
     if isinstance(config, LearnConfig):
-        for layout in _layouts(gpus, experts, config.learn.batch_size):
+        for layout in _layouts(gpus, experts, config.learn.batch_size, device):
             yield config.model_copy(update=laid_out(layout))
         return
     assert isinstance(config, TrainConfig)
@@ -253,7 +253,7 @@ def _candidates(
     offloads = {config.placement.offload, len(assign_roles(config)[0][0]) > 1}
     for ranks in sorted(splits):
         engine_gpus = gpus if shared else gpus - ranks
-        for layout, shape, offload in product(_layouts(ranks, experts, sequences), engines, sorted(offloads)):
+        for layout, shape, offload in product(_layouts(ranks, experts, sequences, device), engines, sorted(offloads)):
             replicas, rest = divmod(engine_gpus, shape.tp * shape.dp)
             if replicas and not rest:
                 changes = {
@@ -263,9 +263,10 @@ def _candidates(
                 yield config.model_copy(update={**laid_out(layout), **changes})
 
 
-def _layouts(ranks: int, experts: int, sequences: int) -> Iterator[Layout]:
-    """The layouts of so many ranks in which each data-parallel rank has a sequence."""
-    sizes = [[size for size in POWERS if size <= most] for most in (NODE, 16, NODE, experts)]
+def _layouts(ranks: int, experts: int, sequences: int, device: Device) -> Iterator[Layout]:
+    """The layouts of so many ranks in which each data-parallel rank has a sequence, and groups that exchange much are linked."""
+    near = min(NODE, device.linked)
+    sizes = [[size for size in POWERS if size <= most] for most in (near, 16, near, experts)]
     for tp, pp, cp, ep in product(*sizes):
         try:
             layout = Layout(ranks=ranks, tp=tp, pp=pp, cp=cp, ep=ep, etp=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config import DpoConfig, Layout, LearnConfig, RolloutSettings, SftConfig, StepSettings, TrainConfig
 from megarl.plan.devices import (
@@ -14,7 +16,6 @@ from megarl.plan.devices import (
     IMBALANCE,
     MEAN_LENGTH,
     NETWORK_SHARE,
-    NODE,
     PREFILL_MFU,
     REDUCE_LATENCY,
     SEQUENCE_LATENCY,
@@ -84,19 +85,19 @@ def plan_times(
         ahead: whether engines generate while ranks work.
     """
     layout, train, rollout = config.layout, config.train, config.rollout
-    count, length = micro_batches(train, rollout, layout), _length(rollout)
-    tokens = _tokens(train, rollout) / train.mini_batches / layout.dp / count  # of a micro-batch
+    count, length, fields = micro_batches(train, rollout, layout), _length(rollout), config.model.megatron
+    tokens = _tokens(train, rollout) / layout.dp
 
-    def forward(micro_batches: int, *, training: bool) -> float:
-        stages = stage_seconds(model, elements, layout, config.model.megatron, device, tokens, length, training=training)
-        return Pipeline(stages, micro_batches, layout.vpp or 1).seconds
+    def forward(of: int, *, training: bool) -> float:
+        """Seconds of a forward pass through one of so many parts of a step."""
+        return _forward(model, elements, layout, fields, device, tokens / of, count * train.mini_batches // of, length, training=training)
 
     passes = 1 + config.algorithm.needs_reference + (config.critic is not None)
     factor = 3 + (config.model.recompute == "full")
     critic = 0 if config.critic is None else config.critic.epochs
-    updates = forward(count, training=True) * train.mini_batches * factor * (train.epochs + critic)
+    updates = forward(train.mini_batches, training=True) * train.mini_batches * factor * (train.epochs + critic)
     updates += train.mini_batches * train.epochs * (_reduced(elements, model, layout, device) + _in_host_memory(offloaded))
-    score = forward(count * train.mini_batches, training=False) * passes
+    score = forward(1, training=False) * passes
     if teacher is not None:
         own = config.placement.teacher
         taught = _scored_by(teacher, config, own or layout, device)
@@ -106,7 +107,7 @@ def plan_times(
         score=score,
         update=updates,
         # Each sender's stream goes to all engines at once; GPUs of a node, each with a link of its own, pass on what one of them receives.
-        sync=sent / (device.network * NETWORK_SHARE * min(config.senders, rollout.devices, NODE)),
+        sync=sent / (device.network * NETWORK_SHARE * min(config.senders, rollout.devices, device.node)),
         park=4 * waiting / HOST_BANDWIDTH,  # out and in, both for scoring and for the update
         ahead=ahead,
     )
@@ -118,8 +119,24 @@ def _scored_by(teacher: tuple[Facts, int], config: TrainConfig, layout: Layout, 
     tokens = _tokens(config.train, config.rollout) / layout.dp
     count = max(1, round(tokens / config.train.micro_batch_tokens))
     fields = config.model.megatron if layout is config.layout else {}
-    stages = stage_seconds(model, elements, layout, fields, device, tokens / count, _length(config.rollout), training=False)
-    return Pipeline(stages, count, layout.vpp or 1).seconds
+    return _forward(model, elements, layout, fields, device, tokens, count, _length(config.rollout), training=False)
+
+
+def _forward(
+    model: Facts,
+    elements: int,
+    layout: Layout,
+    megatron: Mapping[str, Any],
+    device: Device,
+    tokens: float,
+    micro_batches: int,
+    length: float,
+    *,
+    training: bool,
+) -> float:
+    """Seconds of a forward pass of a data-parallel rank's tokens in so many micro-batches; the other arguments as for `stage_seconds`."""
+    stages = stage_seconds(model, elements, layout, megatron, device, tokens / micro_batches, length, training=training)
+    return Pipeline(stages, micro_batches, layout.vpp or 1).seconds
 
 
 def plan_learning(config: LearnConfig, model: Facts, elements: int, device: Device, offloaded: float) -> StepTimes:
@@ -135,8 +152,7 @@ def plan_learning(config: LearnConfig, model: Facts, elements: int, device: Devi
     layout, learn, length = config.layout, config.learn, config.learn.max_tokens * MEAN_LENGTH
     tokens = learn.batch_size * length * (1 if isinstance(config, SftConfig) else 2) / layout.dp
     count = max(1, round(tokens / learn.micro_batch_tokens))
-    stages = stage_seconds(model, elements, layout, config.model.megatron, device, tokens / count, length, training=True)
-    forward = Pipeline(stages, count, layout.vpp or 1).seconds
+    forward = _forward(model, elements, layout, config.model.megatron, device, tokens, count, length, training=True)
     return StepTimes(
         generate=0,
         score=forward if isinstance(config, DpoConfig) and config.algorithm.needs_reference else 0,
@@ -162,7 +178,7 @@ def _reduced(elements: int, model: Facts, layout: Layout, device: Device) -> flo
     dense, routed = replicas(layout)
     elements_per_rank = (elements - experts) / (layout.tp * layout.pp) * (dense - 1) / dense
     elements_per_rank += experts / (layout.etp * layout.ep * layout.pp) * (routed - 1) / routed
-    near = layout.ranks <= NODE
+    near = layout.ranks <= device.linked
     return elements_per_rank * (4 + 2) / ((device.link if near else device.network) * NETWORK_SHARE)
 
 
@@ -212,7 +228,7 @@ def _met(model: Facts, engine: EngineMemory, device: Device) -> float:
     """
     if engine.dp == 1:
         return 0.0
-    together = NODE if engine.split else max(1, NODE // engine.tp)
-    rate = device.link if engine.devices <= NODE else min(device.link, together * device.network)
+    together = device.linked if engine.split else max(1, device.linked // engine.tp)
+    rate = device.link if engine.devices <= device.linked else min(device.link, together * device.network)
     moved = 2 * model.n.hidden * 2 * (engine.dp - 1) / engine.dp  # both ways, in bfloat16
     return (model.n.layers - model.n.dense) * moved / (rate * NETWORK_SHARE)

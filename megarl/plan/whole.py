@@ -13,7 +13,7 @@ from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_layout
-from megarl.plan.devices import GB, MEAN_LENGTH, NODE, Device
+from megarl.plan.devices import GB, MEAN_LENGTH, Device
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.facts import facts
 from megarl.plan.forward import active_parameters
@@ -121,7 +121,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
             update_bytes = kept_bytes(model, config.sync, config.model.dtype)
         else:
             needed_gpus += engines
-        host = plan_host(config, policy, facts(models.get("critic", model)), groups, engines, -(-needed_gpus // NODE), shared=shared)
+        host = plan_host(config, policy, facts(models.get("critic", model)), groups, engines, needed_gpus, device.node, shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
         sent, ahead = sent_bytes(model, config.rollout, dtype), config.rollout.mode != "sync"
         teacher = (facts(models["teacher"]), model_elements(models["teacher"])) if "teacher" in models else None
@@ -148,9 +148,9 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         notes=[],
         faults=[],
     )
-    if engine is not None and engine.tp > NODE:
+    if engine is not None and engine.tp > device.node:
         plan.notes.append(
-            f"rollout.tp={engine.tp}: nodes of more than {NODE} GPUs, since the tp GPUs of a data-parallel rank are on one node; "
+            f"rollout.tp={engine.tp}: nodes of more than {device.node} GPUs, since the tp GPUs of a data-parallel rank are on one node; "
             "rollout.dp may span nodes"
         )
     plan.faults.extend(_faults(plan, needed_gpus, config if remedies else None, models))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megarl.models.description import ModelDescription
 from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Mean, Metric
-from megarl.plan.devices import DEVICES
+from megarl.plan.devices import device_named
 from megarl.plan.facts import facts
 from megarl.plan.forward import forward_flops
 from megarl.plan.parameters import model_elements
@@ -41,7 +41,7 @@ def speed(flops: float, ranks: int, seconds: float, device: str | None, dtype: s
     """
     reached = flops / ranks / 1e12  # by each rank, in `seconds`
     metrics: dict[str, Metric] = {"perf/tflops_per_gpu": Mean(reached, seconds)}
-    known = next((one for name, one in DEVICES.items() if device is not None and name in device), None)
+    known = device_named(device)
     if known is not None and dtype == "bfloat16":
         metrics["perf/mfu"] = Mean(reached / (known.flops / 1e12), seconds)
     return metrics

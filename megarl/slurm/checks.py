@@ -55,6 +55,8 @@ def check(job: Job, config: RunSettings, dry_run: bool) -> Job:
     if config.cluster.gpus != bool(job.gpus_per_node):
         gpus = str(config.cluster.gpus).lower()
         raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node} does not go with cluster.gpus={gpus}")
+    if config.cluster.gpus_per_node is not None and job.gpus_per_node > config.cluster.gpus_per_node:
+        raise ConfigError(f"slurm: --gpus-per-node {job.gpus_per_node}: more than cluster.gpus_per_node={config.cluster.gpus_per_node}")
     cpus: int | None = None
     scope: AbstractContextManager[None] = nullcontext()
     try:

@@ -192,6 +192,7 @@ TABLE = [
         Case(f"init --gpu-gb {size}", "init", own(f"--gpu-gb={size}"), rf"^init: --gpu-gb {size}: must be above 0, and 1,000,000 at most$")
         for size in ("nan", "inf", "0.0", "-1.0")
     ),
+    Case("init --gpus-per-node 0", "init", own("--gpus-per-node=0"), "^init: --gpus-per-node 0 is not between 1 and 1024$"),
     Case(
         "data named over two lines", "init", own("--cpu", name="a\nmodel: x.jsonl"), r"^init: DATA '.*\\nmodel: x\.jsonl' is not printable"
     ),

@@ -20,11 +20,11 @@ from megarl.cli import main
 from megarl.config import ConfigError, Layout, ModelSettings, TrainConfig, load, optimizers
 from megarl.models.description import ModelDescription
 from megarl.plan.activations import MicroBatchShape, layer_bytes
-from megarl.plan.devices import DEVICES, FLOAT32, GB, device_of
+from megarl.plan.devices import DEVICES, FLOAT32, GB, device_named, device_of, in_nodes
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
 from megarl.plan.forward import forward_flops
-from megarl.plan.host import contexts
+from megarl.plan.host import NodeMemory, contexts
 from megarl.plan.parameters import ChunkParameters, count, model_elements, replicas, shards
 from megarl.plan.ranks import CONTEXT, PlannedModel, Work, plan_group
 from megarl.plan.search import search
@@ -55,7 +55,7 @@ del PLANNED["recipes/large/sft.yaml"]  # of another verb
 
 def planned(config: TrainConfig, gpus: int | None = None, memory_gb: float | None = None) -> Plan:
     memory = memory_gb or config.cluster.gpu_memory_gb or 80
-    return build(config, models_of(config), device_of(memory), memory, gpus)
+    return build(config, models_of(config), device_of(memory, config.cluster.gpus_per_node), memory, gpus)
 
 
 @pytest.mark.parametrize("example", PLANNED)
@@ -349,8 +349,41 @@ def test_bad_input_is_refused_in_one_line(published: Path, capsys: pytest.Captur
 
 
 def test_devices_are_found_by_memory() -> None:
-    assert [device_of(memory).name for memory in (40, 80, 141, 180, 288)] == ["H100", "H100", "H200", "B200", "B200"]
+    assert [device_of(memory).name for memory in (40, 80, 96, 141, 180, 186, 268, 400)] == [
+        *("H100", "H100", "H20", "H200", "B200", "GB200", "B300", "B300")
+    ]
     assert replace(DEVICES["H100"], name="H200", memory_gb=141, bandwidth=4.8e12) == DEVICES["H200"]
+
+
+def test_devices_are_found_by_cudas_names() -> None:
+    names = ("NVIDIA H200", "NVIDIA H20", "NVIDIA GB200", "NVIDIA B200", "NVIDIA H100 80GB HBM3", "NVIDIA L40S", None)
+    devices = [device_named(name) for name in names]
+    assert [one and one.name for one in devices] == ["H200", "H20", "GB200", "B200", "H100", None, None]
+
+
+def test_nodes_of_four_gpus_hold_half_the_ranks_and_end_the_links_earlier(published: Path) -> None:
+    path = f"model.path={published / 'Qwen3-30B-A3B'}"
+
+    def plan(*changes: str) -> Plan:
+        return planned(load(GSPO, [path, *changes], TrainConfig), 32)
+
+    def node(one: Plan) -> NodeMemory:
+        assert one.host is not None
+        return one.host
+
+    eight, four = plan(), plan("cluster.gpus_per_node=4")
+    assert node(four).ranks == node(eight).ranks / 2 and node(four).routes == node(eight).routes / 2
+    assert eight.times is not None and four.times is not None
+    assert four.times.update > eight.times.update, "ep8 crosses nodes of four"
+    config = load(GSPO, [path], TrainConfig)
+    layouts = search(config, models_of(config), device_of(80, 4), 80, 32)
+    assert layouts and all(one.layout.tp <= 4 and one.layout.cp <= 4 and one.engine_tp <= 4 for one in layouts)
+
+
+def test_a_rack_of_gb200_is_linked_across_its_nodes() -> None:
+    gb200 = DEVICES["GB200"]
+    assert (gb200.node, gb200.linked) == (4, 72) and in_nodes(gb200, 2).linked == 72
+    assert in_nodes(DEVICES["H100"], 4) == replace(DEVICES["H100"], node=4, linked=4) and in_nodes(gb200, None) is gb200
 
 
 def test_a_teacher_takes_ranks_and_time(published: Path) -> None:

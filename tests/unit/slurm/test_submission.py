@@ -120,6 +120,10 @@ BAD = {
     "no node": (["--nodes", "0"], "--nodes 0 is not between 1 and"),
     "GPUs for a run without": (["--gpus-per-node", "8"], "--gpus-per-node 8 does not go with cluster.gpus=false"),
     "no GPUs for a run with": (["cluster.gpus=true"], "--gpus-per-node 0 does not go with cluster.gpus=true"),
+    "larger nodes than planned": (
+        ["cluster.gpus=true", "cluster.gpus_per_node=4", "--gpus-per-node", "8"],
+        "--gpus-per-node 8: more than cluster.gpus_per_node=4",
+    ),
     "idle GPUs": (["cluster.gpus=true", "--gpus-per-node", "8"], "--nodes 2: of 16 GPUs the run uses 2 (policy 1x1, engines 1x1)"),
     "too few GPUs": (["cluster.gpus=true", "layout.ranks=16", "--gpus-per-node", "8"], "--nodes 2: 17 GPUs are asked for"),
     "a mount of no container": (["--mount", "/tmp"], "--mount /tmp: needs --container"),
