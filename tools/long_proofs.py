@@ -87,7 +87,11 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(30, "family_stages"),
         _distributed(30, "convert"),
     ),
-    (_tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"), _distributed(70, "learner")),
+    (
+        _tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"),
+        _distributed(70, "learner"),
+        _distributed(40, "saving"),
+    ),
     (
         _tests(600, FAULTS, name="faults-killed", words="(any_process[one- and not SIGSTOP) or helper"),
         _tests(700, FAULTS, name="faults-modes", words="any_process[ahead- or any_process[free-"),

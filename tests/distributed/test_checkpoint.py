@@ -90,7 +90,7 @@ def test_resume_on_the_same_layout_is_exact(pool: Pool, save: Save, path: Path, 
     assert pool.run(resume, LAYOUTS[name], saved.job, saved.step) == saved.then
 
 
-@pytest.mark.parametrize("name", rows(SAME, ["tp2_ep2", "pp2_vpp2"]))
+@pytest.mark.parametrize("name", rows(SAME, ["pp2_vpp2"]))
 def test_a_copy_in_memory_is_exact(pool: Pool, save: Save, path: Path, name: str) -> None:
     saved = save(job(path, LAYOUTS[name]), LAYOUTS[name])
     assert pool.run(resume_from_memory, LAYOUTS[name], saved.job, saved.step) == saved.then
@@ -100,7 +100,7 @@ CHAIN = ["tp2_ep2", "pp2_ep2", "pp2_vpp2", "tp2_etp2_ep2", "cp2", "ep4", "one"]
 PAIRS = list(zip(CHAIN, CHAIN[1:] + CHAIN[:1], strict=True))
 
 
-@pytest.mark.parametrize(("before", "after"), rows(PAIRS, PAIRS[::2]))
+@pytest.mark.parametrize(("before", "after"), rows(PAIRS, PAIRS[::4]))
 def test_a_checkpoint_continues_on_another_layout(pool: Pool, save: Save, path: Path, tmp_path: Path, before: str, after: str) -> None:
     layouts = {**LAYOUTS, "one": ONE}
     saved = save(job(path, layouts[before], layouts[after]), layouts[before])

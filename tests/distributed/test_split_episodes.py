@@ -32,7 +32,7 @@ def test_log_probs_are_those_of_each_context_by_itself(pool: Pool, path: Path) -
     assert len(whole) == 49 and whole == pytest.approx(moved(apart), abs=2e-6)
 
 
-@pytest.mark.parametrize("algorithm", rows([GSPO, {"type": "ppo"}, {"type": "grpo"}], [GSPO, {"type": "ppo"}]), ids=lambda one: one["type"])
+@pytest.mark.parametrize("algorithm", rows([GSPO, {"type": "ppo"}, {"type": "grpo"}], [GSPO]), ids=lambda one: one["type"])
 def test_a_step_is_the_same_on_any_layout(pool: Pool, path: Path, algorithm: dict[str, object]) -> None:
     """Two updates, so that the ratios of the second are not 1, with the contexts of an episode in one micro-batch or in several."""
     [one] = pool.run(learn, Layout(), Case(path, algorithm, LARGE))

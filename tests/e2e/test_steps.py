@@ -35,6 +35,7 @@ def test_a_step_is_the_same_on_any_layout(lab: Lab, one_rank: Job, tmp_path: Pat
         assert job.steps()[0]["rollout_corr/weight_ess"] == pytest.approx(1) and job.steps()[0]["rollout_corr/weight_zeroed"] == 0
 
 
+@pytest.mark.long
 def test_a_step_is_the_same_where_each_stage_sends_to_the_engines_worker_on_its_device(
     one_rank: Job, tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -31,6 +31,7 @@ from megarl.models.description import ModelDescription
 from tests.engines.engine_host import Host
 from tests.engines.gathered import HERE, GatheredEngine
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, generate
+from tests.rows import rows
 from tests.unit.test_network import free
 
 SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=96, timeout_s=TIMEOUT_S, kv_cache_mb=64)
@@ -200,7 +201,7 @@ async def _dies(tiny: Path, layout: dict[str, Any]) -> None:
         await generate(engine, PROMPTS, Sampling(n=1, temperature=1.0, max_tokens=4, seed=1))
 
 
-@pytest.mark.parametrize("layout", [{"tp": 1}, {"tp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("layout", rows([{"tp": 1}, {"tp": 2}, {"dp": 2}], [{"tp": 1}, {"dp": 2}]), ids=str)
 def test_a_dead_engine_is_an_error_on_the_pending_and_on_every_later_call(host: Host, tiny: Path, layout: dict[str, Any]) -> None:
     host.run(_dies, tiny, layout)
 

@@ -18,6 +18,7 @@ from megarl.engines.responder import Responder
 from tests.engines.engine_host import Host
 from tests.engines.gathered import GatheredEngine
 from tests.engines.transformers_reference import TIMEOUT_S, Trainer, checkpoint, logp, other_weights
+from tests.rows import rows
 
 SIZES: dict[str, Any] = {"max_prompt_tokens": 32, "max_response_tokens": 160, "max_num_seqs": 8, "kv_cache_mb": 64, "timeout_s": TIMEOUT_S}
 SETTINGS = TrainRolloutSettings(mode="free", max_lag=1, **SIZES)
@@ -58,7 +59,7 @@ async def _updated(tiny: Path, dp: int) -> list[Sample]:
         await engine.close()
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", rows([1, 2], [1]))
 def test_tokens_before_and_after_an_update_are_those_of_their_own_weights(host: Host, tiny: Path, dp: int) -> None:
     samples: list[Sample] = host.run(_updated, tiny, dp)
     models = {version: other_weights(tiny, version) for version in (1, 2)}
