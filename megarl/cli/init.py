@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     if not given.cpu and not 0 < given.gpus <= 1024:
         raise ConfigError(f"init: --gpus {given.gpus} is not between 1 and 1024")
     if given.gpu_gb is None:
-        given.gpu_gb = DEVICES[given.device].memory_gb if given.device else MEMORY_GB
+        given.gpu_gb = float(DEVICES[given.device].memory_gb) if given.device else MEMORY_GB
     if not 0 < given.gpu_gb <= MAX_NUMBER:
         raise ConfigError(f"init: --gpu-gb {given.gpu_gb}: must be above 0, and {MAX_NUMBER:,} at most")
     if given.gpus_per_node is not None and not 0 < given.gpus_per_node <= 1024:

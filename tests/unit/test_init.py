@@ -164,7 +164,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory, large: Path) -> Path:
 
 
 SIZES = {"the cpu": ("--cpu",), **{f"{n} GPUs": ("--gpus", str(n), "--gpu-gb", "141") for n in (8, 12, 16)}}
-SIZES |= {"8 GB200": ("--gpus", "8", "--device", "GB200"), "6 GPUs of nodes of 4": ("--gpus", "6", "--gpu-gb=141", "--gpus-per-node=4")}
+SIZES |= {"8 GB200": ("--gpus", "8", "--device", "GB200"), "12 GPUs of nodes of 4": ("--gpus", "12", "--gpu-gb=141", "--gpus-per-node=4")}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -183,7 +183,7 @@ def test_the_next_command_runs_where_configurations_are_written(
     assert "error" not in capsys.readouterr().err
     of_nodes = "interface: " in (folder / "my own.yaml").read_text()
     assert of_nodes == ("cluster.interface=eth0 is a guess" in written.out) == (size not in ("the cpu", "8 GPUs"))
-    if size == "8 GB200":
+    if size in ("8 GB200", "12 GPUs of nodes of 4"):
         assert arguments[arguments.index("--gpus-per-node") + 1] == "4"
 
 
