@@ -98,7 +98,13 @@ def plan_host(
 
 
 def payload(config: TrainConfig, policy: Facts, node: int) -> Payload:
-    """Return what the engines of a run put into the object stores of nodes of so many GPUs."""
+    """Return what the engines of a run put into the object stores.
+
+    Args:
+        config: the run's configuration.
+        policy: the policy.
+        node: the number of GPUs of a node.
+    """
     rollout = config.rollout
     return Payload(
         store=config.cluster.object_store_mb << 20,
