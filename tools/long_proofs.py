@@ -115,7 +115,9 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(570, "tests/e2e/test_kills.py"),
         _tests(240, "tests/e2e/test_resume.py"),
         _tests(150, "tests/e2e/test_hanging_disk.py"),
+        _tests(90, "tests/e2e/test_kept.py"),
         _distributed(45, "routing"),
+        _distributed(60, "kept_steps"),
     ),
     (_tests(430, "tests/unit"), _tests(150, "tests/e2e/test_engines.py"), _tests(240, "tests/slurm"), _distributed(120, "layouts")),
     (

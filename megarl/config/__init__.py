@@ -47,7 +47,7 @@ from megarl.config.rewards import (
     alone,
     model_of,
 )
-from megarl.config.rollout import RolloutSettings, SyncSettings, TrainRolloutSettings
+from megarl.config.rollout import RolloutSettings, SyncSettings, TrainRolloutSettings, Truncation
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
@@ -126,6 +126,7 @@ __all__ = [
     "TrainConfig",
     "TrainRolloutSettings",
     "TrainingSettings",
+    "Truncation",
     "ValueConfig",
     "alone",
     "dump",

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megarl.config.model import Layout
 from megarl.config.section import BatchSize, Megabytes, Seconds, Section
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What a token must meet to be sampled, in the order in which vLLM applies it (v1/sample/sampler.py:276-292)."""
+
+    min_p: float = 0.0
+    """The least probability, as a share of the likeliest token's."""
+    top_k: int = 0
+    """Keep those for which fewer than this many tokens are likelier; 0: all."""
+    top_p: float = 1.0
+    """Keep those for which the likelier tokens together have less than this probability, among the tokens left by the others."""
 
 
 class VllmSettings(Section):
@@ -46,11 +59,14 @@ class RolloutSettings(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; log-probs are those at this temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most likely tokens that together have this probability; in training, below 1 only with algorithm.correction."""
+    """Sample from the most likely tokens that together have this probability; in training, below 1 only with train.logp_over=kept or
+    algorithm.correction."""
     top_k: NonNegativeInt = 0
-    """Sample from this many of the most likely tokens; 0: from all. In training, above 0 only with algorithm.correction."""
+    """Sample from this many of the most likely tokens; 0: from all. In training, above 0 only with train.logp_over=kept or
+    algorithm.correction."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Sample from tokens at least this share as likely as the most likely one; in training, above 0 only with algorithm.correction."""
+    """Sample from tokens at least this share as likely as the most likely one; in training, above 0 only with train.logp_over=kept
+    or algorithm.correction."""
     stop_token_ids: list[NonNegativeInt] = []
     """Tokens that end a response, besides the model's end token; they are part of its tokens, but not of its text."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
@@ -82,6 +98,11 @@ class RolloutSettings(Section):
         """
         given = self.engine.args.get("max_num_batched_tokens") if isinstance(self.engine, VllmSettings) else None
         return int(given or max(16_384 // self.dp, 2_048, self.max_num_seqs))
+
+    @property
+    def truncation(self) -> Truncation:
+        """The rules that say from which tokens the engines sample."""
+        return Truncation(self.min_p, self.top_k, self.top_p)
 
     @property
     def cut(self) -> str | None:

@@ -34,6 +34,9 @@ class StepSettings(Section):
     """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates. auto: the same, but the
     pass is skipped if only one update follows, whose own log-probs then serve, and nothing else needs it (a reference, a teacher, a
     correction, routing.replay=r2). rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
+    logp_over: Literal["all", "kept"] = "all"
+    """Of which distribution the policy's and the reference's log-probs and entropies are. all: that over the vocabulary. kept: that over
+    the tokens which rollout.top_p, top_k and min_p keep of the policy's at the step's start, as the engines' are."""
     micro_batch_tokens: PositiveInt = 16384
     """Maximum number of tokens in one micro-batch on one context-parallel group."""
     dynamic_sampling_rounds: Passes | None = None
@@ -102,6 +105,7 @@ class TrainConfig(TrainingSettings):
             self._check_shared,
             self._check_old_logp,
             self._check_cut,
+            self._check_kept,
             self._check_mode,
             self._check_under_way,
             self._check_lengths,
@@ -260,11 +264,26 @@ class TrainConfig(TrainingSettings):
 
     def _check_cut(self) -> None:
         """Raise ValueError if responses are sampled from a truncated distribution and nothing corrects for it."""
-        if self.rollout.cut is not None and self.algorithm.correction is None:
+        if self.rollout.cut is not None and self.train.logp_over == "all" and self.algorithm.correction is None:
             raise ValueError(
                 f"{self.rollout.cut}: responses then come from a truncated policy distribution, but the loss would take it for the whole "
-                "one; algorithm.correction (such as {type: tis}) weights each token by policy over engine"
+                "one; set train.logp_over=kept, which trains on the truncated one, or algorithm.correction (such as {type: tis}), which "
+                "weights each token by policy over engine"
             )
+
+    def _check_kept(self) -> None:
+        """Raise ValueError if log-probs are to be over kept tokens and another setting needs those over the vocabulary, or keeps all."""
+        if self.train.logp_over == "all":
+            return
+        kept = "train.logp_over=kept"
+        if self.rollout.cut is None:
+            raise ValueError(f"{kept}: rollout.top_p=1, top_k=0 and min_p=0 keep every token; set one of them, or leave this out")
+        if self.train.old_logp == "rollout":
+            raise ValueError(f"{kept}: the pass that train.old_logp=rollout skips finds the kept tokens; use auto")
+        if self.distillation is not None:
+            raise ValueError(f"{kept}: distillation compares policy and teacher over the whole vocabulary; remove one of the two")
+        if self.placement.reference is not None:
+            raise ValueError(f"{kept}: the kept tokens stay on the policy's ranks, where placement.reference must be too; leave it out")
 
     def _check_mode(self) -> None:
         """Raise ValueError if the engines cannot run ahead of the ranks as configured, or nothing corrects for their older weights."""

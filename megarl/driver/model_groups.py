@@ -334,6 +334,7 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         critic_micro_batches_joined=max(1, (wished or 0) // capacity(train, critic, roles)),
         reward=None if judge is None else judge[1].path,
         old_logp=config.old_logp,
+        truncation=config.rollout.truncation if train.logp_over == "kept" else None,
         offload=config.placement.offload,
         shared_devices=config.placement.engines == "shared",
         routing=config.routing,

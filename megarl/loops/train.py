@@ -128,7 +128,7 @@ def compare_engines(ctx: RunContext, measured: Mapping[str, Metric]) -> None:
     """Warn if engines and trainer disagree about log-probs, as far as these metrics tell; RuntimeError if they run different models."""
     config = ctx.config
     vocabulary = ModelDescription.read(config.model.path).vocab
-    if warning := check_gap(measured, config.sync, config.rollout, config.model.dtype, vocabulary):
+    if warning := check_gap(measured, config.sync, config.rollout, config.train.logp_over, config.model.dtype, vocabulary):
         ctx.run.event("logprob_gap", warning)
 
 

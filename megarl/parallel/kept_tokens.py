@@ -18,20 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megarl.config import Truncation
+
 CHUNK = 1 << 24  # logits that are bisected together
 LEAST = -0x7F800001  # the key of -inf
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """What a token must meet to be sampled, in the order in which vLLM applies it (v1/sample/sampler.py:276-292)."""
-
-    min_p: float = 0.0
-    """The least probability, as a share of the likeliest token's."""
-    top_k: int = 0
-    """Keep those for which fewer than this many tokens are likelier; 0: all."""
-    top_p: float = 1.0
-    """Keep those for which the likelier tokens together have less than this probability, among the tokens left by the others."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +91,7 @@ def kept_logprob_entropy(
     kept: KeptTokens,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """lp_T = x[target] - log sum e^x over the kept tokens, with x = logits[row_T] / temperature; and the entropy of that distribution.
 
@@ -111,11 +102,12 @@ def kept_logprob_entropy(
         logits_RV, row_T, target_T, temperature, group: as in `kept_tokens`; each row once. float64 logits are computed in float64, all
             others in float32.
         kept: what `kept_tokens` returned for these entries, of these logits or of another policy's.
+        overwrite: backward writes the gradient over the logits, which nothing else may need.
 
     Returns:
         The log-probs and the entropies in nats, each [T], the same on all ranks of `group`.
     """
-    lp_T, entropy_T = _KeptLogprobEntropy.apply(logits_RV, row_T, target_T, kept, temperature, group)
+    lp_T, entropy_T = _KeptLogprobEntropy.apply(logits_RV, row_T, target_T, kept, temperature, group, overwrite)
     return lp_T, entropy_T
 
 
@@ -129,6 +121,7 @@ class _KeptLogprobEntropy(torch.autograd.Function):
         kept: KeptTokens,
         temperature: float,
         group: dist.ProcessGroup | None,
+        overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
         start = logits_RV.shape[1] * group.rank() if group is not None else 0
         x_K = logits_RV[row_T[kept.entry_K], kept.column_K]
@@ -142,7 +135,9 @@ class _KeptLogprobEntropy(torch.autograd.Function):
         chosen_T, sum_T, dot_T = _sum(sums_3T, group)
         log_sum_T = sum_T.log()
         lp_T, entropy_T = chosen_T - log_sum_T, log_sum_T - dot_T / sum_T
-        ctx.save_for_backward(row_T, kept.entry_K, kept.column_K, is_target_K, x_K - log_sum_T[kept.entry_K], lp_T, entropy_T)
+        logp_K = x_K - log_sum_T[kept.entry_K]
+        room_RV = logits_RV if overwrite else None
+        ctx.save_for_backward(row_T, kept.entry_K, kept.column_K, is_target_K, logp_K, lp_T, entropy_T, room_RV)
         ctx.shape, ctx.dtype, ctx.temperature = logits_RV.shape, logits_RV.dtype, temperature
         ctx.set_materialize_grads(False)
         return lp_T, entropy_T
@@ -150,15 +145,15 @@ class _KeptLogprobEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_lp_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        row_T, entry_K, column_K, is_target_K, logp_K, lp_T, entropy_T = ctx.saved_tensors
+        row_T, entry_K, column_K, is_target_K, logp_K, lp_T, entropy_T, room_RV = ctx.saved_tensors
         grad_K = torch.zeros_like(logp_K)
         if grad_lp_T is not None:  # d lp / dx = onehot - p; expm1 avoids the cancellation in 1 - p
             grad_K -= grad_lp_T[entry_K] * torch.where(is_target_K, torch.expm1(lp_T)[entry_K], logp_K.exp())
         if grad_entropy_T is not None:  # d H / dx = -p (log p + H)
             grad_K -= grad_entropy_T[entry_K] * logp_K.exp() * (logp_K + entropy_T[entry_K])
-        grad_RV = logp_K.new_zeros(ctx.shape, dtype=ctx.dtype)
+        grad_RV = logp_K.new_zeros(ctx.shape, dtype=ctx.dtype) if room_RV is None else room_RV.zero_()
         grad_RV[row_T[entry_K], column_K] = (grad_K / ctx.temperature).to(grad_RV.dtype)
-        return grad_RV, None, None, None, None, None
+        return grad_RV, None, None, None, None, None, None
 
 
 def _threshold(x_TV: Tensor, truncation: Truncation, group: dist.ProcessGroup | None) -> Tensor:

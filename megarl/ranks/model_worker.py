@@ -20,7 +20,7 @@ from megarl.algorithms.ops import log_ratio
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
 from megarl.cluster.process_kinds import Role
-from megarl.config import CriticSettings, DistillationSettings, OptimizerSettings, RoutingSettings, SyncSettings
+from megarl.config import CriticSettings, DistillationSettings, OptimizerSettings, RoutingSettings, SyncSettings, Truncation
 from megarl.lazy_torch import Tensor, torch
 from megarl.models.description import ModelDescription
 from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
@@ -46,6 +46,7 @@ from megarl.ranks.step_plan import ScoringPlan, StepPlan
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
     from megarl.parallel.routing import ExpertsRecorded, RoutingPass
+    from megarl.ranks.kept import KeptLogprobs
     from megarl.ranks.model import Model, OutputReader
     from megarl.ranks.publisher import Publisher
     from megarl.sync.senders import SenderRounds
@@ -75,6 +76,7 @@ class RLSpec:
     shared_devices: bool = False  # the engines share the devices of the policy's ranks
     routing: RoutingSettings = RoutingSettings()
     old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
+    truncation: Truncation | None = None  # log-probs are over the tokens that this keeps; None: over the vocabulary
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,12 @@ class ModelWorker(MegatronWorker):
                 assert spec.reward is not None
                 self._models[role] = self._model(spec.reward, "value")
             self._use(role)
+        self._kept: KeptLogprobs | None = None
+        if spec.truncation is not None and "policy" in self._roles:
+            from megarl.ranks.kept import KeptLogprobs
+
+            hold, vocabulary = spec.old_logp == "forward", self._models["policy"].description.vocab
+            self._kept = KeptLogprobs(spec.truncation, spec.temperature, self._grid, vocabulary, hold=hold, reports=self._reports_tokens)
         self._publisher: Publisher | None = None
         self._rounds: SenderRounds | None = None
         self._kl_coef = 0.0
@@ -144,9 +152,10 @@ class ModelWorker(MegatronWorker):
         self._members = [plan.responses(samples) for samples in self._samples]
         self._responses, self._divided, self._part_N = plan.mini_batches, plan.divided, torch.from_numpy(plan.part_N)
         flat, metrics = [batch for mini_batch in mini_batches for batch in mini_batch], dict[str, Metric]()
-        if "reference" in self._models:
-            with self._follow("reference", replay=self._spec.routing.reference) as routing:
-                flat = self._use("reference").forward_tokens(flat, "ref_logp", self._logp("reference"), routing)
+        if self._kept is not None:
+            flat = self._kept.begin(flat)
+        elif "reference" in self._models:
+            flat = self._score_reference(flat)
         if "teacher" in self._models:
             flat = self._use("teacher").forward_tokens(flat, "teacher_logp", self._teaching())
         self._scored, self._fresh = score or self._spec.old_logp == "forward", True
@@ -155,6 +164,10 @@ class ModelWorker(MegatronWorker):
                 flat, metrics = self._score_policy(flat)
             if self._spec.old_logp != "forward":
                 flat = [batch.with_extra(old_logp=self._held(batch.extra_T["rollout_logp"], batch)) for batch in flat]
+        if self._kept is not None:
+            if "reference" in self._models:  # reads what the policy has kept
+                flat = self._score_reference(flat)
+            metrics |= self._kept.metrics()
         self._keep(flat, mini_batches)
         if "critic" in self._models:
             self._keep(self._critic().forward_tokens(self._mini_batches), mini_batches)
@@ -253,6 +266,8 @@ class ModelWorker(MegatronWorker):
             metrics = merge(results) if self._reports_tokens else {}
             if routing is not None:
                 metrics |= routing.metrics("policy" if self._scored or not self._fresh else "rollout")
+        if self._kept is not None:
+            metrics |= self._kept.metrics()
         self._fresh = False
         metrics |= self._models["policy"].performance(self._mini_batches[mini_batch], report=self._reports_tokens)
         if self._rank == 0:
@@ -371,6 +386,11 @@ class ModelWorker(MegatronWorker):
         self._models[role].wake()
         return self._models[role]
 
+    def _score_reference(self, flat: list[Batch]) -> list[Batch]:
+        """Run the reference over the batches; return them with "ref_logp"."""
+        with self._follow("reference", replay=self._spec.routing.reference) as routing:
+            return self._use("reference").forward_tokens(flat, "ref_logp", self._logp("reference"), routing)
+
     def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
         """Run the policy over the batches; return them with "old_logp", and metrics that compare log-probs and experts with the engine's.
 
@@ -469,6 +489,8 @@ class ModelWorker(MegatronWorker):
     def _logprobs(self, role: Role, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy
 
+        if self._kept is not None:
+            return self._kept.read(role, logits_RV, row_T, batch, overwrite)
         vocabulary = self._models[role].description.vocab
         return logprob_entropy(logits_RV, row_T, batch.target_T, self._spec.temperature, self._grid.groups.tp, vocabulary, overwrite)
 

@@ -34,18 +34,22 @@ def gap_limit(expected: str, vocabulary: int) -> float:
     return max(ROUNDED[expected], vocabulary * UNIT / LANES)
 
 
-def check_gap(metrics: Mapping[str, Metric], sync: SyncSettings, rollout: RolloutSettings, dtype: str, vocabulary: int) -> str | None:
+def check_gap(
+    metrics: Mapping[str, Metric], sync: SyncSettings, rollout: RolloutSettings, logp_over: str, dtype: str, vocabulary: int
+) -> str | None:
     """Check how far engines and trainer disagree about the log-probs of the first step's responses.
 
     In float32 both compute the same. In bfloat16 they round differently (the trainer routes in float32, vLLM's gate in bfloat16); by how
     much has not yet been measured on a GPU, so without a user's limit only a gap too large for rounding ends the run. fp8 engines round
     weights and inputs to four significant bits: their gap is larger, and algorithm.correction accounts for it. Engines that sample
-    from a truncated distribution (rollout.top_p and the like) report that distribution's log-probs: then only a user's limit applies.
+    from a truncated distribution (rollout.top_p and the like) report that distribution's log-probs: unless the trainer's are over the same
+    kept tokens, only a user's limit applies.
 
     Args:
         metrics: the step's metrics.
         sync: the section `sync`, with the user's limit.
         rollout: the section `rollout`.
+        logp_over: `train.logp_over`.
         dtype: the dtype of the trainer's model.
         vocabulary: tokens in the model's vocabulary.
 
@@ -56,7 +60,8 @@ def check_gap(metrics: Mapping[str, Metric], sync: SyncSettings, rollout: Rollou
         RuntimeError: engines and trainer do not run the same model.
     """
     gap = scalars(metrics).get("training/logprob_gap_mean")
-    if gap is None or (rollout.cut is not None and sync.logprob_gap is None):  # gap None: no response of the step is trained on
+    of_another = rollout.cut is not None and logp_over == "all"
+    if gap is None or (of_another and sync.logprob_gap is None):  # gap None: no response of the step is trained on
         return None
     exact = {dtype, rollout.dtype or dtype} == {"float32"}
     expected = rollout.quantization or ("float32" if exact else "bfloat16")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.config import Layout
+from megarl.config import Layout, Truncation
 from megarl.parallel import kept_tokens as module
 from megarl.parallel.grid import Grid
-from megarl.parallel.kept_tokens import KeptTokens, Truncation, kept_logprob_entropy, kept_tokens
+from megarl.parallel.kept_tokens import KeptTokens, kept_logprob_entropy, kept_tokens
 from tests.rank_pool import Pool
 
 ROWS, WIDTH, VOCABULARY, TEMPERATURE = 23, 64, 45, 0.7  # the last of four ranks holds padding alone
@@ -98,6 +98,19 @@ def test_tokens_tied_at_a_threshold_are_kept() -> None:
     for rules, count in ((Truncation(top_k=2), 3), (Truncation(top_k=4), 5), (Truncation(top_p=0.6), 3), (Truncation(top_k=1), 1)):
         kept = kept_tokens(logits_RV, torch.tensor([0]), torch.tensor([0]), rules)
         assert kept.column_K.tolist() == list(range(count)), rules
+
+
+def test_a_gradient_over_the_logits_has_the_same_bits() -> None:
+    old_RV, new_RV, row_T, target_T = case()
+    kept, grads = kept_tokens(old_RV, row_T, target_T, RULES[3], TEMPERATURE, None, VOCABULARY), []
+    for overwrite in (False, True):
+        leaf = new_RV.clone().requires_grad_()
+        logits_RV = leaf * 1.0
+        lp_T, entropy_T = kept_logprob_entropy(logits_RV, row_T, target_T, kept, TEMPERATURE, overwrite=overwrite)
+        (lp_T.square().sum() + entropy_T.sum()).backward()
+        assert leaf.grad is not None and torch.equal(logits_RV.detach(), leaf.grad if overwrite else new_RV)
+        grads.append(leaf.grad)
+    assert torch.equal(*grads) and grads[0].any()
 
 
 def test_no_entries() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megarl.parallel.kept_tokens import Truncation, kept_tokens
+from megarl.config import Truncation
+from megarl.parallel.kept_tokens import kept_tokens
 from tests.engines.engine_host import Host
 
 RULES = [Truncation(top_p=0.9), Truncation(top_k=20), Truncation(min_p=0.05), Truncation(min_p=0.01, top_k=40, top_p=0.8)]

@@ -277,7 +277,8 @@ def test_deterministic_ranks_tell_nccl_what_deterministic_engines_tell_it() -> N
 def test_a_gap_in_bfloat16_is_measured_and_told_and_stops_only_what_can_be_no_rounding(tmp_path: Path, tiny_model: Path) -> None:
     def told(gap: float, *overrides: str) -> str | None:
         config = load(Job(tmp_path, tiny_model).write(), list(overrides), TrainConfig)
-        return check_gap({"training/logprob_gap_mean": Mean(gap, 1.0)}, config.sync, config.rollout, config.model.dtype, 1024)
+        measured = {"training/logprob_gap_mean": Mean(gap, 1.0)}
+        return check_gap(measured, config.sync, config.rollout, config.train.logp_over, config.model.dtype, 1024)
 
     assert (
         told(9e-5) is None
@@ -290,6 +291,10 @@ def test_a_gap_in_bfloat16_is_measured_and_told_and_stops_only_what_can_be_no_ro
     fp8 = "rollout.quantization=fp8"
     assert told(0.05, fp8) is None and "more than the 0.1 expected in fp8" in (told(0.2, fp8, "model.dtype=bfloat16") or "")
     assert told(0.2, fp8, "sync.logprob_gap=0.3") is None
+    cut = "rollout.top_p=0.9"
+    assert told(0.3, cut, "algorithm.correction={type: tis}") is None and told(9e-5, cut, "train.logp_over=kept") is None
+    with pytest.raises(RuntimeError, match="more than sync.logprob_gap=0.0001, "):
+        told(2e-4, cut, "train.logp_over=kept")
     with pytest.raises(RuntimeError, match="more than sync.logprob_gap=0.5, .* in fp8 with a vocabulary of 1,024: "):
         told(0.6, fp8)
     for gap, overrides, limit in ((2e-4, [], "0.0001"), (0.6, ["model.dtype=bfloat16"], "0.5"), (float("nan"), [], "0.0001")):

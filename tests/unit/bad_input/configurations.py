@@ -114,6 +114,27 @@ TABLE = [
         given("train.old_logp=rollout", "routing.replay=r2"),
         r"^train\.old_logp=rollout: routing\.replay=r2 replays",
     ),
+    *(
+        Case(wrong, "train", given("train.logp_over=kept", *overrides), rf"^train\.logp_over=kept: {line}")
+        for wrong, overrides, line in (
+            ("kept tokens of a whole distribution", (), r"rollout\.top_p=1, top_k=0 and min_p=0 keep every token"),
+            (
+                "kept tokens without the pass that finds them",
+                ("rollout.top_p=0.9", "train.old_logp=rollout"),
+                r"the pass that train\.old_logp",
+            ),
+            (
+                "kept tokens and a teacher",
+                ("rollout.top_p=0.9", "algorithm={type: reinforce}", "distillation={teacher: m}"),
+                "distillation compares policy and teacher over the whole",
+            ),
+            (
+                "kept tokens for ranks of the reference's own",
+                ("rollout.top_p=0.9", "algorithm.kl_coef=0.1", "placement.reference={ranks: 1}"),
+                r"the kept tokens stay on the policy's ranks, where placement\.reference must",
+            ),
+        )
+    ),
     # --- numbers without end
     *(
         Case(f"{key}={value}", "train", given(f"{key}={value}"), rf"^{key.replace('.', '[.]')}: Input should be a finite number")
