@@ -81,6 +81,8 @@ LONG = (
     "kimi_k2",
     "deepseek_v2",
     "deepseek_v2_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "glm4_moe_lite",
     "minimax_m2",
     "qwen2_moe",

@@ -30,10 +30,10 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
     A CPU engine needs `kv_cache_mb`, with room for one longest sequence. A GPU engine takes none.
     """
     check_arguments(settings.engine.args, gpu=gpu)
-    if model.sizes.indexer is not None:
+    if model.sizes.indexer is not None and (gpu or settings.quantization is not None):  # see `cpu/sparse_attention.py`
         raise ConfigError(
-            f"model.path: config.json's index_topk={model.sizes.indexer.topk}: engines for sparse attention are not supported yet: it "
-            "trains without them (sft, rm, dpo)"
+            f"model.path: config.json's index_topk={model.sizes.indexer.topk}: engines with sparse attention run on CPUs alone, without "
+            "rollout.quantization: on GPUs their indexers compute in fp8, and choose other keys than the ranks'"
         )
     _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350

@@ -190,7 +190,7 @@ def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
 
 def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, Any]:
     """Return what vLLM is to read in config.json instead of what it says, or does not say where vLLM's default is not transformers'."""
-    given = ("scoring_func", "topk_method", "use_routing_bias")
+    given = ("scoring_func", "topk_method", "use_routing_bias", "index_topk", "index_n_heads", "index_head_dim")
     overrides: dict[str, Any] = {key: model.config[key] for key in given if key in model.config}
     if (names := vllm_names(model.config["architectures"])) != model.config["architectures"] or model.sees_images:
         overrides["architectures"] = names
@@ -198,6 +198,8 @@ def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, 
         fields = model.fields
         overrides["n_group"], overrides["topk_group"] = fields.get("moe_router_num_groups", 1), fields.get("moe_router_group_topk", 1)
         overrides["first_k_dense_replace"] = model.sizes.dense
+    if model.sizes.indexer is not None:
+        overrides["indexer_rope_interleave"] = model.sizes.indexer.interleaved
     if "rotary_dim" in model.config:
         overrides["rotary_dim"] = int(model.sizes.head_dim * model.rope.fraction)
     if settings.fp32_head:
@@ -339,6 +341,10 @@ def _starting(label: str, arguments: Mapping[str, Any], model: ModelDescription,
                 from megarl.engines.vllm.cpu import fp8 as cpu_fp8
 
                 cpu_fp8.install()  # before vLLM looks at its settings; its processes are forked from this one
+            if model.sizes.indexer is not None:
+                from megarl.engines.vllm.cpu import sparse_attention as cpu_sparse_attention
+
+                cpu_sparse_attention.install()
     megarl.engines.vllm.processes.install()
     with overheard() as said:  # if its process has died, vLLM's own error is only "see the stack trace above"
         try:
@@ -356,8 +362,9 @@ def _register_model(model: ModelDescription) -> None:
 
     for architecture in vllm_names(model.config["architectures"]):
         module, name = _VLLM_MODELS[architecture]
+        path = module if "." in module else f"vllm.model_executor.models.{module}"
         with cpu_torchvision.not_needed():
-            imported = importlib.import_module(f"vllm.model_executor.models.{module}")
+            imported = importlib.import_module(path)
         ModelRegistry.register_model(architecture, getattr(imported, name))
 
 

@@ -144,6 +144,17 @@ def test_a_replicated_matrix_may_end_in_a_part_of_a_block() -> None:
         check(model, "bfloat16", RolloutSettings(quantization="fp8", tp=8, dp=4), gpu=True)
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "GLM-5"])
+def test_sparse_attention_runs_on_cpu_engines_in_full_precision(name: str) -> None:
+    model, settings = description_of(MODELS[name]), RolloutSettings(kv_cache_mb=1 << 20)
+    check(model, "bfloat16", settings, gpu=False)
+    for gpu, changes in ((True, {"kv_cache_mb": None}), (False, {"quantization": "fp8"})):
+        with pytest.raises(
+            ConfigError, match=r"^model\.path: config\.json's index_topk=2048: engines with sparse attention run on CPUs alone"
+        ):
+            check(model, "bfloat16", settings.model_copy(update=changes), gpu=gpu)
+
+
 def test_a_key_value_head_of_several_workers_is_whole_in_each(tiny_model: Path) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 512}
     model = ModelDescription.of({**read_config(tiny_model), **sizes})
