@@ -34,6 +34,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 def other(path: Path, family: str) -> Any:
     """transformers' model of another seed, sharper than the one that the engine starts with."""
+    _restore_configurations()
     build(path, **SIZES, seed=2, family=family, initializer_range=0.12)
     return transformers_model(path).eval()
 
@@ -58,7 +59,16 @@ def _restore_model_type() -> None:
     DeepseekV3Config.model_type = "deepseek_v3"
 
 
+def _restore_configurations() -> None:
+    """Let transformers read a DeepSeek-V3.2's config.json with its own class again: vLLM has registered DeepSeek-V3's for it
+    (vllm/transformers_utils/config.py:103), whose model has no indexer."""
+    from transformers import CONFIG_MAPPING
+
+    CONFIG_MAPPING._extra_content.pop("deepseek_v32", None)
+
+
 async def _follows(tmp_path: Path, family: str) -> None:
+    _restore_configurations()
     build(tmp_path / "model", **SIZES, seed=1, family=family)
     engine = await _start(tmp_path / "model", blank=True)
     _restore_model_type()
@@ -155,6 +165,33 @@ async def _windows(tmp_path: Path, variant: str) -> None:
 def test_an_engine_sees_the_window_that_the_model_has(host: Host, tmp_path: Path, variant: str) -> None:
     """Of transformers' model, of which the trainer's is one, and not one token more."""
     host.run(_windows, tmp_path, variant)
+
+
+async def _chosen(tmp_path: Path, family: str) -> None:
+    _restore_configurations()
+    build(tmp_path / "model", **SIZES, seed=1, family=family, initializer_range=0.12)
+    engine = await _start(tmp_path / "model")
+    try:
+        _restore_configurations()
+        model = transformers_model(tmp_path / "model").eval()
+        drawn = torch.Generator().manual_seed(5)
+        prompts = [TokenPrompt(n, torch.randint(2, 128, (length,), generator=drawn).tolist()) for n, length in enumerate((9, 20, 31))]
+        sampled = await generate(engine, prompts, Sampling(n=2, temperature=1.0, max_tokens=24, seed=1))
+        samples = [sample for answer in sampled for sample in answer.samples]
+        theirs = [logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0) for sample in samples]
+        gap = max(float((torch.from_numpy(sample.rollout_logp) - one).abs().max()) for sample, one in zip(samples, theirs, strict=True))
+        for layer in model.model.layers:
+            layer.self_attn.indexer.index_topk += 1
+        more = [logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0) for sample in samples]
+        assert gap < 1e-4 and max(float((one - two).abs().max()) for one, two in zip(theirs, more, strict=True)) > 100 * gap
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("family", rows(("deepseek_v32", "glm_moe_dsa"), ("deepseek_v32",)))
+def test_an_engine_attends_to_the_keys_that_the_model_chooses(host: Host, tmp_path: Path, family: str) -> None:
+    """Of prompts and of responses longer than index_topk, and not to one key more."""
+    host.run(_chosen, tmp_path, family)
 
 
 def test_windows_in_some_layers_of_a_qwen2_are_refused_before_an_engine_starts(tmp_path: Path) -> None:

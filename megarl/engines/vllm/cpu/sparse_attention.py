@@ -10,6 +10,7 @@ I heads of the indexer, D their size.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from megarl.upstream.expect import expect
 _TOGETHER = 1 << 24  # numbers of one kind that are computed for queries together
 
 
+@cache  # a process may start several engines
 def install() -> None:
     """Replace vLLM's indexer, which needs DeepGEMM, and its attention over what that chooses (platforms/cpu.py: "not supported on CPU")."""
     expect(deepseek_v2.Indexer.__init__, "self.wk_weights_proj = MergedColumnParallelLinear(", "self.indexer_op = SparseAttnIndexer(")
