@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.lazy_torch import Tensor, torch
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import BLOCK, LAYER, check_mlp_layer_types, number, shared_sizes
 from megarl.models.mla import sizes as mla_sizes
@@ -60,3 +61,16 @@ def fields(n: Sizes) -> dict[str, Any]:
         "dsa_indexer_topk": n.indexer.topk,
         "dsa_indexer_rope_interleaved": n.indexer.interleaved,
     }
+
+
+def chosen(score_QS: Tensor, topk: int) -> Tensor:
+    """Return the places [Q, K] of the K = min(topk, S) keys of the highest scores, in the order of the keys; of equal scores the earliest.
+
+    The order matters where each head's score is negative, so that their sum is exactly 0 for several keys: torch's own topk takes any of
+    them, and others for rows of another length. Scores that are not numbers are the lowest.
+    """
+    score_QS, count = score_QS.nan_to_num(-torch.inf, torch.inf, -torch.inf), min(topk, score_QS.shape[-1])
+    least_Q1 = score_QS.topk(count, dim=-1).values[:, -1:]
+    above_QS, equal_QS = score_QS > least_Q1, score_QS == least_Q1
+    taken_QS = above_QS | (equal_QS & (equal_QS.cumsum(-1) <= count - above_QS.sum(-1, keepdim=True)))
+    return taken_QS.nonzero()[:, 1].view(-1, count)

@@ -2,10 +2,10 @@
 
     score[t, s] = sum over i of weight[t, i] * relu(q[t, i] . k[s] / sqrt(D)) / sqrt(I)
 
-Query t attends to the `topk` keys s <= t of the highest scores; to all of them where there are no more. This module is used instead of
-Megatron's DSAttention (experimental_attention_variant/dsa.py:1530), which needs a CUDA package for its Hadamard transform (orthogonal: it
-changes no score), keeps the scores of all packed sequences against each other, and has another order of keys under context parallelism.
-Scores are computed in float32, as transformers does; the attention itself is dense with a mask.
+Query t attends to the `topk` keys s <= t of the highest scores, of equal ones to the earliest; to all of them where there are no more.
+This module is used instead of Megatron's DSAttention (experimental_attention_variant/dsa.py:1530), which needs a CUDA package for its
+Hadamard transform (orthogonal: it changes no score), keeps the scores of all packed sequences against each other, and has another order of
+keys under context parallelism. Scores are computed in float32, as transformers does; the attention itself is dense with a mask.
 
 Axes: R local rows of this context-parallel rank, S those of this rank's sequence-parallel shard, L tokens of a whole sequence, Q some of
 its queries, K chosen keys, I heads of the indexer, D their size.
@@ -23,7 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.models.indexer import SCORES
+from megarl.models.indexer import SCORES, chosen
 from megarl.models.rope import Rope
 from megarl.models.weight_map import Indexer
 from megarl.parallel.attention import PackedAttention, repeatable, zigzag
@@ -149,7 +149,7 @@ class SparseAttention(PackedAttention):
         for part, weights, at in zip(q.split(step), weight.split(step), position.split(step), strict=True):
             score = F.relu(part.float() @ k_LD.float().T * q.shape[-1] ** -0.5)
             score = (weights[:, None] @ score)[:, 0].masked_fill(places > at[:, None], -torch.inf)
-            found.append(score.topk(self.topk, dim=-1).indices.int())
+            found.append(chosen(score, self.topk).int())
         return torch.cat(found)
 
     def _attend_chosen(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:

@@ -257,10 +257,10 @@ def test_the_models_that_split_tokens_are_those_of_vllm() -> None:
     models = Path(spec.origin).parent / "model_executor" / "models"
     registry, found = (models / "registry.py").read_text(), {}
     for architecture in sorted(family.heads["lm"].architecture for family in FAMILIES.values()):
-        if ModelDescription.of({"architectures": [architecture]}).sizes.indexer is not None:
-            continue  # no engine here runs it
         [name] = vllm_names([architecture])
-        [module] = set(re.findall(rf'"{name}": \(\s*"(\w+)"', registry))
+        [module] = set(re.findall(rf'"{name}": \(\s*"([\w.]+)"', registry))
+        if module == "vllm.models.deepseek_v32":  # which takes its classes from there on CPUs, where alone we run it
+            module = "deepseek_v2"
         source = (models / f"{module}.py").read_text()
         if re.search(r"FusedMoE\w*\(", source):
             found[architecture] = "parallel_config.use_sequence_parallel_moe" in source and "is_sequence_parallel=" in source

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.layernorm import LayerNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from vllm.model_executor.models import deepseek_v2
 
+from megarl.models.indexer import chosen
 from megarl.upstream.expect import expect
 
 _TOGETHER = 1 << 24  # numbers of one kind that are computed for queries together
@@ -128,7 +129,7 @@ def choose(query_QID: Tensor, key_SD: Tensor, weight_QI: Tensor, position_Q: Ten
     score_QIS = (query_QID.float() @ key_SD.float().T * key_SD.shape[-1] ** -0.5).relu()
     later_QS = torch.arange(len(key_SD)) > position_Q[:, None]
     score_QS = (weight_QI[:, None] @ score_QIS)[:, 0].masked_fill(later_QS, -torch.inf)
-    return score_QS.topk(min(topk, len(key_SD)), dim=-1).indices
+    return chosen(score_QS, topk)
 
 
 def attend(q_QNC: Tensor, kv_SC: Tensor, chosen_QK: Tensor, position_Q: Tensor, latent: int, scale: float) -> Tensor:
