@@ -296,6 +296,37 @@ def test_sinks_and_the_biases_of_stacked_experts_follow_updates_and_sleep(host: 
     host.run(_stacked, tmp_path, layout, dtype)
 
 
+async def _spread(tmp_path: Path, family: str, layout: Layout, dtype: str) -> None:
+    _restore_configurations()
+    build(tmp_path / "model", **SIZES, seed=1, family=family)
+    engine = await _start(tmp_path / "model", dtype, layout, blank=True)
+    trainer = Trainer(engine, "gloo", layout.workers)
+    try:
+        model = other(tmp_path / "other", family)
+        tensors = stored(tmp_path / "other", getattr(torch, dtype))
+        if dtype == "float32":
+            await _check_update(engine, trainer, model, tensors)
+            return
+        assert compare(await trainer.update(tensors), await engine.fingerprints(TIMEOUT_S)) == []
+        sampled = await generate(engine, PROMPTS, Sampling(n=2, temperature=1.0, max_tokens=24, seed=1))
+        for sample in (sample for answer in sampled for sample in answer.samples):
+            theirs = logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0)
+            assert float((torch.from_numpy(sample.rollout_logp) - theirs).abs().median()) < 0.2
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "dtype"), [(TWO, "float32"), (EP2, "float32"), (ONE, "bfloat16")])
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "deepseek_v32"])
+def test_an_engine_of_several_workers_or_of_bfloat16_follows_an_update(
+    host: Host, tmp_path: Path, family: str, layout: Layout, dtype: str
+) -> None:
+    """In bfloat16 its log-probs are near those of the model in float32."""
+    host.run(_spread, tmp_path, family, layout, dtype)
+
+
 async def _bias(tmp_path: Path, dtype: str) -> None:
     build(tmp_path / "model", **SIZES, seed=1, family="glm4_moe")
     engine = await _start(tmp_path / "model", dtype)
