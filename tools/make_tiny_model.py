@@ -107,7 +107,7 @@ def fast_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
 
 
 _UNGROUPED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
-_INDEXER = {"index_topk": 12, "index_head_dim": 32, "index_n_heads": 64}  # so many heads that no score is 0, which would be a tie
+_INDEXER = {"index_topk": 12, "index_head_dim": 32, "index_n_heads": 64}  # so many heads that scores are seldom 0, which would be ties
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # model_type that transformers does not know -> the one whose class it is
 

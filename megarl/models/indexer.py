@@ -66,8 +66,8 @@ def fields(n: Sizes) -> dict[str, Any]:
 def chosen(score_QS: Tensor, topk: int) -> Tensor:
     """Return the places [Q, K] of the K = min(topk, S) keys of the highest scores, in the order of the keys; of equal scores the earliest.
 
-    The order matters where each head's score is negative, so that their sum is exactly 0 for several keys: torch's own topk takes any of
-    them, and others for rows of another length. Scores that are not numbers are the lowest.
+    The order matters where the products of all heads are negative, or those of a query are 0, so that scores are exactly 0 for several
+    keys: torch's own topk takes any of them, and others for rows of another length. Scores that are not numbers are the lowest.
     """
     score_QS, count = score_QS.nan_to_num(-torch.inf, torch.inf, -torch.inf), min(topk, score_QS.shape[-1])
     least_Q1 = score_QS.topk(count, dim=-1).values[:, -1:]
