@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -119,7 +120,29 @@ def transformers_model(path: Path, dtype: str = "float32", auto: str = "AutoMode
     if config["model_type"] in others:
         given = {key: value for key, value in json.loads((path / "config.json").read_text()).items() if key != "model_type"}
         options["config"] = transformers.AutoConfig.for_model(kind, **given)
-    return getattr(transformers, auto).from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False, **options)
+    model = getattr(transformers, auto).from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False, **options)
+    order_indexers(model)
+    return model
+
+
+def order_indexers(model: Any) -> list[int]:
+    """Let transformers' indexers of sparse attention choose, of keys of equal scores, the earliest, as ours do: theirs take any.
+
+    Returns for how many queries that has mattered, in each of their passes, once there are any. In a tiny model's first layer the padding
+    token is one: its embedding is 0, and so are its scores.
+    """
+    matters = list[int]()
+
+    def topk(score: Tensor, k: int, dim: int) -> Any:
+        values, places = score.sort(dim=dim, descending=True, stable=True)
+        if score.shape[dim] > k:
+            matters.append(int(((values[..., k - 1] == values[..., k]) & (values[..., k] > torch.finfo(score.dtype).min / 2)).sum()))
+        return torch.return_types.topk((values[..., :k], places[..., :k]))
+
+    for module in model.modules():
+        if hasattr(module, "index_topk"):
+            module.forward = patch.object(Tensor, "topk", topk)(module.forward)
+    return matters
 
 
 def transformers_logits(path: Path, batch: Batch, dtype: str) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from tests.engines.test_updates import DP2_TP2_EP, EP2, ONE, SETTINGS, TWO, Layo
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
 from tests.published_form import published
 from tests.rows import rows
-from tools.check_logits import transformers_model
+from tools.check_logits import order_indexers, transformers_model
 from tools.make_tiny_model import build, has_experts
 
 SIZES = {"layers": 2, "hidden": 128, "experts": 8, "expert_hidden": 64}
@@ -37,32 +36,7 @@ def other(path: Path, family: str) -> Any:
     """transformers' model of another seed, sharper than the one that the engine starts with."""
     _restore_configurations()
     build(path, **SIZES, seed=2, family=family, initializer_range=0.12)
-    model = transformers_model(path).eval()
-    _order(model)
-    return model
-
-
-def _order(model: Any) -> list[int]:
-    """Let transformers' indexers choose, of keys of equal scores, the earliest, as ours do: theirs take any.
-
-    Returns for how many queries that has mattered, in each of their passes, once there are any. The padding token is one of them in the
-    first layer: its embedding is 0, and so are its scores.
-    """
-    matters = list[int]()
-
-    def topk(score: Tensor, k: int, dim: int) -> Any:
-        values, places = score.sort(dim=dim, descending=True, stable=True)
-        if score.shape[dim] > k:
-            matters.append(int(((values[..., k - 1] == values[..., k]) & (values[..., k] > torch.finfo(score.dtype).min / 2)).sum()))
-        return torch.return_types.topk((values[..., :k], places[..., :k]))
-
-    def ordered(forward: Any) -> Any:
-        return patch.object(Tensor, "topk", topk)(forward)
-
-    for module in model.modules():
-        if hasattr(module, "index_topk"):
-            module.forward = ordered(module.forward)
-    return matters
+    return transformers_model(path).eval()
 
 
 def stored(path: Path, dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
@@ -194,13 +168,15 @@ def test_an_engine_sees_the_window_that_the_model_has(host: Host, tmp_path: Path
 
 
 async def _chosen(tmp_path: Path, family: str, heads: int) -> None:
+    from transformers import AutoModelForCausalLM
+
     _restore_configurations()
     build(tmp_path / "model", **SIZES, seed=1, family=family, initializer_range=0.12, index_n_heads=heads)
     engine = await _start(tmp_path / "model")
     try:
         _restore_configurations()
-        model = transformers_model(tmp_path / "model").eval()
-        ties = _order(model)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+        ties = order_indexers(model)
         drawn = torch.Generator().manual_seed(5)
         prompts = [TokenPrompt(n, torch.randint(2, 128, (length,), generator=drawn).tolist()) for n, length in enumerate((9, 20, 31))]
         sampled = await generate(engine, prompts, Sampling(n=2, temperature=1.0, max_tokens=24, seed=1))
