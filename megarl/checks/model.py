@@ -10,13 +10,14 @@ from typing import Any
 from megarl.checkpoints.steps import HF, trusted
 from megarl.checks.machine import check_cluster
 from megarl.cluster.process_kinds import demand
-from megarl.config import ConfigError, ModelSettings, RolloutSettings, RunSettings, optimizers
+from megarl.config import ConfigError, LoraSettings, ModelSettings, RolloutSettings, RunSettings, optimizers
 from megarl.errors import Absent
 from megarl.host.unchecked import where_present
+from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, adapted, check_peft_config
 from megarl.models.arithmetic import differences
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, check_room
-from megarl.models.hf import CONFIG
+from megarl.models.hf import CONFIG, json_object
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
 from megarl.models.weight_map import HeadKind
@@ -35,6 +36,8 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
     model = check_checkpoint(settings.path, head, drop_mtp=settings.drop_mtp, drop_images=settings.drop_images)
     check_layout(model, config.layout, settings.megatron)
     check_fields(settings.megatron, fixed_fields(model, settings.dtype, config.layout), settings.recompute)
+    if settings.lora is not None:
+        check_lora(config, settings.lora, model, head)
     check_hardware("model.megatron.gradient_accumulation_fusion", settings.megatron, settings.dtype, gpus=gpus)
     for key, optimizer in optimizers(config).items():
         check_optimizer(key, optimizer)
@@ -46,6 +49,20 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
         writers.check(config.log)
     check_cluster(config.cluster, demand(config))
     return model
+
+
+def check_lora(config: RunSettings, settings: LoraSettings, model: ModelDescription, head: HeadKind) -> None:
+    """ConfigError if the run cannot train adapters."""
+    if not optimizers(config):
+        raise ConfigError(f"model.lora: `megarl {config.verb}` trains nothing; the directory that a run exports has its adapters merged")
+    if config.cluster.gpus and config.model.dtype == "bfloat16":
+        raise ConfigError("model.lora: on GPUs only with model.dtype=float32 so far: not shown with Transformer Engine's layers")
+    adapted(model, settings, head)
+    if settings.init is not None:
+        for name in (PEFT_CONFIG, PEFT_WEIGHTS):
+            if not (settings.init / name).is_file():
+                raise Absent(f"model.lora.init: {settings.init} has no {name}")
+        check_peft_config(json_object(settings.init / PEFT_CONFIG), settings, str(settings.init))
 
 
 def check_hardware(key: str, fields: Mapping[str, Any], dtype: str, *, gpus: bool) -> None:
@@ -96,6 +113,8 @@ def check_weights(settings: ModelSettings, model: ModelDescription, head: HeadKi
         raise ConfigError(f"model.weights: {error}") from None
     if "policy" not in saved_models:
         raise ConfigError(f"model.weights: {settings.weights} has no policy (it has {', '.join(sorted(saved_models))})")
+    if saved_models["policy"].get("lora") is not None:
+        raise ConfigError(f"model.weights: {settings.weights} holds adapters alone (model.lora), not a model's weights")
     differing = {key: (saved, given) for key, given in model.identity.items() if (saved := saved_models["policy"][key]) != given}
     exported = settings.weights / "policy" / HF
     if not differing and (exported / CONFIG).is_file():

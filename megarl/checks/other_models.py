@@ -17,6 +17,7 @@ from megarl.config import (
 )
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.host.unchecked import where_present
+from megarl.models.adapters import adapted
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, check_room
 from megarl.models.hf import end_tokens
@@ -72,6 +73,8 @@ def check_critic(
         check_layout(model, layout, settings.megatron)
     else:
         check_other_model(settings, rollout, critic.path, "critic.path", layout, "value")
+        if settings.lora is not None:
+            adapted(ModelDescription.read(critic.path), settings.lora, "value")
 
 
 def check_teacher(

@@ -34,7 +34,7 @@ from megarl.config.environment import (
 )
 from megarl.config.inference import EvalConfig, PairsConfig, ServeConfig
 from megarl.config.loading import dump, load
-from megarl.config.model import CriticSettings, DistillationSettings, Layout, ModelSettings, OptimizerSettings
+from megarl.config.model import CriticSettings, DistillationSettings, Layout, LoraSettings, ModelSettings, OptimizerSettings
 from megarl.config.rewards import (
     EnvironmentReward,
     FunctionReward,
@@ -94,6 +94,7 @@ __all__ = [
     "MathReward",
     "MixtureSource",
     "ModelReward",
+    "LoraSettings",
     "ModelSettings",
     "OptimizerSettings",
     "PairsConfig",

@@ -11,6 +11,19 @@ from megarl.algorithms.ops import Averaging
 from megarl.config.section import Beta, Fraction, Passes, Place, Section, StepsOrNone
 
 
+class LoraSettings(Section):
+    """Low-rank adapters: they are trained, and the model's own weights are not. The reference is the model without them."""
+
+    rank: PositiveInt = 16
+    """Rank of each adapter: W + alpha / rank B A, with A [rank, in] and B [out, rank]."""
+    alpha: PositiveFloat = 32.0
+    """Scale of the adapters."""
+    targets: list[str] | None = None
+    """Adapted matrices: attention, mlp, experts, or names as q_proj, down_proj; null: all linear layers but the router."""
+    init: Place | None = None
+    """A PEFT directory to begin from; null: a random A, and B zero."""
+
+
 class ModelSettings(Section):
     """A model's weights and their precision."""
 
@@ -28,6 +41,8 @@ class ModelSettings(Section):
     """Activation recomputation."""
     megatron: dict[str, Any] = {}
     """Any fields of megatron.core's TransformerConfig that megarl does not set itself; names and types are checked."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters instead of the weights; null: train the weights."""
     drop_mtp: bool = False
     """Drop a checkpoint's multi-token prediction layers, which are not trained; without this, such a checkpoint is refused."""
     drop_images: bool = False

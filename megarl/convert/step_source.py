@@ -47,6 +47,10 @@ class StepSource:
     def __init__(self, step: Path, model: str | None, like: Path | None) -> None:
         self._step = _whole(step)
         self._name = _model(self._step, model)
+        if self._step.manifest.models[self._name].get("lora") is not None:
+            raise ConfigError(
+                f"convert: {step / self._name} holds adapters alone (model.lora); the run exports the merged model at its end"
+            )
         self.path, self.step = step / self._name, self._step.manifest.step
         self.hf = like if like is not None else self.path / HF
         self.model = self._read_description(like)

@@ -7,9 +7,11 @@ so the collectives pair up. Raw bytes are moved, not numbers, so any dtype is ex
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,14 +20,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import ConfigError, SaveError
+from megarl.models.adapters import PEFT_CONFIG, PEFT_FOLDER, PEFT_WEIGHTS, adapted, factor_weights, peft_config, target_of
 from megarl.models.description import ModelDescription
 from megarl.models.hf_writer import CheckpointWriter, ShardWriter, stacked
-from megarl.models.weight_map import Weight
+from megarl.models.weight_map import OUTPUT, Weight
+from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
+from megarl.parallel.lora import MergedParameters, factor_parameters, settings_of
 from megarl.parallel.weights import head_of, local_parameters, tensor_parallel
+from megarl.sync.fingerprint import Fingerprinter
 from megarl.sync.wire import TensorName, each
 from megarl.text.display import one_line
 
@@ -45,7 +52,7 @@ class _Batch:
 def export_stacks(
     chunks: Iterable[Any], model: ModelDescription, grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
 ) -> Iterator[tuple[TensorName, Tensor]]:
-    """Stream the model to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
+    """Stream the model, its adapters merged, to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
 
     Args:
         chunks: this rank's chunks, in data-parallel wrappers or not.
@@ -60,8 +67,22 @@ def export_stacks(
     """
     chunks = list(chunks)
     weights = [weight for weight in model.weights(head_of(chunks)) if not weight.alias]
-    parameters = local_parameters(chunks, grid.ep_rank)
-    device = next(iter(parameters.values())).device
+    return export_weights(weights, MergedParameters(chunks, grid), grid, dtype, by_stage=by_stage)
+
+
+def export_weights(
+    weights: list[Weight], parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
+) -> Iterator[tuple[TensorName, Tensor]]:
+    """Stream some weights as `export_stacks` does. Collective.
+
+    Args:
+        weights: what to stream, in this order.
+        parameters: this rank's shards by name.
+        grid: this rank's grid.
+        dtype: as in `export_stacks`.
+        by_stage: as in `export_stacks`.
+    """
+    device = choose().device
     for batch in _plan(weights, grid, parameters, dtype, device):
         kind = torch.float32 if batch.weights[0].float32 else dtype
         shards = _collected(batch, parameters, grid, kind)
@@ -111,6 +132,52 @@ def save_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid, target: 
         for shards, nbytes in _written(stacked(export_stacks(chunks, model, grid, dtype, by_stage=True), model), told[0], grid):
             if writer is not None:
                 writer.include(shards, nbytes)
+        if head_of(chunks) == "lm":
+            _write_peft(chunks, model, grid, dtype, told[0])
+
+
+def _write_peft(chunks: list[Any], model: ModelDescription, grid: Grid, dtype: torch.dtype, folder: Path) -> None:
+    """Write the model's adapters, if it has any, as a PEFT directory inside `folder`. Collective."""
+    settings = settings_of(chunks)
+    if settings is None:
+        return
+    parameters = list(adapted(model, settings).values())
+    stream = export_weights(factor_weights(parameters), factor_parameters(chunks), grid, dtype)
+    tensors, fault = {name: tensor.cpu().clone() for names, stack in stream for name, tensor in each(names, stack)}, None
+    if grid.rank == 0:
+        targets = (target_of(weight, one) for weight, factors in parameters for one in factors)
+        try:
+            (folder / PEFT_FOLDER).mkdir()
+            save_file(tensors, folder / PEFT_FOLDER / PEFT_WEIGHTS, metadata={"format": "pt"})
+            (folder / PEFT_FOLDER / PEFT_CONFIG).write_text(
+                json.dumps(peft_config(settings, str(model.directory), targets), indent=2) + "\n"
+            )
+        except Exception as error:  # safetensors has its own type for a full disk
+            fault = f"rank 0: {type(error).__name__}: {one_line(str(error))}"
+    told = [fault]
+    dist.broadcast_object_list(told, group=grid.groups.control, group_src=0)
+    if told[0] is not None:
+        raise SaveError(f"{folder}: {told[0]}")
+
+
+def print_of_base(chunks: Iterable[Any], model: ModelDescription, grid: Grid) -> str:
+    """A fingerprint of all weights but a value head, the same on every layout: 16 hexadecimal digits. Collective."""
+    chunks = list(chunks)
+    weights = [
+        weight
+        for weight in model.weights(head_of(chunks))
+        if not weight.alias and not (head_of(chunks) == "value" and weight.name == OUTPUT)
+    ]
+    parameters = local_parameters(chunks, grid.ep_rank)
+    [dtype] = {parameter.dtype for name, parameter in parameters.items() if name not in {one.name for one in weights if one.float32}}
+    prints, told = Fingerprinter(), [""]
+    for names, tensors in export_weights(weights, parameters, grid, dtype):
+        prints.add(names, tensors)
+    if grid.rank == 0:
+        found = sorted((name, one.value, one.numel) for name, one in prints.digest().items())
+        told = [hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]]
+    dist.broadcast_object_list(told, group=grid.groups.control, group_src=0)
+    return told[0]
 
 
 def _written(stream: Iterator[tuple[TensorName, Tensor]], folder: Path, grid: Grid) -> list[tuple[dict[str, list[str]], int]]:
@@ -132,7 +199,7 @@ def _written(stream: Iterator[tuple[TensorName, Tensor]], folder: Path, grid: Gr
     return [(shards, nbytes) for _, shards, nbytes in told]
 
 
-def _plan(weights: list[Weight], grid: Grid, parameters: dict[str, Any], dtype: torch.dtype, device: torch.device) -> list[_Batch]:
+def _plan(weights: list[Weight], grid: Grid, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> list[_Batch]:
     """The batches of the whole model, in the same order on all ranks, with the stages that hold them."""
     batches: list[_Batch] = []
     for _, group in groupby(weights, key=lambda weight: (weight.layer, weight.op if weight.expert is not None else weight.name)):
@@ -158,13 +225,13 @@ def _batches(weights: list[Weight], ep: int, dtype: torch.dtype) -> list[_Batch]
     ]
 
 
-def _held(batch: _Batch, parameters: dict[str, Any]) -> bool:
+def _held(batch: _Batch, parameters: Mapping[str, Tensor]) -> bool:
     """Whether this rank holds part of the batch, and therefore its stage all of it."""
     return any(weight.name in parameters for weight in batch.weights)
 
 
 @torch.no_grad()
-def _collected(batch: _Batch, parameters: dict[str, Any], grid: Grid, dtype: torch.dtype) -> Tensor | None:
+def _collected(batch: _Batch, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype) -> Tensor | None:
     """Gather the batch's shards to its stage's first rank: [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard].
 
     Returns None on other ranks.

@@ -19,6 +19,7 @@ from megarl.models.weight_map import OUTPUT, HeadKind, Weight
 from megarl.parallel.grid import Grid
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+ADAPTERS = "adapters."  # begins the names of adapters' parameters in a chunk, beside those of the base model
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
 
 
@@ -36,15 +37,23 @@ def head_of(chunks: Iterable[Any]) -> HeadKind:
 
 
 def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, Tensor]:
-    """The parameters of this rank's model chunks by canonical name, and the buffers that are also weights (a router's expert bias)."""
+    """The parameters of this rank's model chunks by canonical name, and the buffers that are also weights (a router's expert bias).
+
+    Adapters are not among them: see `lora.adapters_of`.
+    """
     found: dict[str, Tensor] = {}
     for chunk in map(unwrap, chunks):
-        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron numbers from 1, over all stages and chunks
-        for name, tensor in (*chunk.named_parameters(), *weight_buffers(chunk)):
-            name = canonical(name, numbers, ep_rank * _local_experts(chunk))
+        own = {name: tensor for name, tensor in (*chunk.named_parameters(), *weight_buffers(chunk)) if not name.startswith(ADAPTERS)}
+        for given, name in canonical_names(chunk, own, ep_rank).items():
             assert name not in found, f"{name} twice on one rank"
-            found[name] = tensor
+            found[name] = own[given]
     return found
+
+
+def canonical_names(chunk: Any, names: Iterable[str], ep_rank: int) -> dict[str, str]:
+    """The canonical names of a chunk's parameters, by their names in the chunk."""
+    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron numbers from 1, over all stages and chunks
+    return {name: canonical(name, numbers, ep_rank * _local_experts(chunk)) for name in names}
 
 
 def weight_buffers(chunk: Any) -> list[tuple[str, Tensor]]:

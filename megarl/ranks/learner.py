@@ -91,10 +91,12 @@ class Learner(MegatronWorker):
         self._role = "rm" if spec.objective.head == "value" else "actor"
 
     def build_models(self) -> None:
-        """Build the trained model, and the frozen reference if the loss needs one."""
-        path, spec = self._settings.model.path, self._spec
-        self._trained = self._model(path, spec.objective.head, spec.optimizer if spec.updates else None, spec.updates)
-        self._reference = self._model(path) if spec.objective.needs_reference else None
+        """Build the trained model, and the frozen reference if the loss needs one: of a model with adapters, itself without them."""
+        path, lora, spec = self._settings.model.path, self._settings.model.lora, self._spec
+        self._trained = self._model(path, spec.objective.head, spec.optimizer if spec.updates else None, spec.updates, lora)
+        self._reference = None
+        if spec.objective.needs_reference:
+            self._reference = self._model(path) if lora is None else self._trained.base
 
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
         """Take one optimizer step; return the metrics of the tokens that only this rank reports, and of the step."""

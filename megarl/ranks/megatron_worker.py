@@ -19,6 +19,7 @@ from megarl.config import (
     CheckpointSettings,
     ClusterSettings,
     Layout,
+    LoraSettings,
     ModelSettings,
     OptimizerSettings,
     RunSettings,
@@ -203,13 +204,19 @@ class MegatronWorker:
         restore(mapped(path, size), self.trained(), self._grid)
 
     def _model(
-        self, path: Path, head: Literal["lm", "value"] = "lm", optimizer: OptimizerSettings | None = None, updates: int = 0
+        self,
+        path: Path,
+        head: Literal["lm", "value"] = "lm",
+        optimizer: OptimizerSettings | None = None,
+        updates: int = 0,
+        lora: LoraSettings | None = None,
     ) -> Model:
-        """Build this rank's part of a model: trained for `updates` steps if there is an `optimizer`, else frozen."""
+        """Build this rank's part of a model: trained for `updates` steps if there is an `optimizer`, else frozen; `lora`: has adapters."""
         from megarl.ranks.model import Model
 
         place = (self._settings.model, self._settings.layout, self._backend, self._grid)
-        return Model(path, *place, head=head, optimizer=optimizer, updates=updates, blank=self._blank and optimizer is not None)
+        blank = self._blank and optimizer is not None
+        return Model(path, *place, head=head, optimizer=optimizer, updates=updates, blank=blank, lora=lora)
 
     @property
     def _reports_tokens(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.checkpoints.steps import trusted
-from megarl.config import Layout, ModelSettings, OptimizerSettings
+from megarl.config import Layout, LoraSettings, ModelSettings, OptimizerSettings
 from megarl.host.parking import Parking
 from megarl.models.description import ModelDescription
 from megarl.models.hf_writer import described
@@ -22,8 +24,9 @@ from megarl.parallel.backend import Backend
 from megarl.parallel.build import DTYPES, build_chunks, transformer_config
 from megarl.parallel.checkpoint.load import load
 from megarl.parallel.checkpoint.state import ModelState
-from megarl.parallel.export import export_stacks, save_hf
+from megarl.parallel.export import export_stacks, print_of_base, save_hf
 from megarl.parallel.grid import Grid
+from megarl.parallel.lora import put_adapters, without_adapters
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import load_hf, weight_buffers
@@ -49,6 +52,7 @@ class Model:
         optimizer: OptimizerSettings | None = None,
         updates: int = 0,
         blank: bool = False,
+        lora: LoraSettings | None = None,
     ) -> None:
         """Build the model, and load its weights unless it is `blank`. Collective.
 
@@ -61,7 +65,8 @@ class Model:
             head: "value" puts a scalar head in the place of the output layer.
             optimizer: the optimizer's settings; None: the model is frozen.
             updates: optimizer steps of the whole run, for the learning-rate schedule.
-            blank: read no weights, since a checkpoint is loaded next. Until then they are NaN.
+            blank: read no weights, since a checkpoint is loaded next. Until then they are NaN. With `lora` they are read.
+            lora: put adapters beside the weights, which are then frozen.
         """
         self._grid, self._backend = grid, backend
         self._weights_parking, self._training_parking = Parking(backend.parking_buffer), Parking(backend.parking_buffer)
@@ -69,9 +74,9 @@ class Model:
         self.description = ModelDescription.read(path)
         self._config = transformer_config(self.description, settings, layout, backend)
         self._modules: list[Any] = build_chunks(
-            self._config, self.description, backend, grad=optimizer is not None, head=head, fp32_head=settings.fp32_head
+            self._config, self.description, backend, grad=optimizer is not None and lora is None, head=head, fp32_head=settings.fp32_head
         )
-        if blank:
+        if blank and lora is None:
             for module in self._modules:
                 for _, tensor in (*module.named_parameters(), *weight_buffers(module)):
                     tensor.data.fill_(torch.nan)
@@ -79,6 +84,14 @@ class Model:
             load(trusted(settings.weights), {"policy": ModelState(self._modules, self.description)}, grid)
         else:
             load_hf(self._modules, self.description, grid)
+        self._lora: dict[str, Any] | None = None  # what a checkpoint says of the adapters
+        self._active = True  # the adapters, if there are any
+        if lora is not None:
+            self._lora = {
+                **lora.model_dump(include={"rank", "alpha", "targets"}),
+                "base": print_of_base(self._modules, self.description, grid),
+            }
+            put_adapters(self._modules, self.description, lora, grid)
         self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
         self.routing = Routing(self.chunks, grid)
@@ -86,6 +99,14 @@ class Model:
         self.layers = int(self._config.num_layers)  # of the whole model
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), self.description.labels(head)
         self._described = described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
+
+    @property
+    def base(self) -> Model:
+        """The same model without its adapters: their reference, whose weights are this model's own."""
+        assert self._lora is not None
+        found = copy.copy(self)
+        found._active = False
+        return found
 
     def forward_tokens(self, batches: Sequence[Batch], name: str, read: OutputReader, routing: RoutingPass | None = None) -> list[Batch]:
         """Run the model forward and compute one number per token, or a row of several, from its output. Collective.
@@ -111,7 +132,8 @@ class Model:
             return value_T.sum(), (batch.extra_T["entry"], value_T)
 
         numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in batches]
-        results = iter(schedule.run(self.chunks, numbered, loss_fn, self._grid, forward_only=True, routing=routing))
+        with nullcontext() if self._active else without_adapters(self.chunks):
+            results = iter(schedule.run(self.chunks, numbered, loss_fn, self._grid, forward_only=True, routing=routing))
         if routing is not None:
             routing.check()
         filled = []
@@ -226,10 +248,10 @@ class Model:
     def saved(self) -> ModelState:
         """Return the state of the model and its optimizer, as saved in a checkpoint. Collective."""
         self._wait_for_weights()
-        return ModelState(self.chunks, self.description, self._trainable, self._described)
+        return ModelState(self.chunks, self.description, self._trainable, self._described, lora=self._lora)
 
     def save(self, target: Path) -> None:
-        """Write the model as a Hugging Face directory. Collective."""
+        """Write the model as a Hugging Face directory, with adapters merged and as a PEFT directory inside. Collective."""
         self._wait_for_weights()
         save_hf(self.chunks, self.description, self._grid, target)
 

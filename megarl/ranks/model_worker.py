@@ -105,11 +105,13 @@ class ModelWorker(MegatronWorker):
 
     def build_models(self) -> None:
         """Build the models of this group's roles."""
-        policy, spec = self._settings.model.path, self._spec
+        policy, lora, spec = self._settings.model.path, self._settings.model.lora, self._spec
         self._models: dict[Role, Model] = {}
-        for role in self._roles:
+        for role in sorted(self._roles, key=lambda role: role != "policy"):
             if role == "policy":
-                self._models[role] = self._model(policy, "lm", spec.optimizer, spec.updates)
+                self._models[role] = self._model(policy, "lm", spec.optimizer, spec.updates, lora)
+            elif role == "reference" and lora is not None and "policy" in self._models:
+                self._models[role] = self._models["policy"].base
             elif role == "reference":
                 self._models[role] = self._model(policy)
             elif role == "teacher":
@@ -117,7 +119,13 @@ class ModelWorker(MegatronWorker):
                 self._models[role] = self._model(spec.distillation.teacher)
             elif role == "critic":
                 assert spec.critic is not None
-                self._models[role] = self._model(spec.critic.path or policy, "value", spec.critic.optimizer, spec.critic_updates)
+                self._models[role] = self._model(
+                    spec.critic.path or policy,
+                    "value",
+                    spec.critic.optimizer,
+                    spec.critic_updates,
+                    lora and lora.model_copy(update={"init": None}),
+                )
             else:
                 assert spec.reward is not None
                 self._models[role] = self._model(spec.reward, "value")
@@ -369,8 +377,10 @@ class ModelWorker(MegatronWorker):
 
     def leave_policy(self) -> None:
         """Move everything but the policy's weights off the device: beside them engines have room for weights of their own."""
-        for role, model in self._models.items():
-            model.park_training() if role == "policy" else model.park()
+        for model in self._apart_from("policy"):
+            model.park()
+        if "policy" in self._models:
+            self._models["policy"].park_training()
 
     def park(self) -> None:
         """Move all models off the device; each returns when it is used."""
@@ -380,9 +390,8 @@ class ModelWorker(MegatronWorker):
     def _use(self, role: Role) -> Model:
         """Move the model of a role to the device and return it; with `offload`, the other models leave the device."""
         if self._spec.offload:
-            for other, model in self._models.items():
-                if other != role:
-                    model.park()
+            for model in self._apart_from(role):
+                model.park()
         self._models[role].wake()
         return self._models[role]
 
@@ -390,6 +399,11 @@ class ModelWorker(MegatronWorker):
         """Run the reference over the batches; return them with "ref_logp"."""
         with self._follow("reference", replay=self._spec.routing.reference) as routing:
             return self._use("reference").forward_tokens(flat, "ref_logp", self._logp("reference"), routing)
+
+    def _apart_from(self, role: Role) -> list[Model]:
+        """The models of the other roles; the reference of a policy with adapters is the same model."""
+        own = self._models.get(role)
+        return [model for model in self._models.values() if own is None or model.chunks is not own.chunks]
 
     def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
         """Run the policy over the batches; return them with "old_logp", and metrics that compare log-probs and experts with the engine's.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from megarl.batch import Batch, Sample, pack
-from megarl.config import ModelSettings, OptimizerSettings
+from megarl.config import LoraSettings, ModelSettings, OptimizerSettings
 from megarl.host.network import interface_towards
 from megarl.models.description import ModelDescription
 from megarl.parallel import schedule
@@ -27,6 +28,7 @@ from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid, destroy_grid
 from megarl.parallel.logprobs import logprob_entropy
+from megarl.parallel.lora import adapters_of, put_adapters, put_factor
 from megarl.parallel.optimizer import Trainable, make_trainable
 from megarl.parallel.packing import pack_micro
 from megarl.parallel.weights import load_hf
@@ -90,6 +92,7 @@ class Job:
     recompute: Literal["none", "selective", "full"] = "none"
     megatron: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)  # further settings of it
+    lora: LoraSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,21 @@ def build(grid: Grid, job: Job) -> Trainable:
     """The loaded policy of this rank, ready to train."""
     model = ModelDescription.read(job.path)
     settings = ModelSettings(path=job.path, dtype=job.dtype, recompute=job.recompute, megatron=job.megatron)
-    chunks = build_chunks(transformer_config(model, settings, grid.layout, choose()), model, choose(), grad=True)
+    chunks = build_chunks(transformer_config(model, settings, grid.layout, choose()), model, choose(), grad=job.lora is None)
     load_hf(chunks, model, grid)
+    if job.lora is not None:
+        put_adapters(chunks, model, job.lora, grid)
+        stir(chunks, grid)
     return make_trainable(chunks, OptimizerSettings(**{"lr": 1e-3, **job.optimizer}), total_steps=10)
+
+
+def stir(chunks: list[Any], grid: Grid) -> None:
+    """Give each B random numbers, the same on every layout: it begins as 0, and the gradient of A with it."""
+    for adapter in adapters_of(chunks).values():
+        for weight, parameter in adapter.parts():
+            if weight.name.endswith("lora_B"):
+                generator = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
+                put_factor(weight, parameter, 0.1 * torch.randn(weight.op.packed_shape, generator=generator), grid)
 
 
 def train(grid: Grid, job: Job) -> Report:
@@ -171,8 +186,8 @@ def assert_same_gradients(many: dict[str, Tensor], one: dict[str, Tensor]) -> No
         assert (many[name] - gradient).abs().max() <= 1e-4 * largest, name
 
 
-def learn(grid: Grid, policy: Trainable, job: Job) -> Report:
-    """Optimizer steps on this rank's share of the global batch."""
+def learn(grid: Grid, policy: Trainable, job: Job, *, forward_only: bool = False) -> Report:
+    """Optimizer steps on this rank's share of the global batch, or with `forward_only` only their loss."""
     reports = grid.is_last_stage and grid.tp_rank == 0
     losses, norms, runs = [], [], 0
     logp: dict[tuple[int, int], float] = {}
@@ -185,8 +200,8 @@ def learn(grid: Grid, policy: Trainable, job: Job) -> Report:
     mine = shares(global_batch(job.sequences), job.micro_batches)[grid.dp_rank :: grid.dp_size]
     for _ in range(job.steps):
         policy.zero_grad()
-        results = schedule.run(policy.chunks, mine, loss_fn, grid, forward_only=False)
-        norms.append(policy.step().grad_norm)
+        results = schedule.run(policy.chunks, mine, loss_fn, grid, forward_only=forward_only)
+        norms.append(0.0 if forward_only else policy.step().grad_norm)
         losses.append(sum(loss for loss, *_ in results) if reports else 0.0)
         runs = len(results)
         if grid.is_last_stage:

@@ -37,11 +37,14 @@ Sharded = dict[str, Any]  # nested; its leaves are ShardedTensor or ShardedTenso
 def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
     """The weights of this rank's chunks (in data-parallel wrappers or not), under the same names whichever layers they are built from.
 
-    The tensors are the parameters themselves.
+    Of a model with adapters, only these and a value head: the other weights never change. The tensors are the parameters themselves.
     """
     metadata = {"dp_cp_group": grid.groups.dp_cp}
     state: Sharded = {}
     for number, chunk in enumerate(chunks):
+        if hasattr(_bare(chunk), "adapters"):
+            state[f"model{number}"] = _trained_beside(_bare(chunk), metadata)
+            continue
         found = _bare(chunk).sharded_state_dict(metadata=metadata)
         objects, tensors = extract_matching_values(found, lambda leaf: isinstance(leaf, ShardedObject))
         # For the experts of a grouped layer, the names end with a number, and the keys do not.
@@ -53,6 +56,17 @@ def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
         covered = _by_parameter(tensors)
         lost = [name for name, tensor in (*chunk.named_parameters(), *weight_buffers(chunk)) if tensor not in covered]
         assert not lost, f"in no checkpoint: {lost}"
+    return state
+
+
+def _trained_beside(chunk: Any, metadata: dict[str, Any]) -> Sharded:
+    """The adapters of a chunk, and its value head."""
+    state: Sharded = chunk.adapters.sharded_state_dict("", (), metadata)
+    if chunk.post_process and chunk.head == "value":
+        state |= chunk.output_layer.sharded_state_dict("output_layer.", (), metadata)
+    covered = _by_parameter(state)
+    lost = [name for name, parameter in chunk.named_parameters() if parameter.requires_grad and parameter not in covered]
+    assert not lost, f"in no checkpoint: {lost}"
     return state
 
 

@@ -20,4 +20,5 @@ class ModelState:
     description: ModelDescription
     trainable: Trainable | None = None
     described: Mapping[str, bytes] = field(default_factory=dict)  # files saved beside the weights (rank 0's): see `hf.described`
+    lora: Mapping[str, Any] | None = None  # of adapters, which are then all that is saved: rank, alpha, targets, the base's fingerprint
     wake: Callable[[], object] = lambda: None  # brings the tensors onto the device, which may evict those of other models

@@ -1,0 +1,317 @@
+"""Low-rank adapters beside the frozen linear layers of a model: y = W x + alpha / rank B A x on tensor- and expert-parallel layers.
+
+Of a column-parallel layer, B is split by rows as W is, and every rank has all of A; of a row-parallel one, A is split by columns, and every
+rank has all of B. What every rank has sees only a part of what its gradient is the sum over: with sequence parallelism its own tokens'
+(A of a column-parallel layer is applied before the tokens are gathered, B of a row-parallel one after the sum is scattered), whose
+gradients Megatron sums as those of norms; in an expert its own shard's, summed as they arise.
+
+Axes: S tokens of this rank (with sequence parallelism), I inputs, O outputs, of this rank's shard; R the rank, P the adapted matrices of a
+parameter (q, k, v; gate, up).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megarl.config import LoraSettings
+from megarl.errors import ConfigError
+from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, Factors, adapted, check_peft_config, factor_weights
+from megarl.models.description import ModelDescription
+from megarl.models.hf import json_object
+from megarl.models.weight_map import QKV, GateUp, Op, Weight
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid
+from megarl.parallel.weights import canonical_names, head_of, local_parameters, tensor_parallel, unwrap
+from megarl.text.display import one_line
+
+NAME = "adapters"  # the attribute of a chunk
+
+
+class Adapter(torch.nn.Module):
+    """The adapter of one of Megatron's parameters on this rank.
+
+    Args:
+        weight: the parameter that it adapts.
+        factors: of each of its adapted matrices.
+        scale: alpha / rank.
+        base: the parameter's shard; the factors get its dtype and device.
+        grid: this rank's grid.
+    """
+
+    def __init__(self, weight: Weight, factors: list[Factors], scale: float, base: Tensor, grid: Grid) -> None:
+        super().__init__()
+        self.weight, self.factors, self.scale = weight, factors, scale
+        self.expert, self.dim = weight.expert is not None, weight.op.dim
+        self.group = grid.groups.etp if self.expert else grid.groups.tp
+        _, self.ranks = tensor_parallel(weight, grid)
+
+        def made(one: Weight) -> torch.nn.Parameter:
+            parameter = torch.nn.Parameter(torch.empty(one.op.shard_shape(self.ranks), dtype=base.dtype, device=base.device))
+            split = one.op.axis is not None or self.ranks == 1
+            parameter.tensor_model_parallel = split  # type: ignore[attr-defined]  # the norm of the gradient has what is not split only once
+            parameter.allreduce = not self.expert  # type: ignore[attr-defined]  # see `build.build_chunks`
+            parameter.sequence_parallel = not split and not self.expert  # type: ignore[attr-defined]
+            return parameter
+
+        self.a = torch.nn.ParameterList([made(one.a) for one in factors])
+        self.b = torch.nn.ParameterList([made(one.b) for one in factors])
+
+    def parts(self) -> Iterator[tuple[Weight, torch.nn.Parameter]]:
+        """Its factors, each with this rank's shard."""
+        for one, a, b in zip(self.factors, self.a, self.b, strict=True):
+            yield from ((one.a, a), (one.b, b))
+
+    def forward(self, x_SI: Tensor) -> Tensor:
+        """What the adapter adds to the layer's output; in an expert this shard's share of it, like the layer's own."""
+        a, b = torch.cat(list(self.a)), self._outer(list(self.b))
+        if self.expert and self.ranks > 1:  # all of its shards have the same tokens: the gradient of what they share is summed here
+            a, b = (
+                (copy_to_tensor_model_parallel_region(a, self.group), b)
+                if self.dim == 0
+                else (a, copy_to_tensor_model_parallel_region(b, self.group))
+            )
+        inner = F.linear(x_SI, a)
+        if not self.expert and self.ranks > 1 and self.dim == 0:
+            inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self.group)
+        elif not self.expert and self.ranks > 1 and self.dim == 1:
+            inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
+        return F.linear(inner, b) * self.scale
+
+    @torch.no_grad()
+    def merged(self, base: Tensor) -> Tensor:
+        """The parameter's shard with the adapter merged into it, in float32."""
+        return base.float() + self.scale * (self._outer([b.float() for b in self.b]) @ torch.cat([a.float() for a in self.a]))
+
+    def _outer(self, factors: list[Tensor]) -> Tensor:
+        """The B of all adapted matrices in the order of the parameter's rows [O, P R]: each row has its own matrix's R columns, else 0."""
+        op = self.weight.op
+        if len(op.shapes) == 1:
+            return factors[0]
+        rank, width = factors[0].shape[1], sum(one.shape[1] for one in factors)
+        of = {one.index: number for number, one in enumerate(self.factors)}
+        blocks = []
+        for index, (rows, _) in enumerate(op.shapes):
+            number = of.get(index)
+            if number is None:
+                blocks.append(factors[0].new_zeros(rows // self.ranks, width))
+            else:
+                blocks.append(F.pad(factors[number], (number * rank, width - (number + 1) * rank)))
+        narrow = _with_columns(op, width)
+        return narrow.parameter(narrow.pack(blocks))
+
+
+class Adapters(torch.nn.Module):
+    """The adapters of one model chunk. `active` turns all of them on and off.
+
+    Args:
+        adapters: by the canonical name of the parameter that each adapts.
+        settings: the section `model.lora`.
+        grid: this rank's grid.
+    """
+
+    def __init__(self, adapters: Mapping[str, Adapter], settings: LoraSettings, grid: Grid) -> None:
+        super().__init__()
+        self.of, self.settings, self.active, self._grid = dict(adapters), settings, True, grid
+        self.each = torch.nn.ModuleList(adapters.values())
+
+    def sharded_state_dict(self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]) -> dict[str, Any]:
+        """The factors as sharded tensors of a distributed checkpoint, under the names of the Hugging Face matrices that they adapt.
+
+        Args:
+            prefix: prefix of the chunk's names.
+            sharded_offsets: none: the names say layer and expert.
+            metadata: Megatron's metadata, which says which ranks are replicas.
+        """
+        assert not sharded_offsets
+        state = {}
+        for adapter in self.of.values():
+            group = self._grid.groups.edp if adapter.expert else metadata["dp_cp_group"]
+            for weight, parameter in adapter.parts():
+                rank, ranks = tensor_parallel(weight, self._grid)
+                split = weight.op.axis is not None
+                offsets = [(weight.op.axis, rank, ranks)] if split else []
+                replica = (0, 0 if split else rank, group.rank())
+                state[f"{prefix}{weight.name}"] = ShardedTensor.from_rank_offsets(weight.name, parameter, *offsets, replica_id=replica)
+        return state
+
+
+def put_adapters(chunks: Iterable[Any], model: ModelDescription, settings: LoraSettings, grid: Grid) -> None:
+    """Put adapters beside the linear layers of this rank's frozen chunks: A random, B zero. A value head is trained besides.
+
+    Call it once the weights are loaded, before `make_trainable`. A is uniform in +-1 / sqrt(in), as PEFT's, the same on every layout.
+
+    Args:
+        chunks: from `build.build_chunks`, without grad.
+        model: the model.
+        settings: the section `model.lora`.
+        grid: this rank's grid.
+
+    Raises:
+        ConfigError: see `adapters.adapted`.
+    """
+    chunks, backend = list(chunks), choose()
+    if backend.fused:
+        raise ConfigError("model.lora: adapters are proven beside Megatron's own layers, not yet beside Transformer Engine's")
+    parameters = adapted(model, settings, head_of(chunks))
+    seed = _seed()
+    for chunk in map(unwrap, chunks):
+        modules, layers, found = dict(chunk.named_modules()), dict[str, Any](), dict[str, Adapter]()
+        for name, known in canonical_names(chunk, [f"{name}.weight" for name in modules], grid.ep_rank).items():
+            if known not in parameters:
+                continue
+            layer = modules[name.removesuffix(".weight")]
+            found[known] = Adapter(*parameters[known], settings.alpha / settings.rank, layer.weight, grid)
+            layers[known] = layer
+        chunk.add_module(NAME, Adapters(found, settings, grid))
+        for known, adapter in found.items():
+            layers[known].register_forward_hook(_adding(adapter, chunk.adapters))
+            _initialise(adapter, seed, grid)
+        if chunk.post_process and chunk.head == "value":
+            chunk.output_layer.requires_grad_(True)
+        if settings.init is not None:
+            _read_peft(found.values(), parameters.values(), settings, grid)
+        if chunk.pre_process:  # recomputation skips the gradients of a layer without an input that has one
+            chunk.embedding.register_forward_hook(_with_gradient)
+
+
+@contextmanager
+def without_adapters(chunks: Iterable[Any]) -> Iterator[None]:
+    """Within it, the chunks compute what the base model does, bit for bit."""
+    found = [unwrap(chunk).adapters for chunk in chunks]
+    for one in found:
+        one.active = False
+    try:
+        yield
+    finally:
+        for one in found:
+            one.active = True
+
+
+def adapters_of(chunks: Iterable[Any]) -> dict[str, Adapter]:
+    """This rank's adapters by the canonical name of the parameter that each adapts; none if the model has none."""
+    found: dict[str, Adapter] = {}
+    for chunk in map(unwrap, chunks):
+        found |= chunk.adapters.of if hasattr(chunk, NAME) else {}
+    return found
+
+
+def settings_of(chunks: Iterable[Any]) -> LoraSettings | None:
+    """The section `model.lora` of the model's adapters; None if it has none."""
+    found = [getattr(unwrap(chunk), NAME, None) for chunk in chunks]
+    return None if found[0] is None else found[0].settings
+
+
+def factor_parameters(chunks: Iterable[Any]) -> dict[str, Tensor]:
+    """This rank's shards of the factors, by their names."""
+    return {weight.name: parameter for adapter in adapters_of(chunks).values() for weight, parameter in adapter.parts()}
+
+
+class MergedParameters(Mapping[str, Tensor]):
+    """This rank's parameters by canonical name, each with its adapter merged into it when it is asked for: in float32, if it has one.
+
+    Args:
+        chunks: this rank's chunks.
+        grid: this rank's grid.
+    """
+
+    def __init__(self, chunks: Iterable[Any], grid: Grid) -> None:
+        chunks = list(chunks)
+        self._base, self._adapters = local_parameters(chunks, grid.ep_rank), adapters_of(chunks)
+
+    def __getitem__(self, name: str) -> Tensor:
+        base = self._base[name]
+        return self._adapters[name].merged(base) if name in self._adapters else base
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._base
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+def _adding(adapter: Adapter, switch: Adapters) -> Any:
+    def add(_: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+        if not switch.active:
+            return None
+        result, bias = output
+        return result + adapter(inputs[0]), bias
+
+    return add
+
+
+def _with_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _with_columns(op: Op, columns: int) -> Op:
+    """The operation of a matrix with the same rows and this many columns."""
+    if isinstance(op, QKV):
+        return replace(op, rest=(columns,))
+    assert isinstance(op, GateUp)
+    return replace(op, hidden=columns)
+
+
+@torch.no_grad()
+def _initialise(adapter: Adapter, seed: int, grid: Grid) -> None:
+    for weight, parameter in adapter.parts():
+        if weight.name.endswith("lora_B"):
+            parameter.zero_()
+            continue
+        drawn = hashlib.sha256(f"{seed} {weight.name}".encode()).digest()[:7]
+        generator = torch.Generator().manual_seed(int.from_bytes(drawn, "big"))
+        whole = torch.rand(weight.op.packed_shape, generator=generator).mul_(2).sub_(1).div_(weight.op.packed_shape[1] ** 0.5)
+        put_factor(weight, parameter, whole, grid)
+
+
+@torch.no_grad()
+def put_factor(weight: Weight, parameter: Tensor, whole: Tensor, grid: Grid) -> None:
+    """Copy this rank's part of a whole factor into its shard."""
+    rank, ranks = tensor_parallel(weight, grid)
+    axis = weight.op.axis
+    parameter.copy_(whole if axis is None else whole.chunk(ranks, axis)[rank])
+
+
+def _read_peft(adapters: Iterable[Adapter], parameters: Iterable[tuple[Weight, list[Factors]]], settings: LoraSettings, grid: Grid) -> None:
+    """Fill adapters from a PEFT directory, which must hold exactly the factors of all `parameters`."""
+    path = settings.init
+    assert path is not None
+    check_peft_config(json_object(path / PEFT_CONFIG), settings, str(path))
+    file = path / PEFT_WEIGHTS
+    try:
+        with safe_open(file, framework="pt") as stored:
+            wanted, given = {weight.hf[0] for weight in factor_weights(parameters)}, set(stored.keys())
+            for names, where in ((wanted - given, "is not in"), (given - wanted, "is none of model.lora's targets, and is in")):
+                if names:
+                    raise ConfigError(f"model.lora.init: {min(names)} {where} {file} ({len(names)} such tensors)")
+            for weight, parameter in (part for adapter in adapters for part in adapter.parts()):
+                whole = stored.get_tensor(weight.hf[0])
+                if tuple(whole.shape) != weight.op.packed_shape:
+                    raise ConfigError(f"model.lora.init: {file}: {weight.hf[0]} is {list(whole.shape)}, not {list(weight.op.packed_shape)}")
+                put_factor(weight, parameter, whole, grid)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model.lora.init: {file}: {one_line(str(error))}") from None
+
+
+def _seed() -> int:
+    """A number drawn from the grid's seed, the same on every rank and layout; the random state is read, and not advanced."""
+    state = get_cuda_rng_tracker().get_states()[get_data_parallel_rng_tracker_name()]
+    return int.from_bytes(hashlib.sha256(state.cpu().numpy().tobytes()).digest()[:7], "big")
