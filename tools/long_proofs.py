@@ -90,6 +90,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     (
         _tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"),
         _distributed(70, "learner"),
+        _distributed(60, "lora"),
         _distributed(40, "saving"),
     ),
     (

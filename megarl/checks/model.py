@@ -52,7 +52,17 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
 
 
 def check_lora(config: RunSettings, settings: LoraSettings, model: ModelDescription, head: HeadKind) -> None:
-    """ConfigError if the run cannot train adapters."""
+    """Check that the run can train adapters.
+
+    Args:
+        config: the run's configuration.
+        settings: its section `model.lora`.
+        model: the model.
+        head: the head of the model that is trained.
+
+    Raises:
+        ConfigError: it cannot, or `model.lora.init` is no PEFT directory that the adapters could begin from.
+    """
     if not optimizers(config):
         raise ConfigError(f"model.lora: `megarl {config.verb}` trains nothing; the directory that a run exports has its adapters merged")
     if config.cluster.gpus and config.model.dtype == "bfloat16":

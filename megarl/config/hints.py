@@ -147,6 +147,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "model_name_or_path": ("model.path",),
     "hf_checkpoint": ("model.path",),
     "ref_load": ("model.path",),
+    "lora_rank": ("model.lora.rank",),
+    "lora_alpha": ("model.lora.alpha",),
+    "target_modules": ("model.lora.targets",),
+    "lora_adapter_path": ("model.lora.init",),
+    **dict.fromkeys(("use_peft", "peft_config"), ("model.lora",)),
     "gradient_checkpointing": ("model.recompute",),
     "recompute_granularity": ("model.recompute",),
     "bf16": ("model.dtype",),
@@ -164,7 +169,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 NO_KEY = {
     "use_remove_padding": "always so: no batch has padding",
     "trust_remote_code": "code in a model directory is never run",
-    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_dropout", "use_peft", "peft_config"), "not here: all weights are trained"),
+    "lora_dropout": "not here: adapters have no dropout",
 }
 MAX_LEAVES = 1000  # keys of an unknown section that are looked up
 

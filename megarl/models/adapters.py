@@ -6,7 +6,7 @@ matrices into one parameter, so that an adapter is PEFT's, one to one: W + alpha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,31 +48,68 @@ def adapted(model: ModelDescription, settings: LoraSettings, head: HeadKind = "l
     Raises:
         ConfigError: the family has not one of the targets, the rank is larger than a matrix, or adapters of the family are not supported.
     """
-    family = model.config["model_type"]
-    if family not in PROVEN:
-        raise ConfigError(f"model.lora: not supported for {family}; it is for {', '.join(PROVEN)}")
-    candidates = [(weight, _group(weight)) for weight in model.weights(head) if weight.linear and weight.layer is not None]
-    known = {group for _, group in candidates} | {_leaf(name) for weight, _ in candidates for name in weight.hf}
-    for target in settings.targets or ():
-        if target not in known:
-            raise ConfigError(f"model.lora.targets: {target} is none of {family}'s: {', '.join(sorted(known))}")
-    chosen = set(settings.targets or known)
+    check_targets(model, settings, head)
     found: dict[str, tuple[Weight, list[Factors]]] = {}
-    for weight, group in candidates:
-        indices = [index for index, name in enumerate(weight.hf) if group in chosen or _leaf(name) in chosen]
+    for weight in model.weights(head):
+        indices = adapted_matrices(weight.name, weight.hf, settings) if weight.linear else []
         if indices:
             found[weight.name] = weight, [_factors(weight, index, settings.rank) for index in indices]
     return found
 
 
+def check_targets(model: ModelDescription, settings: LoraSettings, head: HeadKind) -> None:
+    """Check a model's family, and that it has all targets.
+
+    Args:
+        model: the model.
+        settings: the section `model.lora`.
+        head: the model's head.
+
+    Raises:
+        ConfigError: adapters of the family are not supported, or it has not one of the targets.
+    """
+    family = model.config["model_type"]
+    if family not in PROVEN:
+        raise ConfigError(f"model.lora: not supported for {family}; it is for {', '.join(PROVEN)}")
+    linear = [one for one in model.mappings(head) if one.linear]
+    known = {_group(one.megatron) for one in linear} | {_leaf(name) for one in linear for name in one.hf}
+    for target in settings.targets or ():
+        if target not in known:
+            raise ConfigError(f"model.lora.targets: {target} is none of {family}'s: {', '.join(sorted(known))}")
+
+
+def adapted_matrices(name: str, hf: Sequence[str], settings: LoraSettings) -> list[int]:
+    """Which of the Hugging Face matrices of a linear layer have adapters.
+
+    Args:
+        name: the name of Megatron's parameter.
+        hf: the names of its matrices.
+        settings: the section `model.lora`.
+    """
+    targets = settings.targets
+    return [index for index, one in enumerate(hf) if targets is None or _group(name) in targets or _leaf(one) in targets]
+
+
+def factor_ops(op: Op, index: int, rank: int) -> tuple[Op, Op]:
+    """The operations of A [rank, in] and B [out, rank], which are split where their matrix is.
+
+    Args:
+        op: the operation of the parameter that holds the matrix.
+        index: the matrix's place among those of the parameter.
+        rank: the adapter's rank.
+    """
+    rows, columns = op.shapes[index]
+    return Plain((rank, columns), 1 if op.dim == 1 else None), Plain((rows, rank), 0 if op.dim == 0 else None)
+
+
 def factor_weights(parameters: Iterable[tuple[Weight, list[Factors]]]) -> list[Weight]:
     """All factors of `adapted`, those of one layer and kind following each other in the order of the experts, as exports need them."""
-    kinds: dict[tuple[int | None, str], list[Weight]] = {}
+    kinds: dict[tuple[str, int, str], list[Weight]] = {}
     for weight, factors in parameters:
+        kind = weight.name.replace(f".local_experts.{weight.expert}.", ".")
         for one in factors:
-            kind = weight.hf[one.index].replace(f".{weight.expert}.", ".*.") if weight.expert is not None else weight.hf[one.index]
-            for part in (one.a, one.b):
-                kinds.setdefault((weight.layer, f"{kind} {part is one.a}"), []).append(part)
+            kinds.setdefault((kind, one.index, "A"), []).append(one.a)
+            kinds.setdefault((kind, one.index, "B"), []).append(one.b)
     return [weight for group in kinds.values() for weight in group]
 
 
@@ -98,7 +135,16 @@ def peft_config(settings: LoraSettings, base: str, targets: Iterable[str]) -> di
 
 
 def check_peft_config(given: Mapping[str, Any], settings: LoraSettings, where: str) -> None:
-    """Raise ConfigError unless a PEFT directory's adapter_config.json describes an adapter that `settings` can begin from."""
+    """Check that adapters can begin from a PEFT directory.
+
+    Args:
+        given: its adapter_config.json.
+        settings: the section `model.lora`.
+        where: the directory, for messages.
+
+    Raises:
+        ConfigError: the adapter in it is of another rank, scale or kind.
+    """
     wanted = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.alpha}
     neutral = {"bias": ("none", None), "use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None)}
     for key, value in wanted.items():
@@ -117,10 +163,10 @@ def target_of(weight: Weight, factors: Factors) -> str:
     return _leaf(weight.hf[factors.index])
 
 
-def _group(weight: Weight) -> str:
-    if weight.expert is not None:
+def _group(name: str) -> str:
+    if ".experts." in name:
         return "experts"
-    return "attention" if ".self_attention." in weight.name else "mlp"
+    return "attention" if ".self_attention." in name else "mlp"
 
 
 def _leaf(name: str) -> str:
@@ -134,10 +180,9 @@ def _factors(weight: Weight, index: int, rank: int) -> Factors:
     rows, columns = weight.op.shapes[index]
     if rank > min(rows, columns):
         raise ConfigError(f"model.lora.rank={rank}: {name} is [{rows}, {columns}]")
-    dim = weight.op.dim
-
-    def factor(which: str, shape: tuple[int, int], axis: int) -> Weight:
-        op: Op = Plain(shape, axis if dim == axis else None)
-        return Weight(f"{name}.lora_{which}", (f"{PEFT}{name}.lora_{which}.weight",), op, weight.layer, weight.expert)
-
-    return Factors(index, factor("A", (rank, columns), 1), factor("B", (rows, rank), 0))
+    ops = factor_ops(weight.op, index, rank)
+    a, b = (
+        Weight(f"{name}.lora_{which}", (f"{PEFT}{name}.lora_{which}.weight",), op, weight.layer, weight.expert)
+        for which, op in zip("AB", ops, strict=True)
+    )
+    return Factors(index, a, b)

@@ -161,7 +161,13 @@ def _write_peft(chunks: list[Any], model: ModelDescription, grid: Grid, dtype: t
 
 
 def print_of_base(chunks: Iterable[Any], model: ModelDescription, grid: Grid) -> str:
-    """A fingerprint of all weights but a value head, the same on every layout: 16 hexadecimal digits. Collective."""
+    """A fingerprint of all weights but adapters and a value head, the same on every layout: 16 hexadecimal digits. Collective.
+
+    Args:
+        chunks: this rank's chunks.
+        model: the model.
+        grid: this rank's grid.
+    """
     chunks = list(chunks)
     weights = [
         weight

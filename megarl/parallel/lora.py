@@ -284,7 +284,14 @@ def _initialise(adapter: Adapter, seed: int, grid: Grid) -> None:
 
 @torch.no_grad()
 def put_factor(weight: Weight, parameter: Tensor, whole: Tensor, grid: Grid) -> None:
-    """Copy this rank's part of a whole factor into its shard."""
+    """Copy this rank's part of a whole factor into its shard.
+
+    Args:
+        weight: the factor.
+        parameter: its shard on this rank.
+        whole: the factor's numbers.
+        grid: this rank's grid.
+    """
     rank, ranks = tensor_parallel(weight, grid)
     axis = weight.op.axis
     parameter.copy_(whole if axis is None else whole.chunk(ranks, axis)[rank])

@@ -51,7 +51,13 @@ def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, Tensor]:
 
 
 def canonical_names(chunk: Any, names: Iterable[str], ep_rank: int) -> dict[str, str]:
-    """The canonical names of a chunk's parameters, by their names in the chunk."""
+    """The canonical names of a chunk's parameters, by their names in the chunk.
+
+    Args:
+        chunk: the chunk, without wrappers.
+        names: names of parameters in it.
+        ep_rank: this rank's among the expert-parallel ones.
+    """
     numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron numbers from 1, over all stages and chunks
     return {name: canonical(name, numbers, ep_rank * _local_experts(chunk)) for name in names}
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any
 
-from megarl.config import Layout
+from megarl.config import Layout, LoraSettings
+from megarl.models.adapters import adapted_matrices, factor_ops
 from megarl.models.description import ModelDescription
 from megarl.models.weight_map import OUTPUT, HeadKind, WeightMapping
 
@@ -76,7 +77,9 @@ def _number(fields: Mapping[str, Any], key: str) -> int:
     return int(fields.get(key) or 0)
 
 
-def shards(model: ModelDescription, head: HeadKind, layout: Layout, megatron: Mapping[str, Any]) -> list[list[ChunkParameters]]:
+def shards(
+    model: ModelDescription, head: HeadKind, layout: Layout, megatron: Mapping[str, Any], lora: LoraSettings | None = None
+) -> list[list[ChunkParameters]]:
     """What a rank of each pipeline stage holds, chunk by chunk.
 
     Args:
@@ -84,13 +87,16 @@ def shards(model: ModelDescription, head: HeadKind, layout: Layout, megatron: Ma
         head: the kind of the model's head.
         layout: the layout of its ranks.
         megatron: `model.megatron`, for stages of unequal size.
+        lora: `model.lora` of a trained model: then only adapters are trained, and a value head.
     """
     mappings, stages, experts = model.mappings(head), stage_layers(model.sizes.layers, layout, megatron), model.sizes.experts
     first, last = stages[0][0], stages[-1][-1]
-    return [[_chunk(mappings, experts, layout, part, first=part is first, last=part is last) for part in stage] for stage in stages]
+    return [[_chunk(mappings, experts, layout, part, lora, first=part is first, last=part is last) for part in stage] for stage in stages]
 
 
-def _chunk(mappings: list[WeightMapping], experts: int, layout: Layout, layers: range, *, first: bool, last: bool) -> ChunkParameters:
+def _chunk(
+    mappings: list[WeightMapping], experts: int, layout: Layout, layers: range, lora: LoraSettings | None, *, first: bool, last: bool
+) -> ChunkParameters:
     dense, routed, buffers, frozen = list[tuple[int, int]](), list[tuple[int, int]](), 0, 0
     for one in mappings:
         if "{layer}" in one.megatron:
@@ -101,7 +107,13 @@ def _chunk(mappings: list[WeightMapping], experts: int, layout: Layout, layers: 
             times = 0
         else:
             times = int(last)
-        if "{expert}" in one.megatron:
+        expert = "{expert}" in one.megatron
+        if lora is not None and not one.float32 and not (one.megatron == OUTPUT and prod(one.op.packed_shape[:-1]) == 1):
+            split, each = (layout.etp, times * experts // layout.ep) if expert else (layout.tp, times)
+            frozen += prod(one.op.shard_shape(split)) * each
+            for index in adapted_matrices(one.megatron, one.hf, lora) if one.linear else ():
+                (routed if expert else dense).extend((prod(op.shard_shape(split)), each) for op in factor_ops(one.op, index, lora.rank))
+        elif expert:
             routed.append((prod(one.op.shard_shape(layout.etp)), times * experts // layout.ep))
         elif one.float32:
             buffers += 2 * times * experts  # the bias, and the number of tokens that each expert was given

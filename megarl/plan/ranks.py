@@ -12,7 +12,7 @@ from megarl.plan.devices import GB, IMBALANCE
 from megarl.plan.facts import facts
 from megarl.plan.parameters import shards, stage_layers
 from megarl.plan.pipeline import OutputHead, Recompute, in_flight, stage_bytes
-from megarl.plan.states import States, states
+from megarl.plan.states import ITEM, States, states
 
 CONTEXT = 3 * GB  # CUDA's context, NCCL's buffers, cuBLAS's workspaces: an estimate
 
@@ -96,7 +96,9 @@ class _Model:
 
     def __init__(self, role: PlannedModel, layout: Layout, settings: ModelSettings) -> None:
         self.role, self.facts = role, facts(role.model)
-        self.chunks = shards(role.model, "value" if role.value else "lm", layout, settings.megatron)
+        self.chunks = shards(
+            role.model, "value" if role.value else "lm", layout, settings.megatron, settings.lora if role.trained else None
+        )
         self.layers = stage_layers(self.facts.n.layers, layout, settings.megatron)
 
 
@@ -104,15 +106,18 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
     model_states = [
         states(model.chunks[stage], layout, settings.dtype, trained=model.role.trained, offloaded=model.role.offloaded) for model in models
     ]
-    everything = sum(model_states, States(0))
+    # The reference of a model with adapters is that model, without them.
+    own = [state for model, state in zip(models, model_states, strict=True) if not _is_within(model, models, settings)]
+    everything = sum(own, States(0))
     buckets: dict[str, float] = {"sync buckets": work.kept_bytes} if stage < work.senders and work.kept_bytes else {}
     phases: dict[str, dict[str, float]] = {}
     for model, own_states in zip(models, model_states, strict=True):
         doing = "update" if model.role.trained else "forward"
-        resident = own_states if work.offload else everything
+        resident = everything if not work.offload else model_states[0] if _is_within(model, models, settings) else own_states
         phases[f"{model.role.name} {doing}"] = _parts(resident) | _activations(model, layout, settings, stage, work) | buckets
-        if model.role.trained:  # Megatron copies the weights into its buffers
-            phases[f"{model.role.name} start"] = {"weights": resident.weights + own_states.weights, "gradients": resident.gradients}
+        if model.role.trained:  # Megatron copies the weights that are trained into its buffers
+            copied = own_states.weights - ITEM[settings.dtype] * sum(chunk.frozen for chunk in model.chunks[stage])
+            phases[f"{model.role.name} start"] = {"weights": resident.weights + copied, "gradients": resident.gradients}
     if stage < work.senders and work.sync_bytes:
         whole = _parts(model_states[0] if work.offload else everything)
         phases["sync"] = {**({"weights": model_states[0].weights} if work.shared else whole), "sync": work.sync_bytes}
@@ -129,6 +134,10 @@ def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, st
         host=everything.total - everything.gradients if work.offload else 0,
         offloaded=everything.host,
     )
+
+
+def _is_within(model: _Model, models: Sequence[_Model], settings: ModelSettings) -> bool:
+    return settings.lora is not None and model.role.name == "reference" and models[0].role.trained
 
 
 def _parts(memory: States) -> dict[str, float]:

@@ -29,8 +29,9 @@ from megarl.parallel.checkpoint.rolling import RollingCopy, restore
 from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.sharded import model_state, tensors
 from megarl.parallel.checkpoint.state import ModelState
+from megarl.parallel.export import print_of_base
 from megarl.parallel.grid import Grid
-from megarl.parallel.optimizer import make_trainable
+from megarl.parallel.optimizer import Trainable, make_trainable
 from tests.distributed.tiny_training import Job, Report, build, learn
 
 
@@ -53,12 +54,20 @@ def verified(path: Path) -> SavedStep:
     return entry.saved
 
 
+def state_of(grid: Grid, policy: Trainable, job: Job) -> ModelState:
+    """What a checkpoint is of."""
+    model, lora = ModelDescription.read(job.path), None
+    if job.lora is not None:
+        lora = {**job.lora.model_dump(include={"rank", "alpha", "targets"}), "base": print_of_base(policy.chunks, model, grid)}
+    return ModelState(policy.chunks, model, policy, lora=lora)
+
+
 def train_and_save(grid: Grid, job: Job, root: Path) -> Resumed:
     """Trains, saves as step `job.steps`, and goes on for as many steps while that is written."""
     policy = build(grid, job)
     learn(grid, policy, job)
     saver = Saver(root, grid, settings(asynchronous=True))
-    saver.save(job.steps, {"policy": ModelState(policy.chunks, ModelDescription.read(job.path), policy)}, {"note.json": b"{}"})
+    saver.save(job.steps, {"policy": state_of(grid, policy, job)}, {"note.json": b"{}"})
     drawn = draw()
     report = learn(grid, policy, job)
     saver.wait()
@@ -68,7 +77,7 @@ def train_and_save(grid: Grid, job: Job, root: Path) -> Resumed:
 def resume(grid: Grid, job: Job, step: Path, root: Path | None = None) -> Resumed:
     """Loads a step into a fresh model, saves it again as it is, then trains."""
     policy = build(grid, job)
-    part = {"policy": ModelState(policy.chunks, ModelDescription.read(job.path), policy)}
+    part = {"policy": state_of(grid, policy, job)}
     torch.manual_seed(99)
     np.random.seed(99)
     load(verified(step), part, grid)
@@ -81,7 +90,7 @@ def resume(grid: Grid, job: Job, step: Path, root: Path | None = None) -> Resume
 
 def resume_from_memory(grid: Grid, job: Job, step: Path) -> Resumed:
     """Loads a step, copies it into memory, and goes on from there in a fresh model."""
-    states = [ModelState(policy.chunks, ModelDescription.read(job.path), policy) for policy in (build(grid, job), build(grid, job))]
+    states = [state_of(grid, policy, job) for policy in (build(grid, job), build(grid, job))]
     load(verified(step), {"policy": states[0]}, grid)
     load_random(verified(step), grid)
     copy = RollingCopy(grid)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from megarl.config import LoraSettings, ModelSettings, OptimizerSettings, RunSettings
 from megarl.models.adapters import adapted, factor_weights
 from megarl.models.description import ModelDescription
-from megarl.parallel.export import export_weights
+from megarl.observe.metrics import Metric
+from megarl.parallel.backend import choose
+from megarl.parallel.export import export_weights, print_of_base, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.lora import factor_parameters, without_adapters
 from megarl.parallel.optimizer import Trainable
 from megarl.parallel.weights import local_parameters
+from megarl.ranks.learner import Learner, TrainSpec
+from megarl.ranks.megatron_worker import RankSettings
 from megarl.sync.wire import each
-from tests.distributed.tiny_training import Job, Report, build, exported, learn, moved
+from tests.distributed.test_learner import OBJECTIVES, plan
+from tests.distributed.tiny_training import Job, Report, build, learn, moved
 
 
 def factors(grid: Grid, policy: Trainable, job: Job) -> dict[str, Tensor]:
     """All factors by PEFT's name, on rank 0."""
     assert job.lora is not None
-    model = ModelDescription.read(job.path)
-    weights = factor_weights(adapted(model, job.lora).values())
+    weights = factor_weights(adapted(ModelDescription.read(job.path), job.lora).values())
     stream = export_weights(weights, factor_parameters(policy.chunks), grid, torch.float32)
     return {name: tensor.clone() for names, stack in stream for name, tensor in each(names, stack)}
 
@@ -34,15 +41,35 @@ def factor_gradients(grid: Grid, job: Job) -> dict[str, Tensor]:
     return moved(before, factors(grid, policy, job))
 
 
-def whole(grid: Grid, job: Job) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """On rank 0 the factors, and the merged model."""
+def scores(grid: Grid, job: Job) -> tuple[Report, Report, str]:
+    """The log-probs with the adapters, and those without them (job.lora is None: twice the model's); the base's fingerprint."""
     policy = build(grid, job)
-    return factors(grid, policy, job), exported(grid, policy, job)
-
-
-def with_and_without(grid: Grid, job: Job) -> tuple[Report, Report]:
-    """A step's report with the adapters, and one without them, which changes nothing."""
-    policy = build(grid, job)
+    on = learn(grid, policy, job, forward_only=True)
+    if job.lora is None:
+        return on, on, print_of_base(policy.chunks, ModelDescription.read(job.path), grid)
     with without_adapters(policy.chunks):
         off = learn(grid, policy, job, forward_only=True)
-    return learn(grid, policy, job, forward_only=True), off
+    return on, off, print_of_base(policy.chunks, ModelDescription.read(job.path), grid)
+
+
+def saved(grid: Grid, job: Job, target: Path) -> dict[str, Tensor]:
+    """Writes the model as a directory; its factors, on rank 0."""
+    policy = build(grid, job)
+    save_hf(policy.chunks, ModelDescription.read(job.path), grid, target)
+    return factors(grid, policy, job)
+
+
+def read_back(grid: Grid, job: Job) -> dict[str, Tensor]:
+    """The factors of a model that begins from `job.lora.init`."""
+    return factors(grid, build(grid, job), job)
+
+
+def supervised(grid: Grid, path: Path, name: str, lora: LoraSettings) -> list[dict[str, Metric]]:
+    """Held-out numbers of a supervised stage, a step, held-out numbers."""
+    objective = OBJECTIVES[name]
+    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32", lora=lora), layout=grid.layout)
+    rank = Learner(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(objective, OptimizerSettings(lr=1e-3), updates=3))
+    rank._backend, rank._grid = choose(), grid
+    rank.build_models()
+    held_out = plan(objective, grid.dp_size, seed=5)
+    return [rank.measure(held_out), rank.train(plan(objective, grid.dp_size)), rank.measure(held_out)]

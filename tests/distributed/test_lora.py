@@ -6,23 +6,38 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megarl.config import Layout, LoraSettings
-from tests.distributed.lora_work import factor_gradients
-from tests.distributed.tiny_training import BY_GRADIENTS, Job, assert_same_gradients, make_checkpoint
-from tests.rank_pool import Pool
+from megarl.models.adapters import PEFT, PEFT_FOLDER, PEFT_WEIGHTS
+from megarl.observe.metrics import merge, scalars
+from tests.distributed.checkpoint_work import plain_tensors, resume, resume_from_memory, train_and_save
+from tests.distributed.lora_work import factor_gradients, read_back, saved, scores, supervised
+from tests.distributed.test_learner import counted
+from tests.distributed.tiny_training import BY_GRADIENTS, Job, Report, assert_same_gradients, gradients, make_checkpoint
+from tests.rank_pool import Pool, RankError
+from tests.rows import rows
 
 LORA = LoraSettings(rank=4, alpha=6.0)
 LAYOUTS = {
     "tp2": Layout(ranks=2, tp=2),
     "ep2": Layout(ranks=2, ep=2),
-    "pp2": Layout(ranks=2, pp=2),
     "cp2": Layout(ranks=2, cp=2),
+    "pp2_vpp2": Layout(ranks=2, pp=2, vpp=2),
     "tp2_ep2": Layout(ranks=2, tp=2, ep=2),
     "tp2_etp2": Layout(ranks=2, tp=2, etp=2),
-    "pp2_vpp2": Layout(ranks=2, pp=2, vpp=2),
     "tp2_etp2_ep2": Layout(ranks=4, tp=2, etp=2, ep=2),
     "cp2_tp2": Layout(ranks=4, cp=2, tp=2),
+    "pp2_tp2": Layout(ranks=4, pp=2, tp=2),
+}
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_experts": None,
+    "num_experts_per_tok": None,
+    "moe_intermediate_size": None,
 }
 
 
@@ -31,13 +46,129 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("lora") / "model")
 
 
-def micro_batches(job: Job, layout: Layout) -> Job:
+def on(layout: Layout, job: Job) -> Job:
     return replace(job, micro_batches=4 if layout.dp > 1 else 2)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+def merged_gradients(factors: dict[str, Tensor], of_merged: dict[str, Tensor], lora: LoraSettings) -> dict[str, Tensor]:
+    """The gradients of A and B by the chain rule: W' = W + alpha / rank B A, so that dB = s dW' A^T and dA = s B^T dW'."""
+    scale, found = lora.alpha / lora.rank, {}
+    for name in (name for name in factors if name.endswith(".lora_A.weight")):
+        other, matrix = name.replace("lora_A", "lora_B"), name.removeprefix(PEFT).replace(".lora_A", "")
+        found[name] = scale * factors[other].T @ of_merged[matrix]
+        found[other] = scale * of_merged[matrix] @ factors[name].T
+    return found
+
+
+def largest_gap(one: Report, other: Report) -> float:
+    assert one.logp.keys() == other.logp.keys() and one.logp
+    return max(abs(value - other.logp[token]) for token, value in one.logp.items())
+
+
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["cp2", "tp2_ep2", "pp2_vpp2"]))
 def test_each_element_of_the_gradient_is_independent_of_the_layout(pool: Pool, path: Path, name: str) -> None:
     job = Job(path, optimizer=BY_GRADIENTS, lora=LORA)
     [one] = pool.run(factor_gradients, Layout(), job)
-    many = pool.run(factor_gradients, LAYOUTS[name], micro_batches(job, LAYOUTS[name]))[0]
-    assert_same_gradients(many, one)
+    assert_same_gradients(pool.run(factor_gradients, LAYOUTS[name], on(LAYOUTS[name], job))[0], one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lora", "recompute"),
+    [
+        ({}, LORA, "full"),
+        (DENSE, LORA, "selective"),
+        ({}, LoraSettings(rank=8, alpha=8.0, targets=["q_proj", "v_proj", "up_proj"]), "full"),
+    ],
+    ids=["moe", "dense", "some_of_fused"],
+)
+def test_gradients_and_logprobs_are_those_of_the_merged_weights(
+    pool: Pool, tmp_path: Path, changes: dict, lora: LoraSettings, recompute: str
+) -> None:
+    """The merged weights, as exported, are trained in whole by one rank: plain code without adapters, whose gradient the chain rule
+    turns into that of the factors. The log-probs agree to 1e-5, float32's rounding over all layers; the weights themselves exactly."""
+    base = make_checkpoint(tmp_path / "base", num_hidden_layers=2, **changes)
+    job = Job(base, optimizer=BY_GRADIENTS, lora=lora, recompute=recompute)  # type: ignore[arg-type]
+    [factors] = pool.run(saved, Layout(), job, tmp_path / "merged")
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    for name, weight in before.items():
+        pair = [factors.get(f"{PEFT}{name.removesuffix('.weight')}.lora_{part}.weight") for part in "AB"]
+        expected = weight if pair[0] is None or pair[1] is None else weight + lora.alpha / lora.rank * pair[1] @ pair[0]
+        assert (after[name] - expected).abs().max() <= 1e-6, name
+    [of_merged] = pool.run(gradients, Layout(), Job(tmp_path / "merged", optimizer=BY_GRADIENTS))
+    assert_same_gradients(pool.run(factor_gradients, Layout(), job)[0], merged_gradients(factors, of_merged, lora))
+    [(adapted, off, _)], [(merged, *_)], [(plain, *_)] = (
+        pool.run(scores, Layout(), one) for one in (job, Job(tmp_path / "merged"), Job(base))
+    )
+    assert largest_gap(adapted, merged) <= 1e-5 < largest_gap(adapted, plain)
+    assert off.logp == plain.logp  # bit for bit: without its adapters it is the base
+
+
+def test_a_peft_directory_holds_the_adapters_and_gives_them_back(pool: Pool, path: Path, tmp_path: Path) -> None:
+    layout, job = LAYOUTS["tp2_ep2"], Job(path, lora=LORA)
+    factors = pool.run(saved, layout, job, tmp_path / "merged")[0]
+    stored = load_file(tmp_path / "merged" / PEFT_FOLDER / PEFT_WEIGHTS)
+    assert stored.keys() == factors.keys() and all(torch.equal(stored[name], factor) for name, factor in factors.items())
+    again = replace(job, lora=LORA.model_copy(update={"init": tmp_path / "merged" / PEFT_FOLDER}))
+    [read] = pool.run(read_back, Layout(), again)
+    assert all(torch.equal(read[name], factor) for name, factor in factors.items())
+    other = again.lora.model_copy(update={"targets": ["attention"]})
+    with pytest.raises(RankError, match="is none of model.lora's targets, and is in"):
+        pool.run(read_back, Layout(), replace(job, lora=other))
+
+
+def test_a_checkpoint_of_adapters_continues_on_the_same_and_on_another_layout(pool: Pool, path: Path, tmp_path: Path) -> None:
+    """Bit for bit on the same layout, and from a copy in memory; on another the same tensors, and losses as near as layouts are."""
+    layout, job = LAYOUTS["tp2_ep2"], Job(path, steps=2, micro_batches=2, lora=LORA)
+    then = pool.run(train_and_save, layout, job, tmp_path / "a")
+    step = next(iter((tmp_path / "a").glob("step*")))
+    stored = pool.run(plain_tensors, Layout(), step / "policy")[0]
+    assert {key.rpartition(".")[2] for key in stored} == {"lora_A", "lora_B"}
+    for work in (resume, resume_from_memory):
+        for mine, theirs in zip(pool.run(work, layout, job, step), then, strict=True):
+            assert (mine.report, mine.random) == (theirs.report, theirs.random)
+    [moved] = pool.run(resume, Layout(), job, step, tmp_path / "b")
+    again = pool.run(plain_tensors, Layout(), next(iter((tmp_path / "b").glob("step*"))) / "policy")[0]
+    assert again.keys() == stored.keys() and all(torch.equal(again[key], tensor) for key, tensor in stored.items())
+    assert moved.report.loss == pytest.approx([sum(losses) for losses in zip(*(one.report.loss for one in then), strict=True)], rel=1e-4)
+    other = make_checkpoint(tmp_path / "other", rms_norm_eps=1e-5)
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.3.mlp.experts.3.down_proj.weight"
+    tensors[name][0, 0] += 1e-3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RankError, match="adapters of another base: its fingerprint is"):
+        pool.run(resume, Layout(), replace(job, path=other), step)
+    with pytest.raises(RankError, match="holds adapters alone, and the model saves all weights"):
+        pool.run(resume, Layout(), replace(job, lora=None), step)
+
+
+def test_the_fingerprint_of_the_base_is_the_same_on_every_layout(pool: Pool, path: Path) -> None:
+    prints = {print for layout in (Layout(), LAYOUTS["tp2_ep2"]) for *_, print in pool.run(scores, layout, Job(path, lora=LORA))}
+    assert len(prints) == 1
+
+
+@pytest.mark.parametrize("name", ["dpo", "rm", "sft"])
+def test_the_supervised_stages_train_adapters(pool: Pool, path: Path, name: str) -> None:
+    """The same metrics on one rank and on several; DPO's reference is the model without its adapters: nothing has moved at first."""
+    [one] = pool.run(supervised, Layout(), path, name, LORA)
+    ranks = pool.run(supervised, LAYOUTS["tp2_ep2"], path, name, LORA)
+    many = [merge(rank[step] for rank in ranks) for step in range(3)]
+    for index, metrics in enumerate(one):
+        tolerance = {"rel": 1e-5, "abs": 1e-6} if index < 2 else {"rel": 1e-3, "abs": 1e-4}  # as in test_learner
+        assert counted(many[index]) == pytest.approx(counted(metrics), **tolerance)
+    before, update, after = map(scalars, one)
+    role = "rm" if name == "rm" else "actor"
+    assert update[f"{role}/grad_norm"] > 1e-3 and after[f"{name}/loss"] != before[f"{name}/loss"]
+    if name == "dpo":
+        assert before["dpo/margin"] == before["dpo/chosen_shift"] == 0.0 != after["dpo/chosen_shift"]
+
+
+def test_peft_computes_what_the_merged_model_does(pool: Pool, path: Path, tmp_path: Path) -> None:
+    """The library itself, where it is installed: it reads the directory onto the base, as transformers does the merged model."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    pool.run(saved, LAYOUTS["tp2_ep2"], Job(path, lora=LORA), tmp_path / "merged")
+    tokens = torch.arange(24)[None]
+    base, merged = (transformers.AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (path, tmp_path / "merged"))
+    with torch.no_grad():
+        plain, wanted = base(tokens).logits, merged(tokens).logits
+        found = peft.PeftModel.from_pretrained(base, tmp_path / "merged" / PEFT_FOLDER)(tokens).logits
+    assert (found - wanted).abs().max() <= 1e-4 < (plain - wanted).abs().max()

@@ -132,7 +132,8 @@ def build(grid: Grid, job: Job) -> Trainable:
     load_hf(chunks, model, grid)
     if job.lora is not None:
         put_adapters(chunks, model, job.lora, grid)
-        stir(chunks, grid)
+        if job.lora.init is None:
+            stir(chunks, grid)
     return make_trainable(chunks, OptimizerSettings(**{"lr": 1e-3, **job.optimizer}), total_steps=10)
 
 

@@ -57,17 +57,13 @@ def _saved(step: SavedStep, name: str, model: ModelState) -> Mapping[str, Any]:
     for key, own in model.description.identity.items():
         if saved[key] != own:
             raise ConfigError(f"checkpoint: {step.path / name}: {key} is {saved[key]!r}, and the model's is {own!r}")
-    own, given = model.lora, saved.get("lora")
-    if (own is None) != (given is None):
-        raise ConfigError(f"checkpoint: {step.path / name} holds {_content(given)}, and the model {_content(own)} (model.lora)")
-    for key, value in (own or {}).items():
-        if given[key] != value:
+    if (model.lora is None) != ("lora" not in saved):
+        own, given = ("all weights" if absent else "adapters alone" for absent in (model.lora is None, "lora" not in saved))
+        raise ConfigError(f"checkpoint: {step.path / name} holds {given}, and the model saves {own} (model.lora)")
+    for key, value in (model.lora or {}).items():
+        if (given := saved["lora"][key]) != value:
             what = "adapters of another base: its fingerprint" if key == "base" else f"model.lora.{key}"
-            raise ConfigError(f"checkpoint: {step.path / name}: {what} is {given[key]!r}, and the model's is {value!r}")
+            raise ConfigError(f"checkpoint: {step.path / name}: {what} is {given!r}, and the model's is {value!r}")
     if model.trainable is not None and saved["optimizer"] is None:
         raise ConfigError(f"checkpoint: {step.path / name} holds no optimizer: it was saved as a frozen model")
     return saved
-
-
-def _content(lora: Mapping[str, Any] | None) -> str:
-    return "all weights" if lora is None else "adapters alone"

@@ -65,7 +65,7 @@ def test_every_alias_leads_to_a_key() -> None:
         ("use_dynamic_bsz", " (here it is train.micro_batch_tokens: it is always so)"),
         ("model.use_remove_padding", " (always so: no batch has padding)"),
         ("algorithm.loss_mode", " (here it is algorithm.type)"),
-        ("model.lora_rank", " (not here: all weights are trained)"),
+        ("model.lora_rank", " (here it is model.lora.rank)"),
     ],
 )
 def test_an_unknown_key_gets_a_hint(tmp_path: Path, key: str, hint: str) -> None:
