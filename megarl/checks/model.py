@@ -67,6 +67,10 @@ def check_lora(config: RunSettings, settings: LoraSettings, model: ModelDescript
         raise ConfigError(f"model.lora: `megarl {config.verb}` trains nothing; the directory that a run exports has its adapters merged")
     if config.cluster.gpus and config.model.dtype == "bfloat16":
         raise ConfigError("model.lora: on GPUs only with model.dtype=float32 so far: not shown with Transformer Engine's layers")
+    if rate := config.model.megatron.get("moe_router_bias_update_rate"):
+        raise ConfigError(
+            f"model.megatron.moe_router_bias_update_rate={rate}: model.lora trains adapters alone, and no checkpoint has the biases"
+        )
     adapted(model, settings, head)
     if settings.init is not None:
         for name in (PEFT_CONFIG, PEFT_WEIGHTS):

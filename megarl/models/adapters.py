@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from megarl.config import LoraSettings
     from megarl.models.description import ModelDescription
 
-# Families of which tests/distributed/test_lora.py has compared the gradients of every layout with those of one rank.
-PROVEN = ("qwen3", "qwen3_moe")
+# The model_type of families whose adapters have, in tests/distributed/test_lora.py, the gradients of the merged weights.
+PROVEN = (
+    *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "llama", "minimax_m2"),
+    *("ministral", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+)
 PEFT = "base_model.model."  # begins the names in PEFT's files
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_FOLDER = "adapter"  # in the directory of the merged model

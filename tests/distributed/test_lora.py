@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.config import Layout, LoraSettings
-from megarl.models.adapters import PEFT, PEFT_FOLDER, PEFT_WEIGHTS
+from megarl.models.adapters import PEFT, PEFT_FOLDER, PEFT_WEIGHTS, PROVEN
+from megarl.models.description import ModelDescription
 from megarl.observe.metrics import merge, scalars
 from tests.distributed.checkpoint_work import plain_tensors, resume, resume_from_memory, train_and_save
 from tests.distributed.lora_work import factor_gradients, read_back, saved, scores, supervised
 from tests.distributed.test_learner import counted
+from tests.distributed.tiny_families import Make, layouts
 from tests.distributed.tiny_training import BY_GRADIENTS, Job, Report, assert_same_gradients, gradients, make_checkpoint
 from tests.rank_pool import Pool, RankError
 from tests.rows import rows
@@ -101,6 +103,36 @@ def test_gradients_and_logprobs_are_those_of_the_merged_weights(
     )
     assert largest_gap(adapted, merged) <= 1e-5 < largest_gap(adapted, plain)
     assert off.logp == plain.logp  # bit for bit: without its adapters it is the base
+
+
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "mistral",
+    "ministral",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "glm4_moe",
+    "qwen3",
+    "qwen3_moe",
+]
+MLA = ["deepseek_v3", "moonlight", "kimi_k2", "deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite"]
+
+
+@pytest.mark.parametrize("family", rows([*FAMILIES, *MLA], ["deepseek_v3"]))
+def test_the_gradients_of_every_family_are_those_of_the_merged_weights(pool: Pool, make: Make, tmp_path: Path, family: str) -> None:
+    """On one rank, and with tensor and expert parallelism."""
+    base = make(family, layers=3, vocab_size=128)
+    assert ModelDescription.read(base).config["model_type"] in PROVEN
+    job, layout = Job(base, optimizer=BY_GRADIENTS, lora=LORA), layouts(family)["tp2"]
+    [factors] = pool.run(saved, Layout(), job, tmp_path / "merged")
+    [of_merged] = pool.run(gradients, Layout(), Job(tmp_path / "merged", optimizer=BY_GRADIENTS))
+    expected = merged_gradients(factors, of_merged, LORA)
+    assert_same_gradients(pool.run(factor_gradients, Layout(), job)[0], expected)
+    assert_same_gradients(pool.run(factor_gradients, layout, on(layout, job))[0], expected)
 
 
 def test_a_peft_directory_holds_the_adapters_and_gives_them_back(pool: Pool, path: Path, tmp_path: Path) -> None:
