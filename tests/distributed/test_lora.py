@@ -131,8 +131,11 @@ def test_the_gradients_of_every_family_are_those_of_the_merged_weights(pool: Poo
     [factors] = pool.run(saved, Layout(), job, tmp_path / "merged")
     [of_merged] = pool.run(gradients, Layout(), Job(tmp_path / "merged", optimizer=BY_GRADIENTS))
     expected = merged_gradients(factors, of_merged, LORA)
-    assert_same_gradients(pool.run(factor_gradients, Layout(), job)[0], expected)
-    assert_same_gradients(pool.run(factor_gradients, layout, on(layout, job))[0], expected)
+    unused = {name for name, gradient in expected.items() if not gradient.any()}  # of experts that no token was sent to
+    assert len(unused) < len(expected) / 4
+    for many in (pool.run(factor_gradients, Layout(), job)[0], pool.run(factor_gradients, layout, on(layout, job))[0]):
+        assert many.keys() == expected.keys() and not any(many[name].any() for name in unused)
+        assert_same_gradients(*({name: one[name] for name in expected.keys() - unused} for one in (many, expected)))
 
 
 def test_a_peft_directory_holds_the_adapters_and_gives_them_back(pool: Pool, path: Path, tmp_path: Path) -> None:
