@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from megarl.algorithms.base import Loss, PolicyAlgorithm
 from megarl.algorithms.cispo import Cispo
+from megarl.algorithms.clip_cov import ClipCov
 from megarl.algorithms.dapo import Dapo
 from megarl.algorithms.deepseek_v32 import DeepSeekV32
 from megarl.algorithms.dpo import Dpo
@@ -15,8 +16,10 @@ from megarl.algorithms.gdpo import Gdpo
 from megarl.algorithms.gmpo import Gmpo
 from megarl.algorithms.grpo import Grpo
 from megarl.algorithms.gspo import Gspo
+from megarl.algorithms.kl_cov import KlCov
 from megarl.algorithms.lite_ppo import LitePpo
 from megarl.algorithms.luspo import Luspo
+from megarl.algorithms.m2po import M2po
 from megarl.algorithms.max_rl import MaxRl
 from megarl.algorithms.ppo import ActorCritic, Ppo
 from megarl.algorithms.raft import Raft
@@ -57,7 +60,10 @@ Algorithm = Annotated[
     | Luspo
     | Vespo
     | Topr
-    | Spo,
+    | Spo
+    | ClipCov
+    | KlCov
+    | M2po,
     Field(discriminator="type"),
 ]
 

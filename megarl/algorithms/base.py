@@ -46,6 +46,7 @@ class PolicyAlgorithm(KlToReference):
     reads_advantages: ClassVar[bool] = True  # False: the loss imitates what `keep` has chosen, whatever its advantage
     needs_parts: ClassVar[bool] = False  # the driver calls `part_advantages` instead of `advantages`
     sequence_from: ClassVar[Literal["old_logp", "rollout_logp"]] = "old_logp"  # what lp is compared with in the d_T of `sequence_term`
+    selects: ClassVar[bool] = False  # the ranks call `selection` before each update, and `loss` finds its choice in "chosen"
 
     model_config = ConfigDict(serialize_by_alias=True)  # `as` is a word of Python
 
@@ -123,6 +124,19 @@ class PolicyAlgorithm(KlToReference):
         """
         return batch.extra_T["advantage"]
 
+    def selection(self, logp_T: Tensor, batch: Batch, sum_over: SumOver) -> Tensor:
+        """Choose tokens of a global mini-batch that `policy_term` treats otherwise, on the whole sequences of one data-parallel rank.
+
+        Args:
+            logp_T: float [T], log-probs under the weights that the update starts from; masked entries are not read.
+            batch: `extra_T` has "old_logp", "advantage", and "lot" (int64, a random number of each token that no split changes).
+            sum_over: sums over ALL data-parallel ranks.
+
+        Returns:
+            bool [T], false at masked entries.
+        """
+        raise NotImplementedError
+
     def sequence_term(self, d_T: Tensor, advantage_T: Tensor) -> Tensor | None:
         """Compute the number per token [T] whose mean over the whole sequence `policy_term` needs, 0 where d = 0; None: not needed.
 
@@ -178,7 +192,8 @@ class PolicyAlgorithm(KlToReference):
             entropy_T: float [T], the entropies of the same distributions.
             batch: the entries, any share of a micro-batch. `extra_T` has "old_logp" and "advantage"; "ref_logp" with a KL in the loss,
                 "correction" (`Correction.weights`) with a correction, "rollout_logp"; "sequence_mean" (the mean of `sequence_term` over the
-                loss tokens of the whole sequence) if there is such a term and a sequence is in several micro-batches.
+                loss tokens of the whole sequence) if there is such a term and a sequence is in several micro-batches; "chosen"
+                (`selection`) if the algorithm selects.
             sum_over: sums over the context-parallel ranks that share the sequences.
             kl_coef: the KL coefficient in this step; used only with `kl_in` loss.
 
@@ -218,7 +233,8 @@ class PolicyAlgorithm(KlToReference):
         mean_T = part.extra_T.get("sequence_mean") if mean_N is None else part.spread(mean_N)
         mean_T = None if mean_T is None else mean_T.masked_fill(~part.mask_T, 0.0)
         count_T = part.spread(part.count_N.clamp(min=1).to(lp_T.dtype))
-        block = Block(lp_T, d_T, part.extra_T["advantage"], count_T, mean_T, part.extra_T["rollout_logp"], part.mask_T)
+        chosen_T = part.extra_T["chosen"] if self.selects else None
+        block = Block(lp_T, d_T, part.extra_T["advantage"], count_T, mean_T, part.extra_T["rollout_logp"], part.mask_T, chosen_T)
         term = self.policy_term(block)
         shown.add(term.counts)
         shown.drift(d_T, self.ratio_bound)

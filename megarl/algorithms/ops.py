@@ -57,6 +57,7 @@ class Block:
     mean_T: Tensor | None  # mean over the whole sequence, across ranks, of the algorithm's `sequence_term`, if it has one
     roll_T: Tensor  # log-prob that the rollout engine reported
     mask_T: Tensor  # bool [T], the loss tokens
+    chosen_T: Tensor | None = None  # bool [T], the tokens that the algorithm's `selection` has chosen, if it has one
 
 
 @dataclass(frozen=True)

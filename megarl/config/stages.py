@@ -327,7 +327,7 @@ class TrainConfig(TrainingSettings):
         """Where the old log-probs of a step come from: a forward pass of their own, the update's own pass, or the engine."""
         sampled = self.distillation is not None and self.distillation.top_k is None  # the teacher is compared with the old log-probs
         compared = self.algorithm.needs_reference or sampled
-        alone = self.algorithm.correction is None and not compared and self.routing.replay != "r2"
+        alone = self.algorithm.correction is None and not compared and not self.algorithm.selects and self.routing.replay != "r2"
         if self.train.old_logp == "auto":
             return "update" if alone and self.train.mini_batches == self.train.epochs == 1 else "forward"
         return self.train.old_logp

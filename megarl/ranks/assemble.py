@@ -83,6 +83,8 @@ def assemble(plan: StepPlan, chosen: Sequence[int], layers: Sequence[int] = ()) 
         batch = batch.with_extra(compared=batch.mask_T)
     keep_N = torch.tensor(plan.keep_N[list(members)], dtype=torch.bool)
     batch = replace(batch, mask_T=batch.mask_T & batch.spread(keep_N), count_N=batch.count_N * keep_N)
+    if plan.seed is not None:
+        batch = batch.with_extra(lot=lots(plan.seed, batch.spread(torch.tensor(members, dtype=torch.int64)), batch.position_T))
     batch = spread(batch, members, reward=plan.reward_N)
     given = {"weight": plan.weight_N, "positive_weight": plan.positive_weight_N, "value_weight": plan.value_weight_N}
     weights = {name: weight_N for name, weight_N in given.items() if weight_N is not None}
@@ -94,6 +96,18 @@ def assemble(plan: StepPlan, chosen: Sequence[int], layers: Sequence[int] = ()) 
     wanted = set(map(plan.context, chosen))
     held_C = torch.tensor([one in wanted for one in contexts])
     return batch.take(held_C[batch.contexts()[0]].nonzero().squeeze(1))
+
+
+def lots(seed: int, response_T: Tensor, position_T: Tensor) -> Tensor:
+    """Draw a number for each token that depends on nothing but the seed, its response and its position: int64 [T], from 0 to 2^62 - 1.
+
+    SplitMix64's output for the counter (seed, response, position), which is different for every token of a step.
+    """
+    x_T = (response_T.numpy().astype(np.uint64) << np.uint64(32)) + position_T.numpy().astype(np.uint64)
+    x_T = (x_T + np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)
+    x_T = (x_T ^ (x_T >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x_T = (x_T ^ (x_T >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((x_T ^ (x_T >> np.uint64(31))) >> np.uint64(2)).astype(np.int64))
 
 
 def turn_rewards(samples: Sequence[Sample]) -> Tensor:

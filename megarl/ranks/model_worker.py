@@ -269,6 +269,8 @@ class ModelWorker(MegatronWorker):
         batches, replay = self._mini_batches[mini_batch], self._spec.routing.replay != "off"
         if self._divided[mini_batch] and self._spec.algorithm.joins_tokens and self._spec.old_logp != "update":
             batches = self._with_sequence_means(mini_batch, replay)
+        if self._spec.algorithm.selects:
+            batches = [batch.with_extra(chosen=own_T) for batch, own_T in zip(batches, self._chosen(mini_batch, replay), strict=True)]
         with self._follow("policy", replay=replay) as routing:
             results, info = self._use("policy").step(batches, self._loss_fn, routing)
             metrics = merge(results) if self._reports_tokens else {}
@@ -306,6 +308,31 @@ class ModelWorker(MegatronWorker):
         mean_T = whole.spread(self._sum_over(share.sequence_sum(own_T)) / whole.count_N.clamp(min=1))
         ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
         return [batch.with_extra(sequence_mean=own) for batch, own in zip(batches, mean_T.tensor_split(ends), strict=True)]
+
+    def _chosen(self, mini_batch: int, replay: bool) -> list[Tensor]:
+        """The tokens of each micro-batch that the algorithm's `selection` chooses at the current weights, bool [T].
+
+        The old log-probs are the current ones in the first update of a step that has just computed them; else the policy scores the
+        mini-batch once more. Collective.
+
+        Args:
+            mini_batch: the number of the mini-batch.
+            replay: route as the optimizer step does.
+        """
+        batches, algorithm = self._mini_batches[mini_batch], self._spec.algorithm
+        if self._fresh and self._spec.old_logp == "forward":
+            scored = [batch.with_extra(logp=batch.extra_T["old_logp"]) for batch in batches]
+        else:
+            with self._follow("policy", replay=replay) as routing:
+                scored = self._use("policy").forward_tokens(batches, "logp", self._logp("policy"), routing)
+        if not self._grid.is_last_stage:
+            return [torch.zeros_like(batch.mask_T) for batch in batches]
+        first = sum(map(len, self._mini_batches[:mini_batch]))
+        buckets = ("teacher_logp",) if self._buckets else ()
+        held = [self._completed(batch.without(*EXPERTS, *buckets), "logp") for batch in scored]
+        whole = concat(held, self._members[first : first + len(batches)])
+        chosen_T = algorithm.selection(whole.extra_T["logp"], whole, self._sum_over_replicas)
+        return list(chosen_T.tensor_split(np.cumsum([len(batch) for batch in batches])[:-1].tolist()))
 
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
         """Take one optimizer step of the critic on a mini-batch of the last plan."""
@@ -457,11 +484,11 @@ class ModelWorker(MegatronWorker):
         rest = iter(flat)
         self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in shape]
 
-    def _completed(self, batch: Batch) -> Batch:
-        """Complete the models' per-token numbers of the batch with those of the other context-parallel ranks."""
+    def _completed(self, batch: Batch, *more: str) -> Batch:
+        """Complete the models' per-token numbers of the batch, and `more` columns, with those of the other context-parallel ranks."""
         if self._grid.cp_size == 1:
             return batch
-        names = [name for name in COLUMN.values() if name in batch.extra_T]
+        names = [name for name in (*COLUMN.values(), *more) if name in batch.extra_T]
         return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
 
     def _held(self, value_T: Tensor, batch: Batch) -> Tensor:

@@ -66,6 +66,7 @@ class StepPlan:
     turn_weight: float = 0.0  # weight of an environment's turn rewards in the reward; 0: there are none, or they are not known by turn
     count_N: np.ndarray | None = None  # int64: loss tokens of each response, 0 where it is not trained on
     sample_S: Sequence[tuple[int, int]] | None = None  # (response, which of its contexts) of each sample; None: each response has one
+    seed: int | None = None  # of the lots that tokens draw; None: the algorithm needs none
 
     def context(self, sample: int) -> tuple[int, int]:
         """The response that a sample belongs to, and which of its contexts it is."""
@@ -208,6 +209,7 @@ def plan_step(config: TrainConfig, groups: Sequence[Group], dp: int, capacity: i
         turn_weight=turn_weight(config.reward),
         count_N=count_N.numpy(),
         sample_S=sample_S if len(sample_S) > len(responses) else None,
+        seed=int(np.random.SeedSequence([config.seed, *groups[0].asked]).generate_state(1, np.uint64)[0]) if algorithm.selects else None,
     )
 
 

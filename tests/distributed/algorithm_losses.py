@@ -27,7 +27,7 @@ from megarl.parallel.collectives import summed
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
 from tests.distributed.tiny_training import TINY, Job, build, global_batch, shares
-from tests.unit.algorithms.cases import ALGORITHMS, PAIR_LOSSES, contiguous, corrected, ragged, weighted, zigzag
+from tests.unit.algorithms.cases import ALGORITHMS, PAIR_LOSSES, cast, contiguous, corrected, ragged, selected, weighted, zigzag
 
 Cut = Literal["contiguous", "zigzag"]
 LENGTHS = [1, 40, 2, 17, 3, 9, 25, 300, 5, 1, 33, 12, 8]  # with the response without loss tokens 14, so 7 pairs
@@ -51,7 +51,9 @@ def policy(algorithm: PolicyAlgorithm) -> Setting:
         logp_T,
         lambda x_T, part, sum_over: algorithm.loss(x_T, part.extra_T["entropy"], part, sum_over, algorithm.kl_coef),
         lambda part, sum_over: (
-            {"advantage": algorithm.token_advantages(part, sum_over, algorithm.kl_coef)} | corrected(algorithm, part, sum_over)
+            {"advantage": algorithm.token_advantages(part, sum_over, algorithm.kl_coef)}
+            | corrected(algorithm, part, sum_over)
+            | selected(algorithm, part, sum_over)
         ),
     )
 
@@ -135,8 +137,9 @@ def _part(grid: Grid, cut: Cut, micro_batches: int, given: Setting) -> Part:
     mine_T = (pair_T % grid.dp_size == grid.dp_rank).nonzero().squeeze(1)
     if given.prepare is not None:
         made = given.prepare(batch.take(mine_T), lambda value: summed(value, grid.groups.dp))
-        nothing_T = torch.zeros(len(batch), dtype=torch.float64)
-        batch = batch.with_extra(**{name: nothing_T.index_copy(0, mine_T, made_T) for name, made_T in made.items()})
+        batch = batch.with_extra(
+            **{name: torch.zeros(len(batch), dtype=made_T.dtype).index_copy(0, mine_T, made_T) for name, made_T in made.items()}
+        )
     x_T = given.x_T.clone().requires_grad_()
     held_T, place_T = _held(batch, cut, grid.cp_rank, grid.cp_size), pair_T // grid.dp_size % micro_batches
     total, metrics = torch.zeros((), dtype=torch.float64), []
@@ -237,6 +240,7 @@ def _off_policy(batch: Batch, algorithm: PolicyAlgorithm) -> Batch:
         rollout_logp=drawn(old_T, 0.05),
         advantage=batch.spread(torch.randn(sequences, generator=generator)),
         reward=batch.spread((torch.rand(sequences, generator=generator) > 0.5).double()),
+        logp=drawn(old_T, 0.3),
+        lot=torch.randperm(len(batch), generator=generator),
     )
-    batch = weighted(algorithm, batch)
-    return batch.with_extra(**{name: value.float() for name, value in batch.extra_T.items()})
+    return cast(weighted(algorithm, batch), torch.float32)

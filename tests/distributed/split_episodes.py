@@ -77,6 +77,7 @@ def plan_of(algorithm: PolicyAlgorithm, samples: list[Sample], dp: int, capacity
         weight_N=weight_N,
         value_weight_N=weight_N if algorithm.needs_critic else None,
         sample_S=[(n, context) for n, one in enumerate(length_NC) for context in range(len(one))],
+        seed=11 if algorithm.selects else None,
     )
 
 

@@ -52,6 +52,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "vespo_bounded": {"type": "vespo", "k_positive": 0.5, "lambda_negative": 0.2, "ratio_bound": 1.0},
     "topr": {"type": "topr", "baseline": 0.5},
     "spo_wide": {"type": "spo", "eps": 0.5, "ratio_bound": 0.6},
+    "clip_cov": {"type": "clip_cov", "cov_ratio": 0.05, "cov_low": 0.1, "cov_high": 2.0, **KL_AND_BONUS},
+    "clip_cov_clipped": {"type": "clip_cov", "cov_ratio": 0.3, "cov_low": -1.0, "cov_high": 1.0, "clip_low": 0.2, "dual_clip": 1.1},
+    "kl_cov": {"type": "kl_cov", "cov_ratio": 0.1, "cov_kl_coef": 0.3, "ratio_bound": 0.6},
+    "m2po": {"type": "m2po", "m2_threshold": 0.06, "correction": {"type": "tis", "cap": 1.05}},
     "reinforce": {"type": "reinforce", "gamma": 0.97},
     "reinforce_pp": {"type": "reinforce_pp", "gamma": 0.99},
     "reinforce_pp_baseline": {"type": "reinforce_pp_baseline", "kl_in": "reward"},
@@ -208,6 +212,8 @@ def ragged(seed: int, lengths: list[int], spread: float = 0.4) -> tuple[Batch, T
         advantage=number(advantage_N),
         reward=number((torch.rand(len(samples), generator=generator) > 0.5).double()),
         value=drawn(0.5),
+        logp=logp_T,
+        lot=torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)),
     )
     batch = batch.with_extra(**{"return": drawn(0.5, batch.extra_T["value"])})
     order_T = torch.randperm(len(batch), generator=generator)
@@ -223,7 +229,12 @@ def weighted(algorithm: PolicyAlgorithm, batch: Batch) -> Batch:
     batch = batch.with_extra(
         **{name: torch.where(batch.mask_T, batch.spread(value), 0.0) for name, value in weights.items() if value is not None}
     )
-    return batch.with_extra(**corrected(algorithm, batch, same))
+    return batch.with_extra(**corrected(algorithm, batch, same), **selected(algorithm, batch, same))
+
+
+def selected(algorithm: PolicyAlgorithm, batch: Batch, sum_over: SumOver) -> dict[str, Tensor]:
+    """What the ranks add for an algorithm that selects tokens, as `corrected`."""
+    return {"chosen": algorithm.selection(batch.extra_T["logp"], batch, sum_over)} if algorithm.selects else {}
 
 
 def corrected(algorithm: PolicyAlgorithm, batch: Batch, sum_over: SumOver) -> dict[str, Tensor]:

@@ -132,6 +132,19 @@ def spo(algorithm: Any, s: Sequence) -> Tensor:
     return s.advantage.abs() * (ratio - 1) ** 2 / (2 * algorithm.eps) - ratio * s.advantage
 
 
+def clip_cov(algorithm: Any, s: Sequence) -> Tensor:
+    return torch.where(s.chosen, 0.0, ppo(algorithm, s))
+
+
+def kl_cov(algorithm: Any, s: Sequence) -> Tensor:
+    d = bounded(algorithm, s.lp - s.old_logp)
+    return -d.exp() * s.advantage + torch.where(s.chosen, algorithm.cov_kl_coef * d.abs(), 0.0)
+
+
+def m2po(algorithm: Any, s: Sequence) -> Tensor:
+    return torch.where(s.chosen, 0.0, -bounded(algorithm, s.lp - s.old_logp).exp() * s.advantage)
+
+
 def rloo(algorithm: Any, s: Sequence) -> Tensor:
     if algorithm.ratio == "token":
         return reinforce(algorithm, s)
@@ -164,6 +177,9 @@ POLICY: dict[str, tuple[Callable[[Any, Sequence], Tensor], str]] = {
     "vespo": (vespo, "seq-mean-token-sum"),
     "topr": (topr, "seq-mean-token-sum"),
     "spo": (spo, "seq-mean-token-mean"),
+    "clip_cov": (clip_cov, "token-mean"),
+    "kl_cov": (kl_cov, "token-mean"),
+    "m2po": (m2po, "token-mean"),
     "dr_grpo": (ppo, "seq-mean-token-sum-norm"),
     "lite_ppo": (ppo, "token-mean"),
     "reinforce_pp": (ppo, "token-mean"),

@@ -71,6 +71,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "RLOO unclipped": ({"type": "rloo", "ratio": "sequence", "clip_high": None}, "clip_high=null with ratio=sequence"),
     "a floor above 1": ({"type": "vapo", "lambda_floor": 1.5}, "lambda_floor\\n.*less than or equal to 1"),
     "KL as a part": ({"type": "gdpo", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in=reward with type=gdpo"),
+    "no range of covariances": ({"type": "clip_cov", "cov_low": 5}, "cov_low=5: must be below cov_high=5"),
     "unknown algorithm": ({"type": "grop"}, "'ppo', 'vc_ppo', 'vapo', 'grpo'"),
     "unknown key": ({"type": "raft", "clip_low": 0.2}, "clip_low\n.*not permitted"),
 }
@@ -113,6 +114,9 @@ def test_defaults_are_the_papers() -> None:
     assert [getattr(make({"type": "dppo", "divergence": "kl"}), f"delta_{side}") for side in ("low", "high")] == [0.05, 0.05]
     assert given("luspo", "clip_low", "clip_high") == [2e-3, 2.5e-3]
     assert given("vespo", "k_positive", "lambda_positive", "k_negative", "lambda_negative") == [2.0, 3.0, 3.0, 2.0]
+    assert given("clip_cov", "cov_ratio", "cov_low", "cov_high") == [2e-4, 1.0, 5.0]
+    assert given("kl_cov", "cov_ratio", "cov_kl_coef") == [2e-4, 1.0]
+    assert given("m2po", "m2_threshold") == [0.04]
     assert given("sapo", "tau_positive", "tau_negative") == [1.0, 1.05]
     assert given("rloo", "kl_in") == given("ppo", "kl_in") == ["reward"]
 

@@ -328,3 +328,23 @@ def test_an_algorithm_of_one_s_own_is_asked_whether_it_joins_tokens() -> None:
         if name != "gspo_token" and make({"type": name, **({"horizon": 9} if name == "dr_grpo" else {})}).joins_tokens
     }
     assert joining == {"gspo", "gmpo", "luspo", "deepseek_v32", "vespo", "topr"} and Gmpo().joins_tokens
+
+
+def test_a_token_draws_the_same_lot_in_any_split(config: TrainConfig) -> None:
+    """And another in another step; those of a step are spread evenly over all numbers."""
+    own, drawn = using(config, {"type": "clip_cov"}), list[dict[tuple[int, int], int]]()
+    for dp, capacity in ((1, LARGE), (1, SMALL), (2, SMALL)):
+        lots = dict[tuple[int, int], int]()
+        plan = planned(own, dp, capacity)
+        for parts in micro_batches(plan, dp):
+            for samples, batch in parts:
+                names = torch.tensor(plan.responses(samples))[batch.seq_T].tolist()
+                lots |= dict(zip(zip(names, batch.position_T.tolist(), strict=True), batch.extra_T["lot"].tolist(), strict=True))
+        drawn.append(lots)
+    assert drawn[0] == drawn[1] == drawn[2] and len(set(drawn[0].values())) == len(drawn[0])
+    response_T, position_T = torch.arange(4).repeat_interleave(5000), torch.arange(5000).repeat(4)
+    one, other = (assembling.lots(seed, response_T, position_T) for seed in (2**64 - 1, 2**64 - 2))
+    assert not (one == other).any() and len(one.unique()) == len(one)
+    share = torch.histc(one.double() / 2**62, bins=20, min=0, max=1) / len(one)
+    assert share.sum() == pytest.approx(1) and float((share - 0.05).abs().max()) < 0.01
+    assert planned(config, 1, LARGE).seed is None
