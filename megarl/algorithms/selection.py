@@ -23,7 +23,13 @@ def keys(value_T: Tensor) -> Tensor:
 
 
 def covariances(logp_T: Tensor, advantage_T: Tensor, mask_T: Tensor, sum_over: SumOver) -> tuple[Tensor, int]:
-    """(log pi - mean log pi)(A - mean A), the means over the loss tokens of all ranks (arXiv:2505.22617, eq. 10).
+    """(log pi - mean log pi)(A - mean A) of each token, the means over the loss tokens of all ranks (arXiv:2505.22617).
+
+    Args:
+        logp_T: float [T], log pi; masked entries are not read, here and in the advantages.
+        advantage_T: float [T], A.
+        mask_T: bool [T], true at loss tokens.
+        sum_over: sums over the ranks that hold the mini-batch.
 
     Returns:
         float64 [T], 0 at masked entries, and the number of loss tokens of all ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from megarl.config import (
     ModelSettings,
     RolloutSettings,
 )
+from megarl.data.gym import all_drawn
+from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.host.unchecked import where_present
 from megarl.models.adapters import adapted
@@ -23,6 +26,8 @@ from megarl.models.families import check_checkpoint, check_layout, check_room
 from megarl.models.hf import end_tokens
 from megarl.models.weight_map import HeadKind
 from megarl.rewards.scale import read_range
+
+LOOKED = 10_000  # prompts whose source is looked at before the start
 
 
 def check_base(settings: ModelSettings, model: ModelDescription, rollout: RolloutSettings, environment: EnvironmentSettings | None) -> None:
@@ -80,29 +85,47 @@ def check_critic(
 def check_teacher(
     settings: ModelSettings, policy: ModelDescription, rollout: RolloutSettings, distillation: DistillationSettings | None, layout: Layout
 ) -> None:
-    """Check the teacher, if the run has one. It may be of another size and family.
+    """Check the teachers, if the run has any. They may be of other sizes and families.
 
     Args:
         settings: the section `model`.
         policy: the policy.
         rollout: the section `rollout`, which has the lengths.
         distillation: the section `distillation`, if there is one.
-        layout: the layout of the ranks that will hold it.
+        layout: the layout of the ranks that will hold them.
 
     Raises:
-        ConfigError: starting with `distillation.teacher`: it is incomplete, the layout does not divide it, its tokenizer differs from the
-            policy's, its vocabulary lacks tokens of the policy's, or its context is too short.
+        ConfigError: starting with the setting that names a teacher: it is incomplete, the layout does not divide it, its tokenizer differs
+            from the policy's, its vocabulary lacks tokens of the policy's, or its context is too short.
     """
     if distillation is None:
         return
-    key, path = "distillation.teacher", distillation.teacher
-    teacher = check_other_model(settings, rollout, path, key, layout, "lm")
-    if teacher.vocab < policy.vocab:
-        raise ConfigError(f"{key}: {path} has vocab_size={teacher.vocab}, but the policy samples from vocab_size={policy.vocab}")
+    for name, path in distillation.models.items():
+        key = f"distillation.{name}"
+        teacher = check_other_model(settings, rollout, path, key, layout, "lm")
+        if teacher.vocab < policy.vocab:
+            raise ConfigError(f"{key}: {path} has vocab_size={teacher.vocab}, but the policy samples from vocab_size={policy.vocab}")
     if distillation.top_k is not None and distillation.top_k >= policy.vocab:
         raise ConfigError(
             f"distillation.top_k={distillation.top_k}: the policy has vocab_size={policy.vocab}, and other tokens must be left"
         )
+
+
+def check_taught(distillation: DistillationSettings | None, prompts: Sequence[Prompt]) -> None:
+    """Check that prompts have a teacher each and teachers have prompts, by up to 10,000 prompts, evenly spaced.
+
+    Those that are left out here are checked when they are drawn.
+
+    Raises:
+        ConfigError: a prompt's source has no teacher, or all prompts were looked at and a teacher has none.
+    """
+    if distillation is None or distillation.teacher is not None:
+        return
+    looked = prompts[:: max(1, -(-len(prompts) // LOOKED))]
+    taught = {distillation.taught_by(prompt.meta, prompt.name) for prompt in looked}
+    idle = [name for number, name in enumerate(distillation.models) if number not in taught]
+    if idle and all_drawn() and len(looked) == len(prompts):
+        raise ConfigError(f"distillation.{idle[0]}: no prompt of data.train is of a source that this teacher is for")
 
 
 def check_reward_model(settings: ModelSettings, rollout: RolloutSettings, source: tuple[str, ModelReward] | None, layout: Layout) -> None:

@@ -55,7 +55,8 @@ def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:
     }
     if isinstance(config, TrainConfig):
         inputs |= {"critic.path": config.critic.path if config.critic else None}
-        inputs |= {"distillation.teacher": config.distillation.teacher if config.distillation else None}
+        if config.distillation is not None:
+            inputs |= {f"distillation.{name}": path for name, path in config.distillation.models.items()}
         if (judge := model_of(config.reward.source)) is not None:
             inputs |= {f"{judge[0]}.path": judge[1].path}
     outputs = {"run_dir": config.directory} if isinstance(config, TrainingSettings) else {}

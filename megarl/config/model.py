@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -9,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megarl.algorithms.distillation import Distillation
 from megarl.algorithms.ops import Averaging
 from megarl.config.section import Beta, Fraction, Passes, Place, Section, StepsOrNone
+from megarl.errors import ConfigError
 
 
 class LoraSettings(Section):
@@ -164,8 +167,45 @@ class CriticSettings(Section):
 class DistillationSettings(Section, Distillation):
     """On-policy distillation: on the policy's own tokens, it is drawn towards the probabilities of a teacher."""
 
-    teacher: Place
+    teacher: Place | None = None
     """A Hugging Face directory of a language model with the policy's tokenizer, of any size and family."""
+    teachers: Annotated[dict[str, Place], Field(max_length=64)] = {}
+    """Instead of one teacher, one for each source: {SOURCE: directory}. A prompt's source is its row's column data_source,
+    or the name of its reasoning-gym data set."""
+
+    @model_validator(mode="after")
+    def _has_teachers(self) -> DistillationSettings:
+        if (self.teacher is None) != bool(self.teachers):
+            raise ValueError("teacher: give one teacher, or teachers, one for each data source")
+        return self
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """The directory of each teacher, by the setting that names it; those of several sources that share one have it once."""
+        if self.teacher is not None:
+            return {"teacher": self.teacher}
+        named = dict[Path, str]()
+        for source, path in self.teachers.items():
+            named.setdefault(path, f"teachers.{source}")
+        return {name: path for path, name in named.items()}
+
+    def taught_by(self, meta: Mapping[str, Any], place: str) -> int:
+        """Which of `models` scores the responses to a prompt.
+
+        Args:
+            meta: the other columns of the prompt's row.
+            place: the row's name in messages.
+
+        Raises:
+            ConfigError: its source has no teacher.
+        """
+        if self.teacher is not None:
+            return 0
+        source = meta.get("data_source", meta.get("source_dataset"))
+        if not isinstance(source, str) or source not in self.teachers:
+            said = "has no data_source" if source is None else f"has data_source={source!r}"
+            raise ConfigError(f"distillation.teachers: {place} {said}; there are teachers for {', '.join(map(repr, self.teachers))}")
+        return list(self.models.values()).index(self.teachers[source])
 
 
 class Placement(Section):

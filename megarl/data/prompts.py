@@ -39,6 +39,11 @@ class Prompt:
     place: str = field(default="", repr=False, compare=False)  # the row's name in messages
 
     @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return self.place or f"prompt {self.id} of its source"
+
+    @property
     def tokens(self) -> list[int]:
         """The prompt's tokens, including those of the chat template."""
         return list(self.ids)

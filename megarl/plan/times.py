@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ def plan_times(
     waiting: float,
     offloaded: float,
     sent: float,
-    teacher: tuple[Facts, int] | None,
+    teachers: Sequence[tuple[Facts, int]],
     *,
     ahead: bool,
 ) -> StepTimes:
@@ -81,7 +81,7 @@ def plan_times(
         waiting: bytes of a rank's models that wait in host memory.
         offloaded: bytes of a rank's optimizers that work in host memory.
         sent: bytes of the weights that each engine is sent.
-        teacher: the teacher and the number of its parameters; None: there is none.
+        teachers: each teacher and the number of its parameters; each scores the same share of the tokens.
         ahead: whether engines generate while ranks work.
     """
     layout, train, rollout = config.layout, config.train, config.rollout
@@ -97,10 +97,12 @@ def plan_times(
     critic = 0 if config.critic is None else config.critic.epochs
     updates = forward(train.mini_batches, training=True) * train.mini_batches * factor * (train.epochs + critic)
     updates += train.mini_batches * train.epochs * (_reduced(elements, model, layout, device) + _in_host_memory(offloaded))
+    if config.algorithm.selects:  # the policy scores each mini-batch before its update; the first has its old log-probs
+        updates += forward(train.mini_batches, training=False) * (train.mini_batches * train.epochs - (config.old_logp == "forward"))
     score = forward(1, training=False) * passes
-    if teacher is not None:
+    if teachers:
         own = config.placement.teacher
-        taught = _scored_by(teacher, config, own or layout, device)
+        taught = sum(_scored_by(teacher, config, own or layout, device) for teacher in teachers) / len(teachers)
         score = max(score, taught) if own is not None else score + taught
     return StepTimes(
         generate=_generate(rollout, train.prompts_per_step, model, elements, engine, device),

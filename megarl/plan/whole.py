@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 from typing import Any
 
@@ -81,7 +82,7 @@ def models_of(config: RunSettings) -> Models:
         if config.critic is not None and config.critic.path is not None:
             models["critic"] = ModelDescription.read(config.critic.path)
         if config.distillation is not None:
-            models["teacher"] = ModelDescription.read(config.distillation.teacher)
+            models |= {name: ModelDescription.read(path) for name, path in config.distillation.models.items()}
         if (judge := model_of(config.reward.source)) is not None:
             models["reward"] = ModelDescription.read(judge[1].path)
     return models
@@ -124,8 +125,9 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         host = plan_host(config, policy, facts(models.get("critic", model)), groups, engines, needed_gpus, device.node, shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
         sent, ahead = sent_bytes(model, config.rollout, dtype), config.rollout.mode != "sync"
-        teacher = (facts(models["teacher"]), model_elements(models["teacher"])) if "teacher" in models else None
-        times = plan_times(config, policy, elements, engine, device, waiting, offloaded, sent, teacher, ahead=ahead)
+        teachers = [] if config.distillation is None else [models[name] for name in config.distillation.models]
+        taught = [(facts(teacher), model_elements(teacher)) for teacher in teachers]
+        times = plan_times(config, policy, elements, engine, device, waiting, offloaded, sent, taught, ahead=ahead)
     else:
         assert isinstance(config, LearnConfig)
         times = plan_learning(config, policy, elements, device, offloaded)
@@ -177,8 +179,8 @@ def _groups(config: RunSettings, models: Models) -> list[GroupMemory]:
 
 
 def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], layout: Any) -> GroupMemory:
-    roles = []
-    for name in names:
+    roles, taught = [], [] if config.distillation is None else config.distillation.models
+    for name in chain.from_iterable(taught if role == "teacher" else (role,) for role in names):
         model, tokens = models.get(name, models["model"]), config.train.micro_batch_tokens
         check_layout(model, layout, config.model.megatron)
         if name == "critic" and config.critic is not None:

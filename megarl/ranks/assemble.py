@@ -99,9 +99,15 @@ def assemble(plan: StepPlan, chosen: Sequence[int], layers: Sequence[int] = ()) 
 
 
 def lots(seed: int, response_T: Tensor, position_T: Tensor) -> Tensor:
-    """Draw a number for each token that depends on nothing but the seed, its response and its position: int64 [T], from 0 to 2^62 - 1.
+    """Draw a number for each token, SplitMix64's for a counter that is different for every token of a step.
 
-    SplitMix64's output for the counter (seed, response, position), which is different for every token of a step.
+    Args:
+        seed: of the step, from 0 to 2^64 - 1.
+        response_T: int64 [T], the token's response, as an index into the N axis.
+        position_T: int64 [T], its position in it.
+
+    Returns:
+        int64 [T], from 0 to 2^62 - 1.
     """
     x_T = (response_T.numpy().astype(np.uint64) << np.uint64(32)) + position_T.numpy().astype(np.uint64)
     x_T = (x_T + np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)

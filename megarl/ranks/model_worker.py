@@ -106,7 +106,7 @@ class ModelWorker(MegatronWorker):
     def build_models(self) -> None:
         """Build the models of this group's roles."""
         policy, lora, spec = self._settings.model.path, self._settings.model.lora, self._spec
-        self._models: dict[Role, Model] = {}
+        self._models: dict[str, Model] = {}  # by role; teachers by the settings that name them
         for role in sorted(self._roles, key=lambda role: role != "policy"):
             if role == "policy":
                 self._models[role] = self._model(policy, "lm", spec.optimizer, spec.updates, lora)
@@ -116,7 +116,10 @@ class ModelWorker(MegatronWorker):
                 self._models[role] = self._model(policy)
             elif role == "teacher":
                 assert spec.distillation is not None
-                self._models[role] = self._model(spec.distillation.teacher)
+                for name, path in spec.distillation.models.items():
+                    self._models[name] = self._model(path)
+                    self._use(name)
+                continue
             elif role == "critic":
                 assert spec.critic is not None
                 self._models[role] = self._model(
@@ -164,8 +167,8 @@ class ModelWorker(MegatronWorker):
             flat = self._kept.begin(flat)
         elif "reference" in self._models:
             flat = self._score_reference(flat)
-        if "teacher" in self._models:
-            flat = self._use("teacher").forward_tokens(flat, "teacher_logp", self._teaching())
+        if "teacher" in self._roles:
+            flat = self._taught(flat, plan.teacher_N)
         self._scored, self._fresh = score or self._spec.old_logp == "forward", True
         if "policy" in self._models:
             if self._scored:
@@ -181,6 +184,34 @@ class ModelWorker(MegatronWorker):
             self._keep(self._critic().forward_tokens(self._mini_batches), mini_batches)
         sizes = [batch.extra_T[name].nbytes for batch in self._flat() for name in EXPERTS if name in batch.extra_T]
         return metrics | ({"routing/held_mb": Max(sum(sizes) / 2**20)} if sizes else {})
+
+    def _taught(self, flat: list[Batch], teacher_N: np.ndarray | None) -> list[Batch]:
+        """The batches with the teachers' column: each response is scored by its own teacher, if there are several.
+
+        Args:
+            flat: the micro-batches of the step.
+            teacher_N: int64, which teacher scores a response; None: there is one.
+        """
+        assert self._spec.distillation is not None
+        names = list(self._spec.distillation.models)
+        if teacher_N is None:
+            return self._use(names[0]).forward_tokens(flat, "teacher_logp", self._teaching(names[0]))
+        number_FT = [batch.spread(torch.from_numpy(teacher_N[members])) for members, batch in zip(self._members, flat, strict=True)]
+        column_F: list[Tensor | None] = [None] * len(flat)
+        for number, name in enumerate(names):
+            entry_FT = [(number_T == number).nonzero().squeeze(1) for number_T in number_FT]
+            own = [batch.take(entry_T) for batch, entry_T in zip(flat, entry_FT, strict=True)]
+            scored = self._use(name).forward_tokens(own, "teacher_logp", self._teaching(name))
+            for index, (entry_T, batch) in enumerate(zip(entry_FT, scored, strict=True)):
+                given_T = batch.extra_T["teacher_logp"]
+                if len(entry_T):
+                    held_T = column_F[index]
+                    held_T = given_T.new_full((len(flat[index]), *given_T.shape[1:]), torch.nan) if held_T is None else held_T
+                    column_F[index] = held_T.index_copy(0, entry_T, given_T)
+        return [
+            batch.with_extra(teacher_logp=torch.full((len(batch),), torch.nan) if column_T is None else column_T)
+            for batch, column_T in zip(flat, column_F, strict=True)
+        ]
 
     def moe_shape(self) -> MoeShape:
         """Where the policy has experts."""
@@ -414,8 +445,8 @@ class ModelWorker(MegatronWorker):
         for model in self._models.values():
             model.park()
 
-    def _use(self, role: Role) -> Model:
-        """Move the model of a role to the device and return it; with `offload`, the other models leave the device."""
+    def _use(self, role: str) -> Model:
+        """Move a model, named as in `_models`, to the device and return it; with `offload`, the other models leave the device."""
         if self._spec.offload:
             for model in self._apart_from(role):
                 model.park()
@@ -427,7 +458,7 @@ class ModelWorker(MegatronWorker):
         with self._follow("reference", replay=self._spec.routing.reference) as routing:
             return self._use("reference").forward_tokens(flat, "ref_logp", self._logp("reference"), routing)
 
-    def _apart_from(self, role: Role) -> list[Model]:
+    def _apart_from(self, role: str) -> list[Model]:
         """The models of the other roles; the reference of a policy with adapters is the same model."""
         own = self._models.get(role)
         return [model for model in self._models.values() if own is None or model.chunks is not own.chunks]
@@ -503,8 +534,8 @@ class ModelWorker(MegatronWorker):
         entry_T = pack_micro(batch, **place, device=torch.device("cpu")).entry_T
         return torch.full_like(value_T, torch.nan).index_copy(0, entry_T, value_T[entry_T])
 
-    def _logp(self, role: Role) -> OutputReader:
-        """Return what computes the log-probs of a role's model from its logits."""
+    def _logp(self, role: str) -> OutputReader:
+        """Return what computes the log-probs of a model, named as in `_models`, from its logits."""
         return lambda logits_RV, row_T, batch: self._logprobs(role, logits_RV, row_T, batch)[0]
 
     @property
@@ -512,14 +543,14 @@ class ModelWorker(MegatronWorker):
         """The number of tokens that the teacher names for each entry; None: it scores the sampled token alone, or there is no teacher."""
         return None if self._spec.distillation is None else self._spec.distillation.top_k
 
-    def _teaching(self) -> OutputReader:
-        """Return what computes the teacher's column from its logits."""
+    def _teaching(self, name: str) -> OutputReader:
+        """Return what computes a teacher's column from its logits."""
         from megarl.parallel.logprobs import top_buckets
 
         count, spec = self._buckets, self._spec
         if count is None:
-            return self._logp("teacher")
-        among, vocabulary = ModelDescription.read(self._settings.model.path).vocab, self._models["teacher"].description.vocab
+            return self._logp(name)
+        among, vocabulary = ModelDescription.read(self._settings.model.path).vocab, self._models[name].description.vocab
 
         def named(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
             token_TK, lp_TB = top_buckets(logits_RV, row_T, count, among, spec.temperature, self._grid.groups.tp, vocabulary)
@@ -527,7 +558,7 @@ class ModelWorker(MegatronWorker):
 
         return named
 
-    def _logprobs(self, role: Role, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, role: str, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
         from megarl.parallel.logprobs import logprob_entropy
 
         if self._kept is not None:

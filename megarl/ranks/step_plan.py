@@ -16,7 +16,7 @@ import numpy as np
 from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.value import value_weights
 from megarl.batch import balance, bins_needed
-from megarl.config import EnvironmentReward, RewardSettings, SumReward, TrainConfig
+from megarl.config import DistillationSettings, EnvironmentReward, RewardSettings, SumReward, TrainConfig
 from megarl.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class StepPlan:
     turn_weight: float = 0.0  # weight of an environment's turn rewards in the reward; 0: there are none, or they are not known by turn
     count_N: np.ndarray | None = None  # int64: loss tokens of each response, 0 where it is not trained on
     sample_S: Sequence[tuple[int, int]] | None = None  # (response, which of its contexts) of each sample; None: each response has one
+    teacher_N: np.ndarray | None = None  # int64: which teacher scores a response, of `DistillationSettings.models`; None: the only one
     seed: int | None = None  # of the lots that tokens draw; None: the algorithm needs none
 
     def context(self, sample: int) -> tuple[int, int]:
@@ -209,8 +210,17 @@ def plan_step(config: TrainConfig, groups: Sequence[Group], dp: int, capacity: i
         turn_weight=turn_weight(config.reward),
         count_N=count_N.numpy(),
         sample_S=sample_S if len(sample_S) > len(responses) else None,
+        teacher_N=None if config.distillation is None else teachers(config.distillation, groups),
         seed=int(np.random.SeedSequence([config.seed, *groups[0].asked]).generate_state(1, np.uint64)[0]) if algorithm.selects else None,
     )
+
+
+def teachers(distillation: DistillationSettings, groups: Sequence[Group]) -> np.ndarray | None:
+    """Which teacher scores each response, int64 [N]; None if there is one. Raises ConfigError if a prompt's source has none."""
+    if distillation.teacher is not None:
+        return None
+    number_G = [distillation.taught_by(group.prompt.meta, group.prompt.name) for group in groups]
+    return np.repeat(number_G, [len(group.responses) for group in groups])
 
 
 def reward_parts(config: TrainConfig, groups: Sequence[Group]) -> dict[str, np.ndarray]:

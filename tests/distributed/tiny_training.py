@@ -61,12 +61,12 @@ TINY: dict[str, Any] = {
 }
 
 
-def make_checkpoint(path: Path, **changes: Any) -> Path:
-    """A Hugging Face directory with the tiny configuration and weights drawn from a fixed seed. No tokenizer."""
+def make_checkpoint(path: Path, seed: int = 7, **changes: Any) -> Path:
+    """A Hugging Face directory with the tiny configuration and weights drawn from a seed. No tokenizer."""
     from safetensors.torch import save_file
 
     config = {**TINY, **changes}
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in ModelDescription.of(config).expected().items():
         drawn = torch.randn(*shape, generator=generator)

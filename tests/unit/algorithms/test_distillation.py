@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,12 @@ import torch
 
 from megarl.algorithms.distillation import Distillation, Divergence, divergence
 from megarl.batch import Batch, Sample, pack
-from megarl.config import TrainConfig
+from megarl.checks.other_models import LOOKED, check_taught
+from megarl.config import ConfigError, DistillationSettings, TrainConfig
+from megarl.data.prompts import Prompt
+from megarl.ranks.step_plan import Group, teachers
+from megarl.response import Response
+from megarl.rewards.score import Score
 
 PROMPT = 2
 SETS = (("train", 1), ("eval", 2))
@@ -79,6 +85,49 @@ def test_a_loss_without_an_advantage_for_each_token_is_refused(name: str) -> Non
         ValueError, match=rf"distillation: gives each token an advantage of its own, but the loss of algorithm\.type={name} "
     ):
         config({"type": name})
+
+
+@pytest.mark.parametrize("given", [{}, {"teacher": "t", "teachers": {"a": "u"}}])
+def test_one_teacher_or_one_for_each_source_is_needed(given: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="teacher: give one teacher, or teachers, one for each data source"):
+        config({"type": "reinforce"}, distillation=given)
+
+
+def prompt(number: int, **meta: str) -> Prompt:
+    return Prompt(number, "", [1], "", meta, place=f"train.jsonl:{number + 1}")
+
+
+def test_each_source_has_its_teacher_and_each_teacher_a_prompt() -> None:
+    settings = DistillationSettings(teachers={"a": Path("t"), "b": Path("u"), "c": Path("t")})
+    assert settings.models == {"teachers.a": Path("t"), "teachers.b": Path("u")}, "a model of two sources is there once"
+    prompts = [prompt(n, data_source=source) for n, source in enumerate("abca")] + [prompt(4, source_dataset="b")]
+    assert [settings.taught_by(one.meta, one.name) for one in prompts] == [0, 1, 0, 0, 1]
+    check_taught(settings, prompts)
+    check_taught(DistillationSettings(teacher=Path("t")), [prompt(0)])
+    check_taught(None, [prompt(0)])
+    known = "there are teachers for 'a', 'b', 'c'"
+    with pytest.raises(ConfigError, match=rf"^distillation\.teachers: train\.jsonl:6 has data_source='d'; {known}$"):
+        check_taught(settings, [*prompts, prompt(5, data_source="d")])
+    with pytest.raises(ConfigError, match=rf"^distillation\.teachers: train\.jsonl:1 has no data_source; {known}$"):
+        check_taught(settings, [prompt(0)])
+    with pytest.raises(ConfigError, match=r"^distillation\.teachers\.b: no prompt of data\.train is of a source that this teacher is for$"):
+        check_taught(settings, [prompt(0, data_source="a")])
+    many = [prompts[0]] * (2 * LOOKED)
+    check_taught(settings, many)  # not all of them were looked at
+
+
+def test_a_plan_says_which_teacher_scores_each_response() -> None:
+    settings = DistillationSettings(teachers={"a": Path("t"), "b": Path("u")})
+    response = Response(0, "", 4, 3, 3, True, None, 0)
+    groups = [
+        Group(0, prompt(0, data_source=source), [response] * size, [Score(1.0)] * size, None) for source, size in (("b", 2), ("a", 3))
+    ]
+    found = teachers(settings, groups)
+    assert found is not None and found.tolist() == [1, 1, 0, 0, 0]
+    assert teachers(DistillationSettings(teacher=Path("t")), groups) is None
+    groups[0] = Group(0, prompt(0), [response], [Score(1.0)], None)
+    with pytest.raises(ConfigError, match="has no data_source"):
+        teachers(settings, groups)
 
 
 def test_the_old_log_probs_are_computed_before_the_only_update() -> None:

@@ -404,3 +404,18 @@ def test_a_teacher_takes_ranks_and_time(published: Path) -> None:
     assert [group.name for group in shared.groups] == ["policy+teacher"]
     assert apart.times is not None and shared.times is not None and alone.times is not None
     assert shared.times.score > 1.5 * alone.times.score and shared.times.update == alone.times.update
+
+
+def test_several_teachers_share_ranks_and_tokens(published: Path, tmp_path: Path) -> None:
+    """Each takes its memory; a model of two sources is there once, and every token is scored once."""
+    large, other, small = published / "Qwen3-30B-A3B", tmp_path / "other", published / "Qwen3-8B"
+    shutil.copytree(large, other)
+
+    def plan(teachers: str) -> Plan:
+        given = [f"model.path={small}", "distillation.teacher=null", f"distillation.teachers={teachers}"]
+        return planned(load(EXAMPLES / "qwen3_30b_a3b" / "distill_8b.yaml", given, TrainConfig), 16, memory_gb=141)
+
+    one, twice, two = plan(f"{{a: {large}}}"), plan(f"{{a: {large}, b: {large}}}"), plan(f"{{a: {large}, b: {other}}}")
+    assert [one.groups[1].name, two.groups[1].name] == ["teachers.a", "teachers.a+teachers.b"]
+    assert one.groups[1].worst.total == twice.groups[1].worst.total < two.groups[1].worst.total
+    assert one.times is not None and two.times is not None and two.times.score == pytest.approx(one.times.score)

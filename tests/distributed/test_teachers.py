@@ -1,0 +1,79 @@
+"""Several teachers by data source: each response gets the column of its own teacher, whatever micro-batches and layout it is scored in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from megarl.algorithms import Algorithm, PolicyAlgorithm
+from megarl.config import DistillationSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid
+from megarl.ranks import assemble
+from megarl.ranks.megatron_worker import RankSettings
+from megarl.ranks.model_worker import ModelWorker, RLSpec
+from tests.distributed.replayed_steps import Token
+from tests.distributed.split_episodes import SMALL, episodes, plan_of
+from tests.distributed.tiny_training import make_checkpoint
+from tests.rank_pool import Pool
+from tests.rows import rows
+
+OF = (1, 0, 1, 0)  # the teacher of each episode
+LAYOUTS = {
+    "one": Layout(),
+    "dp2": Layout(ranks=2),
+    "tp2": Layout(ranks=2, tp=2),
+    "cp2": Layout(ranks=2, cp=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "ep2": Layout(ranks=2, ep=2),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The policy and two teachers of other weights."""
+    directory = tmp_path_factory.mktemp("teachers")
+    return [make_checkpoint(directory / str(seed), seed, num_experts=8, num_experts_per_tok=2) for seed in range(3)]
+
+
+def taught(grid: Grid, policy: Path, teachers: Sequence[Path], top_k: int | None) -> dict[Token, list[float]]:
+    """The teachers' column, by response and position, of the loss tokens that this rank speaks for."""
+    algorithm: PolicyAlgorithm = TypeAdapter(Algorithm).validate_python({"type": "reinforce"})
+    given = {"teacher": teachers[0]} if len(teachers) == 1 else {"teachers": {f"source {n}": path for n, path in enumerate(teachers)}}
+    config = RunSettings(name="x", model=ModelSettings(path=policy, dtype="float32"), layout=grid.layout)
+    distillation = DistillationSettings.model_validate({**given, "top_k": top_k})
+    spec = RLSpec(algorithm, OptimizerSettings(), updates=1, temperature=0.7, distillation=distillation)
+    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "teacher"))
+    rank._backend, rank._grid = choose(), grid
+    rank.build_models()
+    plan = plan_of(algorithm, episodes(apart=False), grid.dp_size, SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "ray", SimpleNamespace(get=list))
+        rank.forward(plan if len(teachers) == 1 else replace(plan, teacher_N=np.array(OF)))
+    found = dict[Token, list[float]]()
+    for numbers, batch in zip(rank._members, rank._flat(), strict=True):
+        column = batch.extra_T["teacher_logp"]
+        for entry in batch.mask_T.nonzero().squeeze(1).tolist() if rank._reports_tokens else []:
+            if not column[entry].isnan().any():
+                found[numbers[int(batch.seq_T[entry])], int(batch.position_T[entry])] = column[entry].flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "top_k"),
+    rows([(name, top_k) for name in LAYOUTS for top_k in (None, 3)], [("one", 3), ("dp2", None), ("cp2", None), ("pp2", 3)]),
+)
+def test_a_response_is_scored_by_the_teacher_of_its_source(pool: Pool, paths: list[Path], name: str, top_k: int | None) -> None:
+    policy, *teachers = paths
+    alone = [pool.run(taught, Layout(), policy, [teacher], top_k)[0] for teacher in teachers]
+    mixed = {token: row for rank in pool.run(taught, LAYOUTS[name], policy, teachers, top_k) for token, row in rank.items()}
+    assert mixed.keys() == alone[0].keys() == alone[1].keys() and len(mixed) == 49
+    for token, row in mixed.items():
+        assert row == pytest.approx(alone[OF[token[0]]][token], abs=3e-5), token
+        assert row != pytest.approx(alone[1 - OF[token[0]]][token], abs=3e-5), token
