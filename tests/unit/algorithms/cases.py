@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from queue import Queue
+from threading import Barrier, Thread
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -166,6 +168,29 @@ def together(run: Callable[[int, SumOver], Result], ranks: int) -> list[Result]:
         joined = [torch.stack(values).sum(0) for values in zip(*brought, strict=True)]
     assert len(joined) < 4
     return results
+
+
+def on_ranks(ranks: int, run: Callable[[int, SumOver], Result]) -> list[Result]:
+    """What `run(rank, sum_over)` returns on threads whose sums are joined; a rank that sums too often or too rarely fails the test."""
+    barrier, brought, results = Barrier(ranks, timeout=60), [torch.zeros(())] * ranks, Queue[tuple[int, Result]]()
+
+    def work(rank: int) -> None:
+        def sum_over(value: Tensor) -> Tensor:
+            brought[rank] = value
+            barrier.wait()
+            total = torch.stack(brought).sum(0)
+            barrier.wait()
+            return total
+
+        results.put((rank, run(rank, sum_over)))
+
+    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    found = dict(results.get_nowait() for _ in range(ranks))
+    return [found[rank] for rank in range(ranks)]
 
 
 def _join(joined: list[Tensor], mine: list[Tensor], value: Tensor) -> Tensor:

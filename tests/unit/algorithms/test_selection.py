@@ -4,40 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from queue import Queue
-from threading import Barrier, Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.ops import SumOver
 from megarl.algorithms.selection import keys, last_key, smallest
-from tests.unit.algorithms.cases import LENGTHS, make, ragged, same
-
-
-def on_ranks(ranks: int, run: Callable[[int, SumOver], Tensor]) -> list[Tensor]:
-    """What `run(rank, sum_over)` returns on threads whose sums are joined; a rank that sums too often or too rarely fails the test."""
-    barrier, brought, results = Barrier(ranks, timeout=60), [torch.zeros(())] * ranks, Queue[tuple[int, Tensor]]()
-
-    def work(rank: int) -> None:
-        def sum_over(value: Tensor) -> Tensor:
-            brought[rank] = value
-            barrier.wait()
-            total = torch.stack(brought).sum(0)
-            barrier.wait()
-            return total
-
-        results.put((rank, run(rank, sum_over)))
-
-    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    found = dict(results.get_nowait() for _ in range(ranks))
-    return [found[rank] for rank in range(ranks)]
+from tests.unit.algorithms.cases import LENGTHS, make, on_ranks, ragged, same
 
 
 def test_keys_are_in_the_order_of_the_numbers() -> None:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.gmpo import Gmpo
 from megarl.algorithms.ppo import Ppo
 from megarl.batch import Batch, Sample, concat
-from megarl.config import TrainConfig, load
+from megarl.config import DistillationSettings, TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.engines.episodes import chained
 from megarl.parallel.packing import pack_micro
@@ -33,7 +34,7 @@ from megarl.step import in_flight
 from megarl.step.groups import StepGroups
 from tests.e2e.job import RL
 from tests.groups import in_groups
-from tests.unit.algorithms.cases import KINDS, make, same
+from tests.unit.algorithms.cases import KINDS, make, on_ranks, same
 from tests.unit.step.test_missing import using
 
 WORDS, HORIZON = 97, 50
@@ -348,3 +349,83 @@ def test_a_token_draws_the_same_lot_in_any_split(config: TrainConfig) -> None:
     share = torch.histc(one.double() / 2**62, bins=20, min=0, max=1) / len(one)
     assert share.sum() == pytest.approx(1) and float((share - 0.05).abs().max()) < 0.01
     assert planned(config, 1, LARGE).seed is None
+
+
+def choosing(rank: Any, sum_over: Callable[[Tensor], Tensor], fresh: bool) -> Any:
+    """The rank with what `ModelWorker` also reads of itself when an algorithm selects tokens."""
+    rank._fresh, rank._spec.old_logp, rank._grid.cp_size = fresh, "forward", 1
+    rank._sum_over_replicas, rank._completed = sum_over, partial(ModelWorker._completed, rank)
+    return rank
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"type": "kl_cov", "cov_ratio": 0.3},
+        {"type": "clip_cov", "cov_ratio": 0.2, "cov_low": -0.3, "cov_high": 0.3},
+        {"type": "m2po", "m2_threshold": 0.01},
+    ],
+    ids=lambda one: one["type"],
+)
+def test_the_same_tokens_are_chosen_from_any_split(config: TrainConfig, algorithm: dict[str, Any]) -> None:
+    """On one rank and on two, contexts of an episode together and apart, before the first update and, scored anew, before the second."""
+    own = using(config, algorithm)
+    for fresh in (True, False):
+        chosen = list[set[tuple[int, int]]]()
+        for dp, capacity in ((1, LARGE), (1, SMALL), (2, LARGE), (2, SMALL)):
+            plan = planned(own, dp, capacity)
+            advantage_N = torch.from_numpy(response_advantages(own.algorithm, plan, None, np.zeros(4), 0.0))
+            parts = [
+                [(samples, batch.with_extra(advantage=batch.spread(advantage_N[plan.responses(samples)]))) for samples, batch in one]
+                for one in micro_batches(plan, dp)
+            ]
+            ranks = [rank_of(own.algorithm, plan, one) for one in parts]
+            masks = on_ranks(dp, lambda n, over, own=ranks, fresh=fresh: ModelWorker._chosen(choosing(own[n], over, fresh), 0, False))
+            chosen.append(
+                {
+                    (plan.responses(samples)[int(batch.seq_T[entry])], int(batch.position_T[entry]))
+                    for one, mask in zip(parts, masks, strict=True)
+                    for (samples, batch), own_T in zip(one, mask, strict=True)
+                    for entry in own_T.nonzero().squeeze(1).tolist()
+                }
+            )
+        tokens = sum(len(words(sample)) for sample in episodes())
+        assert chosen[0] == chosen[1] == chosen[2] == chosen[3]
+        if algorithm["type"] == "m2po" and fresh:  # on policy
+            assert not chosen[0]
+        elif algorithm["type"] == "m2po":
+            assert 0 < len(chosen[0]) < tokens / 2
+        else:
+            assert len(chosen[0]) == int(algorithm["cov_ratio"] * tokens)
+
+
+class Teachers(SimpleNamespace):
+    """What `ModelWorker` reads of itself when teachers score: each token's log-prob is the teacher's number and the token."""
+
+    def _use(self, name: str) -> Any:
+        return SimpleNamespace(forward_tokens=partial(self._scored, name))
+
+    def _scored(self, name: str, batches: Sequence[Batch], column: str, read: str) -> list[Batch]:
+        self.passes[name] = [len(batch) for batch in batches]
+        for batch in batches:
+            if len(batch):
+                pack_micro(batch, cp_rank=0, cp_size=1, tp=1, device=torch.device("cpu"))  # whole contexts
+        value = {"teachers.a": 0.0, "teachers.b": 1000.0}[name]
+        rows = [torch.stack([batch.target_T + value, batch.position_T + value], 1) for batch in batches]
+        return [batch.with_extra(**{column: row_TC if len(batch) else torch.empty(0)}) for batch, row_TC in zip(batches, rows, strict=True)]
+
+
+@pytest.mark.parametrize(("dp", "capacity"), [(1, LARGE), (1, SMALL), (2, SMALL)])
+def test_every_entry_has_the_column_of_its_responses_teacher(config: TrainConfig, dp: int, capacity: int) -> None:
+    """And each is scored once; ranks make the same number of passes."""
+    plan, teacher_N = planned(config, dp, capacity), np.array([1, 0, 0, 1])
+    distillation = DistillationSettings(teachers={"a": Path("t"), "b": Path("u")})
+    for parts in micro_batches(plan, dp):
+        rank = Teachers(_spec=SimpleNamespace(distillation=distillation), _teaching=str, passes={})
+        rank._members = [plan.responses(samples) for samples, _ in parts]
+        filled = ModelWorker._taught(cast(Any, rank), [batch for _, batch in parts], teacher_N)
+        for members_N, batch in zip(rank._members, filled, strict=True):
+            if len(batch):
+                value_T = 1000.0 * batch.spread(torch.from_numpy(teacher_N[members_N]))
+                assert torch.equal(batch.extra_T["teacher_logp"], torch.stack([batch.target_T + value_T, batch.position_T + value_T], 1))
+        assert [sum(sizes) for sizes in zip(*rank.passes.values(), strict=True)] == [len(batch) for _, batch in parts]
