@@ -33,7 +33,8 @@ class StepSettings(Section):
     old_logp: Literal["auto", "forward", "rollout"] = "auto"
     """Where the old log-probs come from. forward: a pass of the policy over the rollout before the updates. auto: the same, but the
     pass is skipped if only one update follows, whose own log-probs then serve, and nothing else needs it (a reference, a teacher, a
-    correction, routing.replay=r2). rollout: the engine's (bypass mode), so that ratio and clip cover engine and trainer together."""
+    correction, an algorithm that chooses tokens of a mini-batch, routing.replay=r2). rollout: the engine's (bypass mode), so that ratio
+    and clip cover engine and trainer together."""
     logp_over: Literal["all", "kept"] = "all"
     """Of which distribution the policy's and the reference's log-probs and entropies are. all: that over the vocabulary. kept: that over
     the tokens which rollout.top_p, top_k and min_p keep of the policy's at the step's start, as the engines' are."""

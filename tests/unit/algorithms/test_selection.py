@@ -39,7 +39,11 @@ def test_the_smallest_are_those_of_a_sort(ranks: int, count: int) -> None:
 def test_the_last_key_is_reached_with_any_sum() -> None:
     value_T = torch.tensor([3.0, 1.0, 2.0, 2.0, 9.0], dtype=torch.float64)
     for most, expected in ((0.5, []), (1.0, [1.0]), (4.0, [1.0]), (5.0, [1.0, 2.0, 2.0]), (100.0, [1.0, 2.0, 2.0, 3.0, 9.0])):
-        bound = last_key(keys(value_T), value_T, lambda _, total, most=most: total <= most, same)
+
+        def fits(_: float, total: float, most: float = most) -> bool:
+            return total <= most
+
+        bound = last_key(keys(value_T), value_T, fits, same)
         assert sorted(value_T[keys(value_T) <= bound].tolist()) == expected, most
 
 

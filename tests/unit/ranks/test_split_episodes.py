@@ -380,7 +380,11 @@ def test_the_same_tokens_are_chosen_from_any_split(config: TrainConfig, algorith
                 for one in micro_batches(plan, dp)
             ]
             ranks = [rank_of(own.algorithm, plan, one) for one in parts]
-            masks = on_ranks(dp, lambda n, over, own=ranks, fresh=fresh: ModelWorker._chosen(choosing(own[n], over, fresh), 0, False))
+
+            def choose(n: int, over: Callable[[Tensor], Tensor], own: list[Any] = ranks, fresh: bool = fresh) -> list[Tensor]:
+                return ModelWorker._chosen(choosing(own[n], over, fresh), 0, False)
+
+            masks = on_ranks(dp, choose)
             chosen.append(
                 {
                     (plan.responses(samples)[int(batch.seq_T[entry])], int(batch.position_T[entry]))
