@@ -103,7 +103,8 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(1100, SLURM, name="slurm-nodes", words=NODES),
         _tests(120, "tests/e2e/test_routing.py"),
         _distributed(60, "plan"),
-        _distributed(60, "split_episodes"),
+        _distributed(90, "split_episodes"),
+        _distributed(60, "teachers"),
     ),
     (
         _tests(480, FAULTS, name="faults-stopped", words="any_process[one- and SIGSTOP"),
