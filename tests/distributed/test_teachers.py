@@ -67,7 +67,7 @@ def taught(grid: Grid, policy: Path, teachers: Sequence[Path], top_k: int | None
 
 @pytest.mark.parametrize(
     ("name", "top_k"),
-    rows([(name, top_k) for name in LAYOUTS for top_k in (None, 3)], [("one", 3), ("cp2", None)]),
+    rows([(name, top_k) for name in LAYOUTS for top_k in (None, 3)], [("one", 3)]),
 )
 def test_a_response_is_scored_by_the_teacher_of_its_source(pool: Pool, paths: list[Path], name: str, top_k: int | None) -> None:
     policy, *teachers = paths
