@@ -121,7 +121,7 @@ def transformers_model(path: Path, dtype: str = "float32", auto: str = "AutoMode
         given = {key: value for key, value in json.loads((path / "config.json").read_text()).items() if key != "model_type"}
         options["config"] = transformers.AutoConfig.for_model(kind, **given)
     model = getattr(transformers, auto).from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False, **options)
-    order_indexers(model)
+    order_indexers(model[0] if isinstance(model, tuple) else model)  # with output_loading_info there are two
     return model
 
 
