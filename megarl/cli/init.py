@@ -39,7 +39,7 @@ from megarl.host.unchecked import naming_unchecked
 from megarl.imports import find as imported
 from megarl.models.families import check_checkpoint
 from megarl.models.hf import has_weights, inventory
-from megarl.plan.devices import DEVICES, GB, MEMORY_GB, Device, device_of, in_nodes
+from megarl.plan.devices import DEVICES, GB, MEMORY_GB, Device, device_of
 from megarl.plan.main import MAX_NUMBER
 from megarl.plan.parameters import model_elements
 from megarl.plan.search import nearest, search
@@ -172,8 +172,7 @@ def _per_node(config: RunSettings, most: int) -> int:
 
 def _device(given: argparse.Namespace) -> Device:
     """The GPU that the command line names, or the one with as much memory, in its nodes."""
-    named = DEVICES[given.device] if given.device else device_of(given.gpu_gb)
-    return in_nodes(named, given.gpus_per_node)
+    return device_of(given.gpu_gb, given.gpus_per_node, given.device)
 
 
 def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.config import Truncation
+from megarl.parallel.logprobs import VocabularyShard
 
 CHUNK = 1 << 24  # logits that are bisected together
 LEAST = -0x7F800001  # the key of -inf
@@ -63,19 +64,17 @@ def kept_tokens(
         group: the ranks that share the vocabulary; None: this rank holds all of it.
         vocabulary: entries from this global id on are padding and never kept; None: there is no padding.
     """
-    width = logits_RV.shape[1]
-    start = width * group.rank() if group is not None else 0
-    real = width if vocabulary is None else max(0, min(width, vocabulary - start))
+    shard = VocabularyShard.of(logits_RV, group, vocabulary)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    size = max(1, CHUNK // width)
+    size = max(1, CHUNK // logits_RV.shape[1])
     for first in range(0, len(row_T), size):
-        x_TV = logits_RV.detach()[row_T[first : first + size], :real].float() / temperature
+        x_TV = logits_RV.detach()[row_T[first : first + size], : shard.real].float() / temperature
         kept_TV = x_TV >= _threshold(x_TV, truncation, group)[:, None]
-        local_T = target_T[first : first + size] - start
-        mine_T = ((local_T >= 0) & (local_T < real)).nonzero()[:, 0]
-        inside_T = torch.zeros(len(local_T), device=x_TV.device)
-        inside_T[mine_T] = kept_TV[mine_T, local_T[mine_T]].float()
-        kept_TV[mine_T, local_T[mine_T]] = True
+        here_T, column_T = shard.place(target_T[first : first + size])
+        mine_T = here_T.nonzero()[:, 0]
+        inside_T = torch.zeros(len(here_T), device=x_TV.device)
+        inside_T[mine_T] = kept_TV[mine_T, column_T[mine_T]].float()
+        kept_TV[mine_T, column_T[mine_T]] = True
         entry_K, column_K = kept_TV.nonzero(as_tuple=True)
         parts.append((entry_K + first, column_K, _sum(inside_T, group) == 0))
     if not parts:
@@ -123,7 +122,7 @@ class _KeptLogprobEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        start = logits_RV.shape[1] * group.rank() if group is not None else 0
+        start = VocabularyShard.of(logits_RV, group, None).start
         x_K = logits_RV[row_T[kept.entry_K], kept.column_K]
         x_K = (x_K if x_K.dtype == torch.float64 else x_K.float()) / temperature
         top_T = _max(x_K.new_full((len(row_T),), -torch.inf).scatter_reduce_(0, kept.entry_K, x_K, "amax"), group)

@@ -150,7 +150,7 @@ def top_buckets(
     Returns:
         Global token ids, int64 [T, K], the likeliest first, and log-probs, float32 [T, K + 1]; the same on all ranks of `group`.
     """
-    shard, ranks = _Shard.of(logits_RV, group, vocabulary), 1 if group is None else group.size()
+    shard, ranks = VocabularyShard.of(logits_RV, group, vocabulary), 1 if group is None else group.size()
     named, device = max(0, min(shard.real, among - shard.start)), logits_RV.device
     own = min(count, named)
     value_TK = torch.full((len(row_T), count), -torch.inf, device=device)
@@ -177,7 +177,7 @@ def likeliest(
 
     One MAX reduction of [2, T] numbers over `group`.
     """
-    shard = _Shard.of(logits_RV, group, vocabulary)
+    shard = VocabularyShard.of(logits_RV, group, vocabulary)
     mine_T, column_T = shard.place(target_T)
     both = torch.full((2, len(row_T)), -torch.inf, device=logits_RV.device)
     both[0] = torch.where(mine_T, logits_RV[row_T, column_T].float(), -torch.inf)
@@ -188,17 +188,17 @@ def likeliest(
 
 
 @dataclass(frozen=True)
-class _Shard:
+class VocabularyShard:
     """Where this rank's logits lie in the vocabulary."""
 
     start: int  # global id of the first column
     real: int  # columns that are not padding
 
     @staticmethod
-    def of(logits_RV: Tensor, group: dist.ProcessGroup | None, vocabulary: int | None) -> _Shard:
+    def of(logits_RV: Tensor, group: dist.ProcessGroup | None, vocabulary: int | None) -> VocabularyShard:
         width = logits_RV.shape[1]
         start = width * group.rank() if group is not None else 0
-        return _Shard(start, width if vocabulary is None else max(0, min(width, vocabulary - start)))
+        return VocabularyShard(start, width if vocabulary is None else max(0, min(width, vocabulary - start)))
 
     def place(self, target_T: Tensor) -> tuple[Tensor, Tensor]:
         """(true where the target is one of this rank's columns, its column or 0)."""
@@ -220,7 +220,7 @@ class _LogprobEntropy(torch.autograd.Function):
         overwrite: bool,
         token_TK: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        shard, kernels = _Shard.of(logits_RV, group, vocabulary), choose().logprob_kernels
+        shard, kernels = VocabularyShard.of(logits_RV, group, vocabulary), choose().logprob_kernels
         top_T, sum_T, dot_T = kernels.local_sums(logits_RV, row_T, shard.real, temperature)
         mine_T, column_T = shard.place(target_T)
         picked_T = logits_RV[row_T, column_T].float() / temperature
@@ -249,7 +249,7 @@ class _LogprobEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_lp_T: Tensor | None, grad_entropy_T: Tensor | None, grad_lp_TB: Tensor | None) -> tuple[Tensor | None, ...]:
         logits_RV, row_T, target_T, logz_T, lp_T, entropy_T, token_TK, lp_TB = ctx.saved_tensors
-        shard: _Shard = ctx.shard
+        shard: VocabularyShard = ctx.shard
         kernels: LogprobKernels = ctx.kernels
         # d lp / dx = (onehot - p) / temperature ; d H / dx = -p (log p + H) / temperature
         down_T = torch.zeros_like(lp_T) if grad_lp_T is None else grad_lp_T / -ctx.temperature
@@ -283,7 +283,7 @@ def _bucket_logits(
     token_TK: Tensor,
     temperature: float,
     group: dist.ProcessGroup | None,
-    shard: _Shard,
+    shard: VocabularyShard,
     kernels: LogprobKernels,
 ) -> Tensor:
     """The logits / temperature of the named tokens, and log sum e^x over all others, float32 [T, K + 1]."""

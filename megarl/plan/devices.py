@@ -55,15 +55,18 @@ IMBALANCE = 1.5  # tokens of the busiest rank's experts, relative to the mean
 MEAN_LENGTH = 0.5  # of a response, as a share of the longest
 
 
-def device_of(memory_gb: float, gpus_per_node: int | None = None) -> Device:
-    """The first GPU of the table that is neither an A100 nor AMD's with at least this much memory, else the last.
+def device_of(memory_gb: float, gpus_per_node: int | None = None, name: str | None = None) -> Device:
+    """The GPU of that name; without one, the first of the table that is neither an A100 nor AMD's with enough memory, else the last.
 
     Args:
         memory_gb: the memory of a GPU.
         gpus_per_node: as for `in_nodes`.
+        name: a name of the table; None: by memory.
     """
-    named = [one for one in DEVICES.values() if one.name not in ("A100", "MI300X")]
-    return in_nodes(next((one for one in named if one.memory_gb >= memory_gb), named[-1]), gpus_per_node)
+    if name is not None:
+        return in_nodes(DEVICES[name], gpus_per_node)
+    proposed = [one for one in DEVICES.values() if one.name not in ("A100", "MI300X")]
+    return in_nodes(next((one for one in proposed if one.memory_gb >= memory_gb), proposed[-1]), gpus_per_node)
 
 
 def in_nodes(device: Device, gpus_per_node: int | None) -> Device:

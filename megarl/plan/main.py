@@ -15,7 +15,7 @@ from megarl.config import ConfigError, RunSettings, load, optimizers
 from megarl.imports import find
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
-from megarl.plan.devices import DEVICES, MEMORY_GB, device_of, in_nodes
+from megarl.plan.devices import DEVICES, MEMORY_GB, device_of
 from megarl.plan.search import FittingLayout, nearest, search
 from megarl.plan.whole import Plan, build, models_of
 from megarl.text.stdout import say
@@ -51,8 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     root: Any = find(VERBS[options.verb].config)
     config: RunSettings = load(options.config, options.overrides, root)
     memory = options.gpu_gb or (DEVICES[options.device].memory_gb if options.device else config.cluster.gpu_memory_gb or MEMORY_GB)
-    node = config.cluster.gpus_per_node
-    device = in_nodes(DEVICES[options.device], node) if options.device else device_of(memory, node)
+    device = device_of(memory, config.cluster.gpus_per_node, options.device)
     models = models_of(config)
     check_fields(config.model.megatron, fixed_fields(models["model"], config.model.dtype, config.layout), config.model.recompute)
     for key, optimizer in optimizers(config).items():
