@@ -121,7 +121,14 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(45, "routing"),
         _distributed(60, "kept_steps"),
     ),
-    (_tests(430, "tests/unit"), _tests(150, "tests/e2e/test_engines.py"), _tests(240, "tests/slurm"), _distributed(120, "layouts")),
+    (
+        _tests(430, "tests/unit"),
+        _tests(150, "tests/e2e/test_engines.py"),
+        _tests(240, "tests/slurm"),
+        _tests(90, "tests/e2e/test_distillation.py"),
+        _tests(30, "tests/e2e/test_rlhf.py"),
+        _distributed(120, "layouts"),
+    ),
     (
         _tests(420, "tests/e2e/test_own_task.py"),
         _tests(500, SLURM, name="slurm-ray", words=RAY),

@@ -24,6 +24,7 @@ from megarl.ranks.learner import Learner, MiniBatch, TrainSpec, mini_batch
 from megarl.ranks.megatron_worker import RankSettings
 from tests.distributed.tiny_training import TINY, make_checkpoint
 from tests.rank_pool import Pool
+from tests.rows import rows
 from tests.unit.algorithms.cases import PAIR_LOSSES, PREFERENCES
 
 PAIRS = 7  # three ranks of data cannot share them evenly
@@ -98,7 +99,7 @@ def counted(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: value for name, value in scalars(metrics).items() if not name.startswith(("perf/tflops_per_gpu", "perf/memory_"))}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["dp3_uneven", "tp2", "pp2_vpp2", "cp2_tp2"]))
 def test_metrics_and_gradient_are_independent_of_the_layout(
     pool: Pool, model: Path, one_rank: dict[str, list[dict[str, Metric]]], name: str, long: bool
 ) -> None:

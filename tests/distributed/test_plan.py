@@ -13,6 +13,7 @@ from megarl.plan.parameters import model_elements
 from megarl.plan.ranks import PlannedModel, Work, plan_group
 from tests.distributed.plan_work import LENGTH, SEQUENCES, Case, measure
 from tests.rank_pool import Pool
+from tests.rows import rows
 
 ERROR = 0.05
 BASE: dict[str, Any] = {
@@ -92,7 +93,7 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["one", "ep2", "tp2_ep2", "cp2", "pp2_vpp2", "tp2_pp2"]))
 def test_planned_bytes_are_those_of_real_ranks(pool: Pool, name: str, long: bool) -> None:
     layout, cases = LAYOUTS[name]
     cases = cases if long else cases[:1]

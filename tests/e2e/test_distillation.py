@@ -23,6 +23,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_the_policy_comes_closer_to_its_teacher(lab: Lab, tmp_path: Path, tiny_model: Path, teacher: Path) -> None:
     """Apart on two ranks, the teacher gives the first step the log-probs that it gives on the policy's rank."""
     given = (*SETTINGS, f"distillation.teacher={teacher}")

@@ -15,6 +15,7 @@ from tests.rows import rows
 MEMBERS = ("rollout.dp=2", "rollout.expert_parallel=true", "sync.transport=gloo")
 
 
+@pytest.mark.long
 def test_an_engine_with_two_members_gives_the_run_of_one(tmp_path: Path, one_rank: Job, tiny_model: Path) -> None:
     job = Job(tmp_path, tiny_model, (*MEMBERS, "train.steps=2")).run()
     assert_same_first_step(job, one_rank)

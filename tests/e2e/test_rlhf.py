@@ -31,6 +31,7 @@ from tests.e2e.job import Job, read
 from tests.e2e.lab import Lab
 from tests.e2e.rewards import share_of_letters
 from tests.e2e.value_models import of_random_taste
+from tests.rows import rows
 
 SERVE = """
 name: job
@@ -90,13 +91,13 @@ def test_a_served_reward_model_scores_as_transformers_does(url: str, reward_mode
     assert long[0] == 400 and "more than serve.max_tokens=32" in long[1]["error"]
 
 
-@pytest.mark.parametrize(
-    ("number", "fault"),
-    [
-        (signal.SIGSTOP, r"ProcessStalled: serve: rank 0: .*has been stopped by a signal for \d+ s"),
-        (signal.SIGKILL, r"WorkerDied: serve: rank 0 died"),
-    ],
-)
+ENDS = [
+    (signal.SIGSTOP, r"ProcessStalled: serve: rank 0: .*has been stopped by a signal for \d+ s"),
+    (signal.SIGKILL, r"WorkerDied: serve: rank 0 died"),
+]
+
+
+@pytest.mark.parametrize(("number", "fault"), rows(ENDS, ENDS[1:]))
 def test_an_idle_service_ends_when_its_rank_does(tmp_path: Path, reward_model: Path, number: signal.Signals, fault: str) -> None:
     job = Job(tmp_path, reward_model, ("cluster.stall_timeout_s=3",), verb="serve", template=SERVE).start()
     try:
@@ -131,9 +132,9 @@ def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Pa
         len(one) == 2 and one[0]["reward/min"] < one[0]["reward/max"] and one[0]["actor/reference_kl"] == 0 < one[1]["actor/reference_kl"]
     )
     assert one[1]["actor/kl_coef"] != one[0]["actor/kl_coef"], "the KL's weight is steered"
-    for name, rows in runs.items():
+    for name, steps in runs.items():
         for metric in ("reward/mean", "reward/max", "critic/vf_loss", "critic/grad_norm", "actor/grad_norm"):
-            assert rows[0][metric] == pytest.approx(one[0][metric], rel=5e-3, abs=1e-5), (name, metric)
+            assert steps[0][metric] == pytest.approx(one[0][metric], rel=5e-3, abs=1e-5), (name, metric)
     summary = json.loads((tmp_path / "shared" / "job" / "summary.json").read_text())
     assert 0 <= summary["pass_rate_end"]["sampled"] <= 1, "evaluations count what reward.eval counts"
 

@@ -66,6 +66,7 @@ def spied(wanted: list[Any]) -> Any:
     return spy
 
 
+@pytest.mark.long
 def test_replay_removes_the_effect_of_a_routing_jitter(
     lab: Lab, long: bool, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

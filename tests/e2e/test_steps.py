@@ -110,6 +110,7 @@ def test_a_step_is_the_same_wherever_its_models_stand(
                 assert mine[name] == (pytest.approx(one[name], rel=5e-3, abs=1e-6) if apart else one[name]), name
 
 
+@pytest.mark.long
 def test_value_pretraining_is_the_same_where_engines_and_ranks_take_turns(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """The policy is frozen: no sync brings the engines' weights back after the held-out rollouts are measured."""
     settings = ("algorithm.type=vapo", "critic={optimizer: {lr: 0.001}, pretrain_steps: 2}", "train.eval_every=1")

@@ -125,9 +125,7 @@ async def _gaps(model: Path, other: Path, tp: int, spread: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("tp", "spread"), rows([(1, False), (2, False), (2, True)], [(2, False), (2, True)]), ids=["tp1", "tp2", "tp2-experts-spread"]
-)
+@pytest.mark.parametrize(("tp", "spread"), rows([(1, False), (2, False), (2, True)], [(2, True)]), ids=["tp1", "tp2", "tp2-experts-spread"])
 def test_an_fp8_engine_computes_what_quantised_weights_and_inputs_give(host: Host, tmp_path: Path, tp: int, spread: bool) -> None:
     """Where a sum in another order lands on the other side of a rounding boundary, the step is an e4m3 one: so the gap to transformers is
     not float32's, but far below that of the quantisation itself."""

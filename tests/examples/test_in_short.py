@@ -89,6 +89,7 @@ def test_recipes(short: Short) -> None:
     assert short.rose("recipes/dapo") > 0.15
 
 
+@pytest.mark.long
 def test_rlhf(short: Short) -> None:
     with short.lab.stage():
         pairs(short.config(PairsConfig, "rlhf/pairs", *WORDS, short.warm, "data.train.items=800"))
@@ -114,6 +115,7 @@ def test_dpo(short: Short) -> None:
     assert after["dpo/accuracy"] > 0.8 and after["dpo/margin"] > 0.15
 
 
+@pytest.mark.long
 def test_chain_sum(short: Short, tiny_model: Path) -> None:
     with short.lab.stage():
         data = short.demonstrations("chain-sum", SHORT_SUMS, steps=80, batch_size=48)

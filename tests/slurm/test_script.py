@@ -282,6 +282,7 @@ def test_a_refusal_of_sbatch_is_one_line_and_leaves_nothing(slurm: Cluster, tmp_
     assert not list((tmp_path / "runs").rglob("submitted*")) and slurm.say("squeue", "--noheader") == ""
 
 
+@pytest.mark.long
 def test_a_run_that_is_in_the_queue_is_not_submitted_again(slurm: Cluster, tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "runs", model=tiny_model))
     submitting = ("slurm", tmp_path / "job.yaml", "--nodes", 1, "--sbatch=--hold")

@@ -247,6 +247,7 @@ def test_no_process_asks_ray_for_an_environment_since_nobody_is_there_to_make_it
     assert asking == []
 
 
+@pytest.mark.long
 def test_what_runs_in_an_engine_leaves_torchs_view_of_a_gpu_alone() -> None:
     """vLLM's module of CPU workers replaces it when it is imported (vllm/v1/worker/cpu/shm.py)."""
     code = """

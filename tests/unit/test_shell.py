@@ -108,6 +108,7 @@ def test_an_engine_may_take_as_long_to_start_as_the_configuration_says(tmp_path:
     assert engine_environment(config.cluster)["VLLM_ENGINE_READY_TIMEOUT_S"] == "3601"
 
 
+@pytest.mark.long
 def test_float32_on_a_gpu_is_multiplied_in_full_precision_whatever_the_shell_says() -> None:
     """Transformer Engine's layers, which ask for TF32 where it is enough, are not for float32."""
     code = """

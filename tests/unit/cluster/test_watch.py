@@ -23,6 +23,7 @@ from megarl.cluster.roster import Actors, Roster
 from megarl.cluster.scan import Scan, StoppedProcess
 from megarl.cluster.server import ProcessStalled, ask
 from megarl.cluster.watch import Watch, WatchFailed
+from tests.rows import rows
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -327,12 +328,15 @@ LOST = """
 
 @pytest.mark.parametrize(
     ("victim", "number", "doing"),
-    [
-        ("gcs_server", "SIGSTOP", "waiting"),
-        ("gcs_server", "SIGSTOP", "blocked"),
-        ("gcs_server", "SIGKILL", "blocked"),
-        ("raylet", "SIGSTOP", "waiting"),
-    ],
+    rows(
+        [
+            ("gcs_server", "SIGSTOP", "waiting"),
+            ("gcs_server", "SIGSTOP", "blocked"),
+            ("gcs_server", "SIGKILL", "blocked"),
+            ("raylet", "SIGSTOP", "waiting"),
+        ],
+        [("gcs_server", "SIGSTOP", "blocked"), ("raylet", "SIGSTOP", "waiting")],
+    ),
 )
 def test_a_lost_session_ends_its_run_with_a_line_whatever_the_run_is_doing(tmp_path: Path, victim: str, number: str, doing: str) -> None:
     begun = time.monotonic()
