@@ -10,7 +10,7 @@ import pytest
 
 from megarl.driver.dispatch import Dispatcher, Wanted
 from megarl.driver.model_groups import ModelGroups
-from megarl.models.hf import read_config
+from megarl.models.description import ModelDescription
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 from tests.rows import rows
@@ -21,9 +21,13 @@ SHORT = ("train.steps=3", "algorithm={type: grpo}")
 JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sample=1.0", "optimizer.lr=1.0e-4", "train.old_logp=forward")
 
 
-@pytest.mark.parametrize(
-    ("family", "replay"), rows([("qwen3_moe", "r3"), ("deepseek_v3", "r3"), ("moonlight", "r2")], [("qwen3_moe", "r3")])
-)
+REPLAYED = [
+    *((family, "r3") for family in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "ernie4_5_moe")),
+    *((family, "r2") for family in ("moonlight", "gpt_oss", "ernie4_5_moe")),
+]
+
+
+@pytest.mark.parametrize(("family", "replay"), rows(REPLAYED, [("qwen3_moe", "r3")]))
 def test_replay_sends_every_token_to_the_experts_of_the_first_pass(lab: Lab, tmp_path: Path, family: str, replay: str) -> None:
     """The engine's (r3): of the policy, of the reference on ranks of its own with other stages, and of the critic its own experts."""
     model = tmp_path / "model"
@@ -43,7 +47,7 @@ def test_replay_sends_every_token_to_the_experts_of_the_first_pass(lab: Lab, tmp
         assert row["routing/replay_hit_rate"] == 1.0
         assert row["routing/rollout_changed_frac"] == row["routing/rollout_changed_tokens"] == 0.0
         assert {name for name in row if name.startswith("routing_by_layer/rollout")} == {
-            f"routing_by_layer/rollout_changed_{layer}" for layer in range(read_config(model).get("first_k_dense_replace", 0), 4)
+            f"routing_by_layer/rollout_changed_{layer}" for layer in range(ModelDescription.read(model).sizes.dense, 4)
         }
         assert row["training/logprob_gap_max"] <= 1e-4
 
