@@ -678,6 +678,31 @@ MODELS = {
         Layout(ranks=64, tp=4, pp=2, ep=8, etp=1),
         quantization=MXFP4,
     ),
+    "Granite-3.1-3B-A800M": Published(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 512,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 40,
+            "num_experts_per_tok": 8,
+            "attention_bias": False,
+            "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+            "vocab_size": 49155,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1500000.0,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        3_298_793_472,  # published as 3.3B
+        Layout(ranks=16, pp=2, ep=8),  # 3 divides the vocabulary, 2 does not
+    ),
     "ERNIE-4.5-21B-A3B": Published(
         "ernie4_5_moe",
         "Ernie4_5_MoeForCausalLM",

@@ -150,6 +150,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_5": ("qwen3_5_text", {"tie_word_embeddings": True}),
+    "granitemoe": (
+        "granitemoe",
+        {
+            "tie_word_embeddings": True,
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22, "logits_scaling": 0.5},
+        },
+    ),
     "ernie4_5_moe": ("ernie4_5_moe", {"tie_word_embeddings": True}),
 }
 
@@ -232,7 +239,7 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         return {**routed, "num_experts": experts, "shared_expert_intermediate_size": 2 * expert_hidden}
     if kind == "qwen3_moe":
         return {**routed, "num_experts": experts}
-    if kind == "mixtral":
+    if kind in ("mixtral", "granitemoe"):
         return {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
     if kind == "gpt_oss":
         yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}

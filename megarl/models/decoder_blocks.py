@@ -136,6 +136,12 @@ def decoder_sizes(config: ConfigJson, **mlp: Any) -> Sizes:
     )
 
 
+def check_head_dim(n: Sizes) -> None:
+    """Raise ConfigError unless the heads have the hidden size together."""
+    if n.heads * n.head_dim != n.hidden:
+        raise ConfigError(f"model.path: config.json's head_dim={n.head_dim} is not hidden_size={n.hidden} / num_attention_heads={n.heads}")
+
+
 # --- weight maps ---
 
 

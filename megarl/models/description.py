@@ -12,7 +12,7 @@ from megarl.models.config_json import ConfigJson
 from megarl.models.hf import CONFIG, json_object, read_config
 from megarl.models.registry import completed, family_of, sees_images
 from megarl.models.rope import Rope
-from megarl.models.weight_map import Family, HeadKind, Shape, Sizes, Weight, WeightMapping
+from megarl.models.weight_map import Family, HeadKind, Multipliers, Shape, Sizes, Weight, WeightMapping
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ class ModelDescription:
     def fields(self) -> Mapping[str, Any]:
         """Its fields of Megatron's TransformerConfig."""
         return self.family.fields(self.config)
+
+    @cached_property
+    def multipliers(self) -> Multipliers:
+        """By what it scales embeddings, residual stream and logits."""
+        return self.family.multipliers(self.config)
 
     @property
     def window(self) -> int | None:

@@ -36,8 +36,9 @@ _ITEM_SIZES = {
     **dict.fromkeys((FLOAT8, "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
 _SCALES = {"F32", "BF16", "F16", "F8_E8M0"}  # dtypes of the scales of quantised weights
-_STACK = re.compile(r"(.*\.experts\.)([a-z]\w*)")  # the name of a stack of experts' tensors: before and after the expert's number
-_PART = re.compile(r"(.*\.experts\.)(\d+)\.([a-z]\w*)")
+# The name of a stack of experts' tensors: before and after the expert's number. Granite's experts have no module of their own.
+_STACK = re.compile(r"(.*\.(?:experts|input_linear|output_linear)\.)([a-z]\w*)")
+_PART = re.compile(r"(.*\.(?:experts|input_linear|output_linear)\.)(\d+)\.([a-z]\w*)")
 _MODEL = "model."  # what the names of a language model's tensors begin with
 _BLOCKS, _MX_SCALES, _MX_BYTES = "_blocks", "_scales", 16  # what the names of MXFP4's tensors add, and the bytes of a block
 _ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale")  # scales of quantised activations, beside a quantised weight

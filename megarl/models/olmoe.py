@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
 from megarl.models.rope import rope
@@ -45,8 +44,7 @@ def sizes(config: ConfigJson) -> Sizes:
     blocks.refuse(NAME, config, attention_bias=False, clip_qkv=None, rms_norm_eps=1e-5, norm_topk_prob=False)
     experts, inner = blocks.number(config, "num_experts"), blocks.number(config, "intermediate_size")
     n = blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
-    if n.heads * n.head_dim != n.hidden:  # transformers' norms have the hidden size
-        raise ConfigError(f"model.path: config.json's head_dim={n.head_dim} is not hidden_size={n.hidden} / num_attention_heads={n.heads}")
+    blocks.check_head_dim(n)  # transformers' norms have the hidden size
     return n
 
 

@@ -59,8 +59,7 @@ def sizes(config: ConfigJson) -> Sizes:
         expert_ffn=blocks.number(config, "moe_intermediate_size"),
         shared_ffn=blocks.number(config, "shared_expert_intermediate_size"),
     )
-    if n.heads * n.head_dim != n.hidden:  # vLLM derives it
-        raise ConfigError(f"model.path: config.json's head_dim={n.head_dim} is not hidden_size={n.hidden} / num_attention_heads={n.heads}")
+    blocks.check_head_dim(n)  # vLLM derives it
     return n
 
 

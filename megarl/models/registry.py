@@ -14,6 +14,7 @@ from megarl.models import (
     glm4_moe_lite,
     glm_moe_dsa,
     gpt_oss,
+    granitemoe,
     llama,
     minimax_m2,
     ministral,
@@ -34,7 +35,7 @@ from megarl.models.weight_map import Family
 
 _MODULES = (
     *(qwen3_moe, qwen3_next, qwen3_5_moe_text, qwen3_5_text, qwen3, qwen2, qwen2_moe, llama, mistral, ministral, phi3, mixtral, olmoe),
-    *(deepseek_v3, deepseek_v32, deepseek_v2, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, minimax_m2, ernie4_5_moe),
+    *(deepseek_v3, deepseek_v32, deepseek_v2, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, minimax_m2, ernie4_5_moe, granitemoe),
 )
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
 # config.json's model_type, by which transformers and vLLM choose their code, is the name of the family's file, or another name of it.

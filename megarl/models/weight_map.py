@@ -513,6 +513,15 @@ def scalar_head(architecture: str, sizes: Callable[[ConfigJson], Sizes], *, know
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Numbers by which a model scales its embeddings, what each of a layer's two parts adds to the residual stream, and its logits."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
 class Images:
     """Models of text and images whose language model is of the family: config.json has its own as `text_config`."""
 
@@ -523,6 +532,10 @@ class Images:
 
 def _nothing(config: ConfigJson) -> tuple[str, ...]:
     return ()
+
+
+def _unscaled(config: ConfigJson) -> Multipliers:
+    return Multipliers()
 
 
 def _as_it_is(layer: Any, backend: Any) -> None: ...
@@ -537,6 +550,7 @@ class Family:
     weight_map: Callable[[ConfigJson], list[WeightMapping]]  # the mappings of the backbone
     rope: Callable[[ConfigJson], Rope]  # raises ConfigError for a RoPE that cannot be built
     fields: Callable[[ConfigJson], dict[str, Any]]  # fields of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
+    multipliers: Callable[[ConfigJson], Multipliers] = _unscaled
     optional: Callable[[ConfigJson], tuple[str, ...]] = _nothing  # names of Hugging Face tensors that may exist but are not used
     predictors: Callable[[ConfigJson], tuple[str, ...]] = _nothing  # name prefixes of multi-token prediction tensors
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of every key of config.json that the functions above read

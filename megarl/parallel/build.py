@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.mla import LATENT_EPSILON
 from megarl.models.weight_map import INDEXER, HeadKind
 from megarl.parallel.backend import Backend
+from megarl.parallel.spec import scale_residuals
 from megarl.parallel.value_head import ValueHead
 from megarl.text.display import one_line
 
@@ -114,9 +115,10 @@ def build_chunks(
 
 
 def _chunk(config: TransformerConfig, model: ModelDescription, backend: Backend, stage: int | None, head: HeadKind) -> GPTModel:
-    rope, spec = model.rope, backend.layer_spec(config, stage)
+    rope, scale, spec = model.rope, model.multipliers, backend.layer_spec(config, stage)
     for layer in spec.layer_specs:
         model.family.layer_spec(layer, backend)
+        scale_residuals(layer, scale.residual)
         if model.sizes.indexer is not None:
             backend.put_sparse_attention(layer, model.sizes.indexer, rope)
     with _no_fusion(config):
@@ -140,10 +142,23 @@ def _chunk(config: TransformerConfig, model: ModelDescription, backend: Backend,
         own = chunk.rotary_pos_emb.inv_freq
         chunk.rotary_pos_emb.inv_freq = rope.frequencies(config.kv_channels).to(own.device)
         assert chunk.rotary_pos_emb.inv_freq.shape == own.shape
+    if chunk.pre_process and scale.embedding != 1.0:
+        chunk.embedding.register_forward_hook(_scaled(scale.embedding))
     chunk.head = head  # read by `weights`, on every stage
     if head == "value" and chunk.post_process:
         chunk.output_layer = ValueHead(config, chunk.pg_collection.tp)  # upstream always creates its own first
+    elif chunk.post_process and scale.logits != 1.0:
+        chunk.output_layer.register_forward_hook(_scaled(scale.logits))
     return chunk.to(backend.device)
+
+
+def _scaled(factor: float) -> Callable[[Any, Any, Any], Any]:
+    """A forward hook that multiplies a module's output, or the first of its outputs, by a factor."""
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
+
+    return hook
 
 
 def _normalise_latents(chunk: GPTModel) -> None:

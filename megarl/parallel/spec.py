@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -156,3 +158,20 @@ def _localise(layer: ModuleSpec, config: TransformerConfig) -> None:
             attention.q_layernorm = RMSNorm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
+def scale_residuals(layer: ModuleSpec, factor: float) -> None:
+    """Let a layer's attention and MLP add their outputs to the residual stream times a factor."""
+    if factor == 1.0:
+        return
+
+    def addition(training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = get_bias_dropout_add(training, fused)
+
+        def scaled(outputs: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            x, bias = outputs
+            return add((x * factor, None if bias is None else bias * factor), residual, dropout)
+
+        return scaled
+
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = addition

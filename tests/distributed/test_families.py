@@ -59,7 +59,8 @@ PARTED = ["qwen2", "deepseek_v3", "ministral", "gpt_oss", "minimax_m2", "qwen3_n
 
 
 @pytest.mark.parametrize(
-    "family", rows([*PARTED, "moonlight", "deepseek_v2", "glm4_moe_lite", "qwen3_5_moe", "deepseek_v32", "glm_moe_dsa"], PARTED)
+    "family",
+    rows([*PARTED, "moonlight", "deepseek_v2", "glm4_moe_lite", "qwen3_5_moe", "granitemoe", "deepseek_v32", "glm_moe_dsa"], PARTED),
 )
 def test_logits_equal_those_of_transformers_under_context_parallelism(pool: Pool, make: Make, family: str) -> None:
     assert_transformers(pool, make(family), Layout(ranks=2, cp=2), Layout(ranks=4, cp=2, tp=2))
@@ -154,6 +155,19 @@ SPARSE["qwen2_moe"] = (
     {"rope_theta": 1e6},
 )
 SPARSE["ernie"] = ("ernie4_5_moe", {"rope_parameters", "moe_layer_start_index", "moe_layer_end_index", "use_bias", "moe_norm_min"}, {})
+SPARSE["granite"] = (
+    "granitemoe",
+    {
+        "rope_parameters",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "head_dim",
+        "rms_norm_eps",
+    },
+    {},
+)
 SPARSE["olmoe"] = ("olmoe", {"rope_parameters", "clip_qkv", "norm_topk_prob", "rms_norm_eps", "head_dim"}, {"rope_theta": 5e5})
 
 

@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", EVERY_EXPERT),
     "olmoe": ("olmoe", EVERY_EXPERT),
     "ernie4_5_moe": ("ernie4_5_moe", {"moe_k": 8}),
+    "granitemoe": ("granitemoe", {"num_experts_per_tok": 8}),
 }
 CASES = [
     *(("qwen2_tied", name) for name in ("tp2", "pp2", "tp2_pp2", "cp2", "dp2")),
@@ -70,6 +71,7 @@ CASES = [
     *(("qwen2_moe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2")),
     *(("ernie4_5_moe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_etp2_ep2")),
     *(("olmoe", name) for name in ("tp2_ep2", "pp2", "cp2")),
+    *(("granitemoe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_etp2_ep2")),
 ]
 SUITE = [
     ("qwen2_tied", "tp2"),

@@ -16,7 +16,7 @@ from megarl.batch import Batch
 from megarl.config import Layout
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, family_of
-from megarl.models.hf import Checkpoint, read_config
+from megarl.models.hf import Checkpoint, read_config, stack_of
 from megarl.models.hf_writer import stacked
 from megarl.parallel import schedule
 from megarl.parallel.grid import Grid
@@ -63,7 +63,7 @@ def in_bfloat16(path: Path, target: Path) -> Path:
 
 def each_stored(tensors: dict[str, Tensor], path: Path) -> Any:
     """The tensors as the model's checkpoints hold them: experts in stacks, if these do."""
-    named = (([name], tensor[None]) if ".experts." in name else (name, tensor) for name, tensor in tensors.items())
+    named = (([name], tensor[None]) if stack_of(name)[1] >= 0 else (name, tensor) for name, tensor in tensors.items())
     model = ModelDescription.read(path)
     return stacked(named, model) if model.family.stacked else tensors.items()
 

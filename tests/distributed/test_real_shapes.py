@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from pathlib import Path
 
@@ -31,9 +32,10 @@ def transformers_shapes(model: Published) -> tuple[dict[str, Shape], int]:
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(KNOWN_AS.get(model.kind, model.kind), **model.config))
     saved = revert_weight_conversion(built, built.state_dict())  # it holds a layer's experts in one tensor, and saves them one by one
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    for name in [name for name in shapes if ".mlp.experts." in name and ".weight" not in name]:  # or saves the stack
+    stacks = re.compile(r"(?<=\.mlp\.experts\.)(?=\w+$)|(?<=put_linear\.)(?=weight$)")
+    for name in [name for name in shapes if stacks.search(name)]:  # or saves the stack
         experts, *shape = shapes.pop(name)
-        shapes |= {name.replace(".experts.", f".experts.{expert}."): tuple(shape) for expert in range(experts)}
+        shapes |= {stacks.sub(f"{expert}.", name): tuple(shape) for expert in range(experts)}
     return shapes, sum(parameter.numel() for parameter in built.parameters())
 
 

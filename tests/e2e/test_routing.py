@@ -22,8 +22,8 @@ JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sampl
 
 
 REPLAYED = [
-    *((family, "r3") for family in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "ernie4_5_moe")),
-    *((family, "r2") for family in ("moonlight", "gpt_oss", "ernie4_5_moe")),
+    *((family, "r3") for family in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "ernie4_5_moe", "granitemoe")),
+    *((family, "r2") for family in ("moonlight", "gpt_oss", "ernie4_5_moe", "granitemoe")),
 ]
 
 

@@ -101,6 +101,7 @@ LONG = (
     "qwen3_5_moe",
     "qwen3_5",
     "gpt_oss",
+    "granitemoe",
     "ernie4_5_moe",
 )
 SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "moonlight")
@@ -300,7 +301,7 @@ async def _spread(tmp_path: Path, family: str, layout: Layout, dtype: str) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "dtype"), [(TWO, "float32"), (EP2, "float32"), (ONE, "bfloat16")])
-@pytest.mark.parametrize("family", ["ernie4_5_moe", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "deepseek_v32", "granitemoe"])
 def test_an_engine_of_several_workers_or_of_bfloat16_follows_an_update(
     host: Host, tmp_path: Path, family: str, layout: Layout, dtype: str
 ) -> None:

@@ -40,6 +40,8 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
         raise ConfigError("model.path: config.json has sliding windows in some layers only, which vLLM's Qwen2 does not support")
     if model.architecture == "GptOssForCausalLM":
         _check_gpt_oss(model, settings, gpu=gpu)
+    if settings.quantization is not None and model.architecture == "GraniteMoeForCausalLM":
+        raise ConfigError(f"rollout.quantization={settings.quantization}: not supported for Granite-MoE")
     heads, kv_heads = model.sizes.heads, model.sizes.groups
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import CopyCounter, materialize_layer
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+from vllm.model_executor.models.granitemoe import GraniteMoeForCausalLM
 
 from megarl.models.weight_map import SCALES
 from megarl.sync.wire import TensorName, each
@@ -23,12 +24,22 @@ from megarl.sync.wire import TensorName, each
 _KINDS = ("w1", "w3", "w2")  # vLLM's names for the gate, up and down projections
 
 
-def expert_names(path: str, layer: RoutedExperts) -> list[list[str]]:
-    """Return the Hugging Face names of the gate, up and down projections of this worker's experts in the layer at `path`.
+def joins_gate_and_up(model: nn.Module) -> bool:
+    """Whether the checkpoint has one tensor for an expert's gate and up projections, whose rows follow each other: Granite's."""
+    return isinstance(model, GraniteMoeForCausalLM)
 
-    gpt-oss has one tensor for gate and up.
+
+def expert_names(path: str, layer: RoutedExperts, joined: bool) -> list[list[str]]:
+    """Return the Hugging Face names of the gate, up and down projections of this worker's experts in a layer.
+
+    gpt-oss and Granite have one tensor for gate and up.
+
+    Args:
+        path: the layer's path in the model.
+        layer: the layer.
+        joined: from `joins_gate_and_up`.
     """
-    return [[name for name, place in names.items() if place is not None] for names in _placed(path, layer)]
+    return [[name for name, place in names.items() if place is not None] for names in _placed(path, layer, joined)]
 
 
 def parts_of(layer: RoutedExperts) -> tuple[str, ...]:
@@ -44,7 +55,7 @@ def parts_of(layer: RoutedExperts) -> tuple[str, ...]:
     return ("", SCALES) if isinstance(method, Fp8MoEMethod) and method.block_quant and method.weight_scale_refine is None else ()
 
 
-def _placed(path: str, layer: RoutedExperts) -> list[dict[str, int | None]]:
+def _placed(path: str, layer: RoutedExperts, joined: bool) -> list[dict[str, int | None]]:
     """Return, for each projection of `expert_names`, the place of every expert's in the layer's memory; None: another worker holds it.
 
     With expert parallelism a worker holds some experts, in their order; its `expert_map` has -1 for the others.
@@ -54,23 +65,28 @@ def _placed(path: str, layer: RoutedExperts) -> list[dict[str, int | None]]:
     own = [place for place in local if place >= 0]
     if own != list(range(layer.local_num_experts)):
         raise NotImplementedError(f"{path}: its experts are placed as {local}, not in their order")
-    if isinstance(layer, GptOssRoutedExperts):
-        leaves = ["gate_up_proj", "down_proj"]
+    if joined:
+        forms = [f"{prefix.removesuffix('.experts')}.{name}_linear.{{}}.weight" for name in ("input", "output")]
+    elif isinstance(layer, GptOssRoutedExperts):
+        forms = [f"{prefix}.{{}}.{name}" for name in ("gate_up_proj", "down_proj")]
     else:
-        leaves = [f"{kind}.weight" for kind in (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)]
-    return [{f"{prefix}.{expert}.{leaf}": None if place < 0 else place for expert, place in enumerate(local)} for leaf in leaves]
+        kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        forms = [f"{prefix}.{{}}.{kind}.weight" for kind in kinds]
+    return [{form.format(expert): None if place < 0 else place for expert, place in enumerate(local)} for form in forms]
 
 
 class ExpertLoader:
     """Loads the experts of one model."""
 
     def __init__(self, model: nn.Module) -> None:
+        joined = joins_gate_and_up(model)
+        kinds = [_KINDS[:2], _KINDS[2:]] if joined else [(kind,) for kind in _KINDS]
         self._places = {
-            name + scales: (layer, kind, place, f"{'w2' if kind == 'w2' else 'w13'}_weight{scales}")
+            name + scales: (layer, of, place, f"{'w2' if 'w2' in of else 'w13'}_weight{scales}")
             for path, layer in model.named_modules()
             if isinstance(layer, RoutedExperts)
             for scales in parts_of(layer)
-            for kind, names in zip(_KINDS, _placed(path, layer), strict=True)
+            for of, names in zip(kinds, _placed(path, layer, joined), strict=True)
             for name, place in names.items()
         }
 
@@ -91,21 +107,22 @@ class ExpertLoader:
         if not own:
             return True
         names, stack = names[own[0] : own[-1] + 1], stack[own[0] : own[-1] + 1]
-        layer, kind, first, parameter = self._places[names[0]]
+        layer, kinds, first, parameter = self._places[names[0]]
         assert first is not None
-        if [self._places[one] for one in names] != [(layer, kind, first + index, parameter) for index in range(len(names))]:
+        if [self._places[one] for one in names] != [(layer, kinds, first + index, parameter) for index in range(len(names))]:
             return all([self.load(*one) for one in each(names, stack)])
         info = get_layerwise_info(layer)
         assert info.load_numel_total is not None, "start comes before load"
         materialize_layer(layer, info)
         with CopyCounter() as counter:
-            layer._load_model_weight_or_group_weight_scale(
-                shard_dim=2 if kind == "w2" else 1,
-                expert_data=getattr(layer, parameter).data[first : first + len(names)],
-                shard_id=kind,
-                loaded_weight=stack,
-                tp_rank=layer.moe_config.tp_rank,
-            )
+            for kind, part in zip(kinds, stack.chunk(len(kinds), 1), strict=True):
+                layer._load_model_weight_or_group_weight_scale(
+                    shard_dim=2 if kind == "w2" else 1,
+                    expert_data=getattr(layer, parameter).data[first : first + len(names)],
+                    shard_id=kind,
+                    loaded_weight=part,
+                    tp_rank=layer.moe_config.tp_rank,
+                )
         info.load_numel += counter.copied_numel
         if info.load_numel >= info.load_numel_total:
             _layerwise_process(layer, info)

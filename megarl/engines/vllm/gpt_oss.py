@@ -1,4 +1,4 @@
-"""What gpt-oss needs in vLLM beyond other models: updates of its attention sinks, and the names of its modules in a checkpoint.
+"""What gpt-oss needs in vLLM beyond other models: updates of its attention sinks.
 
 Only vLLM's own processes import this file.
 """
@@ -9,18 +9,11 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, GptOssModel
+from vllm.model_executor.models.gpt_oss import GptOssModel
 
 from megarl.upstream.expect import expect
-
-_NAMES = {"attn": "self_attn", "embedding": "embed_tokens"}  # vLLM's -> the checkpoint's (GptOssForCausalLM.hf_to_vllm_mapper)
-
-
-def checkpoint_path(model: nn.Module, path: str) -> str:
-    """Return a checkpoint's path of one of vLLM's modules."""
-    return ".".join(_NAMES.get(part, part) for part in path.split(".")) if isinstance(model, GptOssForCausalLM) else path
 
 
 @cache  # a worker may be a fork of the core, which has done it

@@ -122,7 +122,7 @@ def fp8_names(model: nn.Module) -> Iterator[str]:
             parent, _, leaf = path.rpartition(".")
             yield from (f"{parent}.{name}.weight" for name in packed.get(leaf, [leaf]))
         elif isinstance(method, Fp8MoEMethod):
-            yield from (name for names in expert_names(path, layer) for name in names)
+            yield from (name for names in expert_names(path, layer, False) for name in names)
 
 
 def reset_moe_kernels(model: nn.Module) -> list[tuple[UnquantizedFusedMoEMethod, Any]]:

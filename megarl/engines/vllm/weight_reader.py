@@ -39,8 +39,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.ernie45_moe import Ernie4_5_MoeForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts, OAIAttention
 
-from megarl.engines.vllm.expert_loader import expert_names, parts_of
-from megarl.engines.vllm.gpt_oss import checkpoint_path
+from megarl.engines.vllm.checkpoint_paths import checkpoint_path
+from megarl.engines.vllm.expert_loader import expert_names, joins_gate_and_up, parts_of
 from megarl.models.weight_map import FP8_BLOCK, SCALES
 from megarl.sync.fingerprint import Piece, fingerprints, keys, rearranged_fingerprints
 
@@ -81,6 +81,7 @@ class _Packed:
     names: list[str]
     part: _Part
     stack_BP: Tensor
+    further: bool = False  # as in `_Shards`
 
 
 @torch.no_grad()
@@ -101,7 +102,7 @@ def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str
     held, hashed = list[tuple[list[str], int, int, int, int, bool]](), list[Tensor]()
     for shards in _walk(model, tied):  # one layer at a time: weights read through its kernel are freed after hashing
         if isinstance(shards, _Packed):
-            held.append((shards.names, shards.part.row, shards.part.column, shards.part.rows, shards.part.columns, False))
+            held.append((shards.names, shards.part.row, shards.part.column, shards.part.rows, shards.part.columns, shards.further))
             hashed.append(rearranged_fingerprints(shards.stack_BP[:, shards.part.start : shards.part.stop], shards.part.key_P))
             continue
         _, rows, columns = shards.stack_BRC.shape
@@ -130,10 +131,10 @@ def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
 
 
 def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
-    packed, biases = getattr(model, "packed_modules_mapping", {}), _bias_names(model)
+    packed, biases, joined = getattr(model, "packed_modules_mapping", {}), _bias_names(model), joins_gate_and_up(model)
     for path, layer in ((checkpoint_path(model, path), layer) for path, layer in model.named_modules()):
         if isinstance(layer, RoutedExperts):
-            yield from _experts(path, layer, biases)
+            yield from _experts(path, layer, biases, joined)
         elif isinstance(layer, QwenGatedDeltaNetAttention):
             yield from _delta_net(path, layer)
         elif isinstance(layer, LinearBase):
@@ -273,7 +274,7 @@ def _bias_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _experts(path: str, layer: RoutedExperts, biases: dict[str, str]) -> Iterator[_Shards | _Packed]:
+def _experts(path: str, layer: RoutedExperts, biases: dict[str, str], joined: bool) -> Iterator[_Shards | _Packed]:
     """Yield the experts of one layer: the projections of each, in the kernel's layout, and their biases; and its router's bias."""
     stacked = isinstance(layer, GptOssRoutedExperts)
     parts = ("_weight", "_bias") if stacked else tuple(f"_weight{scales}" for scales in parts_of(layer))
@@ -285,13 +286,15 @@ def _experts(path: str, layer: RoutedExperts, biases: dict[str, str]) -> Iterato
     if isinstance(layer.quant_method, Fp8MoEMethod):
         yield from _fp8_experts(path, layer)
         return
-    names, (*parts13, part2, padding13, padding2) = expert_names(path, layer), _parts(layer)
+    names, (*parts13, part2, padding13, padding2) = expert_names(path, layer, joined), _parts(layer, joined)
     w13_BP, w2_BP = layer.w13_weight.flatten(1), layer.w2_weight.flatten(1)
     for stack_BP, padding in ((w13_BP, padding13), (w2_BP, padding2)):
         if len(padding) and stack_BP[:, padding].any():
             raise NotImplementedError(f"{path}: the padding of the packed experts holds values other than 0")
-    for one, part, stack_BP in zip(names, (*parts13, part2), (*[w13_BP] * len(parts13), w2_BP), strict=True):
-        yield _Packed(one, part, stack_BP)
+    of13 = names[:1] * len(parts13) if joined else names[:-1]
+    for index, (one, part) in enumerate(zip(of13, parts13, strict=True)):
+        yield _Packed(one, part, w13_BP, further=joined and index > 0)
+    yield _Packed(names[-1], part2, w2_BP)
     if stacked:
         yield from _expert_biases(path, layer, *names)
 
@@ -315,7 +318,7 @@ def _fp8_experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
     method, rank = layer.quant_method, layer.moe_config.tp_rank
     if method.fp8_backend not in _AS_LOADED:
         raise NotImplementedError(f"{path}: fp8 experts as rearranged for {method.fp8_backend.value} are not known here")
-    kernel, names = method.moe_kernel.fused_experts, expert_names(path, layer)
+    kernel, names = method.moe_kernel.fused_experts, expert_names(path, layer, False)
     held = [("", layer.w13_weight, layer.w2_weight), (SCALES, layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)]
     if kernel.w1_scale.data_ptr() != layer.w13_weight_scale_inv.data_ptr():  # after a reload the kernel has a copy of its own
         held.append((SCALES, kernel.w1_scale, kernel.w2_scale))
@@ -325,17 +328,17 @@ def _fp8_experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
             yield _Shards([name + scales for name in kind], row * stack.shape[1], column * stack.shape[2], stack)
 
 
-def _parts(layer: RoutedExperts) -> tuple[Any, ...]:
+def _parts(layer: RoutedExperts, joined: bool) -> tuple[Any, ...]:
     """Return the positions of the gate, up and down projections in packed w13 and w2, and the padding positions of w13 and of w2.
 
-    gpt-oss has one tensor for gate and up, whose rows alternate, and stores the transposes.
+    gpt-oss has one tensor for gate and up, whose rows alternate, and stores the transposes. `joined`: from `joins_gate_and_up`.
 
     vLLM packs a throw-away expert whose elements are their own numbers, 1, 2, 3, ...: each position then holds the number of the element
     that is kept there, and 0 is padding. This is valid for any kernel that only moves elements and pads with zeros; `_positions` checks
     that. bfloat16 represents integers exactly only up to 256, so the numbers are packed one byte at a time, lowest byte first.
     """
     weight, inner, hidden, rank = layer.w13_weight, layer.intermediate_size_per_partition, layer.hidden_size, layer.moe_config.tp_rank
-    key = (type(layer.quant_method.moe_kernel.fused_experts), inner, hidden, rank, weight.dtype, weight.device)
+    key = (type(layer.quant_method.moe_kernel.fused_experts), inner, hidden, rank, weight.dtype, weight.device, joined)
     if key not in _PARTS:
         count13, count2 = 2 * inner * hidden, hidden * inner
         number13 = torch.arange(1, count13 + 1, device=weight.device).view(1, 2 * inner, hidden)
@@ -348,7 +351,9 @@ def _parts(layer: RoutedExperts) -> tuple[Any, ...]:
         if isinstance(layer, GptOssRoutedExperts):
             parts: tuple[_Part, ...] = _part(w13.T, 0, rank * 2 * inner), _part(down.T, rank * inner, 0)
         else:
-            parts = *(_part(half, rank * inner, 0) for half in w13.chunk(2)), _part(down, 0, rank * inner)
+            after_gate = inner * layer.moe_config.tp_size if joined else 0
+            rows = (rank * inner, after_gate + rank * inner)
+            parts = *(_part(half, row, 0) for half, row in zip(w13.chunk(2), rows, strict=True)), _part(down, 0, rank * inner)
         _PARTS[key] = (*parts, (packed13 == 0).nonzero().squeeze(1), (packed2 == 0).nonzero().squeeze(1))
     return _PARTS[key]
 

@@ -191,7 +191,15 @@ def test_every_key_that_a_family_reads_has_a_default(architecture: str) -> None:
     }
     refused |= {"rope_interleave", *FIXED}
     refused |= {"indexer_rope_interleave", "indexer_types", "index_topk_freq", "index_topk_pattern"}
-    refused |= {"attn_type_list", "shared_intermediate_size", "qk_norm_type", "use_qk_norm", "dual_chunk_attention_config"}
+    refused |= {
+        "attn_type_list",
+        "shared_intermediate_size",
+        "qk_norm_type",
+        "use_qk_norm",
+        "dual_chunk_attention_config",
+        "layer_rope_theta",
+        "attention_sinks",
+    }
     general = {"architectures", "per_layer_config", "quantization_config"}
     assert config.keys_read - family.defaults.keys() <= given | refused | general
 

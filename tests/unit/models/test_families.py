@@ -119,7 +119,7 @@ def test_missing_misshaped_and_unknown_tensors_are_named(tiny: dict[str, Path], 
         name, stored, wrong = names[place], names[place], torch.zeros(3)
         if name not in tensors:  # a part of a stack, of which the first is named
             stored, wrong = stack_of(name)[0], torch.zeros(8, 3)
-            name = stored.replace(".experts.", ".experts.0.")
+            name = re.sub(r"(experts|(?:in|out)put_linear)\.", r"\1.0.", stored)
         with pytest.raises(ConfigError, match=f"lacks the tensor {name} "):
             check_checkpoint(copied(path, tmp_path / f"missing{place}", {stored: None}))
         with pytest.raises(ConfigError, match=rf": {name} has shape \[3\], expected \[{expected[name][0]}"):
@@ -171,6 +171,7 @@ OLD: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"rope_theta": 10000, "rope_scaling": None, "partial_rotary_factor": 1.0, "mlp_layer_types": None},
     "qwen2_moe": {"rope_theta": 10000.0, "sliding_window": 32768, "max_window_layers": 28, "layer_types": None},
     "olmoe": {"rope_theta": 10000.0, "rope_scaling": None},
+    "granitemoe": {"rope_theta": 10000.0, "rope_scaling": None, "head_dim": None},
     "ernie4_5_moe": {"rope_theta": 500000.0, "moe_layer_end_index": -1, "moe_use_aux_free": True, "moe_gate": "topk", "use_bias": None},
     "minimax_m2": {"rope_theta": 5000000, "partial_rotary_factor": None, "use_qk_norm": True, "qk_norm_type": "per_layer"},
     "deepseek_v3": {
@@ -282,6 +283,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False is not supported for Qwen2-MoE"),
     ("qwen2_moe", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config={'chunk_size': 8} is not supported"),
     ("qwen2_moe", {"head_dim": 16}, "head_dim=16 is not hidden_size=128 / num_attention_heads=4"),
+    ("granitemoe", {"attention_bias": True}, "attention_bias=True is not supported for Granite-MoE"),
+    (
+        "granitemoe",
+        {"layer_types": ["full_attention"] * 2},
+        "layer_types=['full_attention', 'full_attention'] is not supported for Granite-MoE",
+    ),
+    ("granitemoe", {"logits_scaling": 0.0}, "logits_scaling=0.0 is not a positive number"),
+    ("granitemoe", {"residual_multiplier": True}, "residual_multiplier=True is not a positive number"),
+    ("granitemoe", {"embedding_multiplier": -1}, "embedding_multiplier=-1 is not a positive number"),
+    ("granitemoe", {"attention_multiplier": float("inf")}, "attention_multiplier=inf is not a positive number"),
+    ("granitemoe", {"head_dim": 16}, "head_dim=16 is not hidden_size=128 / num_attention_heads=4"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported for OLMoE"),
     ("olmoe", {"attention_bias": True}, "attention_bias=True is not supported for OLMoE"),
     ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not supported for OLMoE"),
@@ -490,7 +502,8 @@ def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path:
     hf = read_config(tmp_path)
     known, plain = family_of(hf), family_of(hf).update(hf, "bfloat16")
     update = known.update(hf, "bfloat16", "fp8")
-    projection = r"_proj(_with_mqa)?\.weight$|experts\.\d+\.(w[123]\.weight|gate_up_proj|down_proj)$|indexer\.w(q_b|k)\.weight$"
+    experts = r"experts\.\d+\.(w[123]\.weight|gate_up_proj|down_proj)$|put_linear\.\d+\.weight$"
+    projection = rf"_proj(_with_mqa)?\.weight$|{experts}|indexer\.w(q_b|k)\.weight$"
     left = r"\.linear_attn\.|\.indexer\.weights_proj\."
     matrices = {name for name in plain if re.search(projection, name) and not re.search(left, name)}
     assert {name for name, (_, dtype) in update.items() if dtype == "float8_e4m3fn"} == matrices
@@ -500,5 +513,5 @@ def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path:
             assert update[f"{name}_scale_inv"] == ([-(-size // 128) for size in shape], "float32") and update[name][0] == shape
         else:
             assert update[name] == (shape, dtype)
-    kept = r"(\.gate|\.router|_gate|\.linear_attn\.(in|out)_proj\w*|\.indexer\.weights_proj)\.weight$"
+    kept = r"(\.gate|\.router(\.layer)?|_gate|\.linear_attn\.(in|out)_proj\w*|\.indexer\.weights_proj)\.weight$"
     assert {f"{name}.weight" for name in known.unquantized(hf)} == {name for name in plain if re.search(kept, name)}

@@ -1,0 +1,22 @@
+"""Where checkpoints call a model's modules otherwise than vLLM does.
+
+Only vLLM's own processes import this file.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+from vllm.model_executor.models.granitemoe import GraniteMoeForCausalLM
+
+# vLLM's -> the checkpoint's, as in the models' hf_to_vllm_mapper.
+_NAMES: dict[type[nn.Module], dict[str, str]] = {
+    GptOssForCausalLM: {"attn": "self_attn", "embedding": "embed_tokens"},
+    GraniteMoeForCausalLM: {"gate": "router.layer"},
+}
+
+
+def checkpoint_path(model: nn.Module, path: str) -> str:
+    """Return a checkpoint's path of one of vLLM's modules."""
+    names = _NAMES.get(type(model), {})
+    return ".".join(names.get(part, part) for part in path.split("."))

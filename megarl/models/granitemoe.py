@@ -1,0 +1,114 @@
+"""Granite-3-MoE and PowerMoE (https://arxiv.org/abs/2408.13359): grouped-query attention, and in every layer a mixture of gated experts,
+whose router's softmax is over the chosen ones. Numbers of config.json scale the embeddings, the attention's scores, what a layer adds to
+the residual stream, and the logits:
+
+    x_0 = embedding_multiplier E[token]
+    x = x + residual_multiplier f(norm(x)), for attention and mixture; the attention's scores are attention_multiplier q k
+    logits = W norm(x) / logits_scaling
+
+A layer's experts are stored as two tensors, `input_linear` (gate and up) and `output_linear`. transformers has no class for its
+classifiers, so only megarl can load a saved critic or reward model. Refused: biases, and what every family refuses
+(`decoder_blocks.refuse`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
+from megarl.models.decoder_blocks import BLOCK, LAYER
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, Fused, GateUp, Multipliers, Plain, Sizes, WeightMapping, scalar_head
+
+NAME = "Granite-MoE"
+
+DEFAULTS: dict[str, Any] = {  # of transformers' GraniteMoeConfig
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
+    # vLLM reads the first three, and transformers' class does not (models/granite.py:88).
+    blocks.refuse(NAME, config, layer_types=None, layer_rope_theta=None, attention_sinks=None, attention_bias=False)
+    experts, inner = blocks.number(config, "num_local_experts"), blocks.number(config, "intermediate_size")
+    n = blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
+    blocks.check_head_dim(n)  # vLLM derives it
+    return n
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
+    n, mixture = sizes(config), BLOCK + "block_sparse_moe."
+    both, down = (f"{mixture}{name}_linear.{{expert}}.weight" for name in ("input", "output"))
+    return [
+        blocks.embedding(n),
+        *blocks.attention(n),
+        WeightMapping(LAYER + "mlp.router.weight", (mixture + "router.layer.weight",), Plain((n.experts, n.hidden))),
+        WeightMapping(blocks.EXPERT + "linear_fc1.weight", (both,), Fused(GateUp(n.expert_ffn, n.hidden))),
+        WeightMapping(blocks.EXPERT + "linear_fc2.weight", (down,), Plain((n.hidden, n.expert_ffn), 1)),
+        blocks.final_norm(n),
+    ]
+
+
+def multipliers(config: ConfigJson) -> Multipliers:
+    """Return the factors of embeddings, residual stream and logits. Raise ConfigError for one that is not positive."""
+    return Multipliers(
+        embedding=_positive(config, "embedding_multiplier"),
+        residual=_positive(config, "residual_multiplier"),
+        logits=1.0 / _positive(config, "logits_scaling"),
+    )
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig. Raise ConfigError for a factor that is not positive."""
+    n, turned = sizes(config), rope(config)
+    multipliers(config)
+    return {
+        **blocks.decoder_fields(config, n, turned),
+        **blocks.softmax_fields(config, n, normalized=True),
+        "softmax_scale": _positive(config, "attention_multiplier") * turned.attention_factor**2,  # see `decoder_fields`
+    }
+
+
+def _positive(config: ConfigJson, key: str) -> float:
+    if not isinstance(config[key], int | float) or isinstance(config[key], bool) or not 0 < config[key] < float("inf"):
+        raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is not a positive number")
+    return float(config[key])
+
+
+FAMILY = Family(
+    heads={
+        "lm": blocks.lm_head("GraniteMoeForCausalLM", sizes),
+        "value": scalar_head("GraniteMoeForSequenceClassification", sizes, known=False),
+    },
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=rope,
+    fields=fields,
+    multipliers=multipliers,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+    spellings={"num_experts": "num_local_experts"},
+    stacked=True,
+)
