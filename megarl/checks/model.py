@@ -23,6 +23,13 @@ from megarl.models.optimizer_fields import check_optimizer
 from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
 
+_NO_GRADIENT = "the layers' own weights, whose gradients it delays, have none"
+_NOT_WITH_LORA = {
+    "moe_shared_expert_overlap": "adapters of shared experts are proven on layers that gather their tokens themselves",
+    "delay_wgrad_compute": _NO_GRADIENT,
+    "overlap_dispatch_backward_with_experts_wgrad": _NO_GRADIENT,
+}
+
 
 def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
     """Check the run's directory, the checkpoint and what is set for it, and this machine, in this order; return the model.
@@ -65,8 +72,9 @@ def check_lora(config: RunSettings, settings: LoraSettings, model: ModelDescript
     """
     if not optimizers(config):
         raise ConfigError(f"model.lora: `megarl {config.verb}` trains nothing; the directory that a run exports has its adapters merged")
-    if config.cluster.gpus and config.model.dtype == "bfloat16":
-        raise ConfigError("model.lora: on GPUs only with model.dtype=float32 so far: not shown with Transformer Engine's layers")
+    for field, reason in _NOT_WITH_LORA.items():
+        if config.model.megatron.get(field):
+            raise ConfigError(f"model.megatron.{field}=True: not with model.lora: {reason}")
     if rate := config.model.megatron.get("moe_router_bias_update_rate"):
         raise ConfigError(
             f"model.megatron.moe_router_bias_update_rate={rate}: model.lora trains adapters alone, and no checkpoint has the biases"

@@ -82,12 +82,18 @@ class Backend(ABC):
             "gradient_accumulation_fusion": self.fused,
         }
 
-    def layer_spec(self, config: Any, vp_stage: int | None = None) -> Any:
-        """Megatron's block spec (TransformerBlockSubmodules) for the layers that this rank builds for the given virtual stage."""
+    def layer_spec(self, config: Any, vp_stage: int | None = None, *, adapted: bool = False) -> Any:
+        """Megatron's block spec (TransformerBlockSubmodules) for the layers that this rank builds for the given virtual stage.
+
+        Args:
+            config: the model's configuration.
+            vp_stage: the virtual stage.
+            adapted: linear layers are to have adapters.
+        """
         from megarl.parallel import spec
 
         if self.fused:
-            return spec.transformer_engine(config, vp_stage, self.torch_attention, self.delta_net)
+            return spec.transformer_engine(config, vp_stage, self.torch_attention, self.delta_net, adapted=adapted)
         return spec.local(config, vp_stage, self.delta_net)
 
     @property

@@ -82,7 +82,14 @@ def transformer_config(model: ModelDescription, settings: ModelSettings, layout:
 
 
 def build_chunks(
-    config: TransformerConfig, model: ModelDescription, backend: Backend, *, grad: bool, head: HeadKind = "lm", fp32_head: bool = False
+    config: TransformerConfig,
+    model: ModelDescription,
+    backend: Backend,
+    *,
+    grad: bool,
+    head: HeadKind = "lm",
+    fp32_head: bool = False,
+    adapted: bool = False,
 ) -> list[MegatronModule]:
     """Build this rank's model chunks on the device, with weights not yet loaded. Requires the grid.
 
@@ -94,12 +101,13 @@ def build_chunks(
         head: "value" replaces the output layer with a scalar head (critic, reward model): the last stage then gives values [1, R, 1] in
             float32 instead of logits [1, R, V], whole on every tensor-parallel rank. Only that head's weights are initialised.
         fp32_head: compute logits in float32, whatever the model's dtype.
+        adapted: its linear layers are to have adapters (`lora.put_adapters`).
 
     Returns:
         One chunk, or one per virtual stage.
     """
     stages: list[int | None] = list(range(config.virtual_pipeline_model_parallel_size or 0)) or [None]
-    chunks = [_chunk(config, model, backend, stage, head) for stage in stages]
+    chunks = [_chunk(config, model, backend, stage, head, adapted) for stage in stages]
     for chunk in chunks:
         if fp32_head and head == "lm" and chunk.post_process:
             chunk.output_layer.register_forward_pre_hook(_in_float32, with_kwargs=True)
@@ -114,8 +122,10 @@ def build_chunks(
     return chunks
 
 
-def _chunk(config: TransformerConfig, model: ModelDescription, backend: Backend, stage: int | None, head: HeadKind) -> GPTModel:
-    rope, scale, spec = model.rope, model.multipliers, backend.layer_spec(config, stage)
+def _chunk(
+    config: TransformerConfig, model: ModelDescription, backend: Backend, stage: int | None, head: HeadKind, adapted: bool
+) -> GPTModel:
+    rope, scale, spec = model.rope, model.multipliers, backend.layer_spec(config, stage, adapted=adapted)
     for layer in spec.layer_specs:
         model.family.layer_spec(layer, backend)
         scale_residuals(layer, scale.residual)
@@ -195,7 +205,8 @@ def sum_in_buffers(chunks: Iterable[MegatronModule], fusion: bool) -> None:
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "fuse_wgrad_accumulation"):  # each pass reads it anew (module/linear.py:1979)
-            vars(module)["fuse_wgrad_accumulation"] = fusion
+            trained = all(parameter.requires_grad for parameter in module.parameters(recurse=False))  # others have no buffer
+            vars(module)["fuse_wgrad_accumulation"] = fusion and trained
 
 
 def _in_float32(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

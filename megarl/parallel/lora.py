@@ -35,7 +35,6 @@ from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, Factors, adapted, 
 from megarl.models.description import ModelDescription
 from megarl.models.hf import json_object
 from megarl.models.weight_map import QKV, GateUp, Op, Weight
-from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import canonical_names, head_of, local_parameters, tensor_parallel, unwrap
 from megarl.text.display import one_line
@@ -157,7 +156,7 @@ def put_adapters(chunks: Iterable[Any], model: ModelDescription, settings: LoraS
     Call it once the weights are loaded, before `make_trainable`. A is uniform in +-1 / sqrt(in), as PEFT's, the same on every layout.
 
     Args:
-        chunks: from `build.build_chunks`, without grad.
+        chunks: from `build.build_chunks`, without grad, `adapted`.
         model: the model.
         settings: the section `model.lora`.
         grid: this rank's grid.
@@ -165,22 +164,21 @@ def put_adapters(chunks: Iterable[Any], model: ModelDescription, settings: LoraS
     Raises:
         ConfigError: see `adapters.adapted`.
     """
-    chunks, backend = list(chunks), choose()
-    if backend.fused:
-        raise ConfigError("model.lora: adapters are proven beside Megatron's own layers, not yet beside Transformer Engine's")
+    chunks = list(chunks)
     parameters = adapted(model, settings, head_of(chunks))
     seed = _seed()
     for chunk in map(unwrap, chunks):
-        modules, layers, found = dict(chunk.named_modules()), dict[str, Any](), dict[str, Adapter]()
-        for name, known in canonical_names(chunk, [f"{name}.weight" for name in modules], grid.ep_rank).items():
-            if known not in parameters:
-                continue
-            layer = modules[name.removesuffix(".weight")]
-            found[known] = Adapter(*parameters[known], settings.alpha / settings.rank, layer.weight, grid)
-            layers[known] = layer
+        own, layers, found = dict(chunk.named_parameters()), dict[str, list[Adapter]](), dict[str, Adapter]()
+        for name, known in canonical_names(chunk, own, grid.ep_rank).items():
+            if known in parameters:
+                found[known] = Adapter(*parameters[known], settings.alpha / settings.rank, own[name], grid)
+                layers.setdefault(name.rpartition(".")[0], []).append(found[known])
         chunk.add_module(NAME, Adapters(found, settings, grid))
-        for known, adapter in found.items():
-            layers[known].register_forward_hook(_adding(adapter, chunk.adapters))
+        for name, adapters in layers.items():
+            layer = chunk.get_submodule(name)
+            assert not hasattr(layer, "layer_norm_weight"), f"{name} normalises its input; see `build_chunks`"
+            layer.register_forward_hook(_adding(adapters, chunk.adapters))
+        for adapter in found.values():
             _initialise(adapter, seed, grid)
         if chunk.post_process and chunk.head == "value":
             chunk.output_layer.requires_grad_(True)
@@ -248,12 +246,17 @@ class MergedParameters(Mapping[str, Tensor]):
         return len(self._base)
 
 
-def _adding(adapter: Adapter, switch: Adapters) -> Any:
-    def add(_: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+def _adding(adapters: list[Adapter], switch: Adapters) -> Any:
+    """A forward hook of the layer of these adapters: one, or one for each expert of a layer that is given their numbers of tokens."""
+    adapters = sorted(adapters, key=lambda adapter: adapter.weight.expert or 0)
+
+    def add(_: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
         if not switch.active:
             return None
-        result, bias = output
-        return result + adapter(inputs[0]), bias
+        (x_SI, *counts), (result, bias) = inputs, output
+        parts = x_SI.split(*counts) if counts else (x_SI,)
+        added = [adapter(part) for adapter, part in zip(adapters, parts, strict=True)]
+        return result + (torch.cat(added) if counts else added[0]), bias
 
     return add
 

@@ -87,7 +87,7 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 def transformer_engine(
-    config: TransformerConfig, vp_stage: int | None, torch_attention: bool, delta_net: type
+    config: TransformerConfig, vp_stage: int | None, torch_attention: bool, delta_net: type, *, adapted: bool
 ) -> TransformerBlockSubmodules:
     """The Transformer Engine spec for the layers that this pipeline rank builds for the given virtual stage.
 
@@ -99,6 +99,7 @@ def transformer_engine(
             where ranks share sequences with sliding windows, which it has not in the ring of keys and values that Megatron asks for by
             default (context_parallel.py:5057).
         delta_net: the module of gated delta nets.
+        adapted: norms stand before linear layers, and not in them: adapters see what these are given.
     """
     block = get_gpt_decoder_block_spec(_of_attention(config), use_transformer_engine=True, vp_stage=vp_stage)
     shared_windows = config.window_size is not None and config.context_parallel_size > 1
@@ -109,6 +110,8 @@ def transformer_engine(
 
         parts = GatedDeltaNetSubmodules(TELayerNormColumnParallelLinear, UncentredTENorm, TERowParallelLinear)
         _put_delta_nets(block, config, vp_stage, ModuleSpec(delta_net, submodules=parts))
+    for layer in block.layer_specs if adapted else []:
+        _separate_norms(layer)
     return block
 
 
@@ -128,6 +131,21 @@ def local(config: TransformerConfig, vp_stage: int | None, delta_net: type) -> T
         parts = GatedDeltaNetSubmodules(ColumnParallelLinear, UncentredRMSNorm, RowParallelLinear)
         _put_delta_nets(block, config, vp_stage, ModuleSpec(delta_net, submodules=parts))
     return block
+
+
+def _separate_norms(layer: ModuleSpec) -> None:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TELayerNormColumnParallelLinear, TENorm
+
+    parts, attention, mlp = layer.submodules, layer.submodules.self_attention.submodules, layer.submodules.mlp.keywords["submodules"]
+    for owner, norm, holder, linear in (
+        (parts, "input_layernorm", attention, "linear_qkv"),
+        (attention, "q_layernorm", attention, "linear_q_up_proj"),
+        (attention, "kv_layernorm", attention, "linear_kv_up_proj"),
+        (parts, "pre_mlp_layernorm", mlp, "linear_fc1"),
+    ):
+        if getattr(holder, linear, None) is TELayerNormColumnParallelLinear:
+            setattr(owner, norm, TENorm)
+            setattr(holder, linear, TEColumnParallelLinear)
 
 
 def _of_attention(config: TransformerConfig) -> TransformerConfig:

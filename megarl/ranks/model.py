@@ -74,7 +74,13 @@ class Model:
         self.description = ModelDescription.read(path)
         self._config = transformer_config(self.description, settings, layout, backend)
         self._modules: list[Any] = build_chunks(
-            self._config, self.description, backend, grad=optimizer is not None and lora is None, head=head, fp32_head=settings.fp32_head
+            self._config,
+            self.description,
+            backend,
+            grad=optimizer is not None and lora is None,
+            head=head,
+            fp32_head=settings.fp32_head,
+            adapted=lora is not None,
         )
         if blank and lora is None:
             for module in self._modules:

@@ -20,6 +20,7 @@ from megarl.parallel.weights import local_parameters
 from megarl.ranks.learner import Learner, TrainSpec
 from megarl.ranks.megatron_worker import RankSettings
 from megarl.sync.wire import each
+from tests.distributed import fused_layers
 from tests.distributed.test_learner import OBJECTIVES, plan
 from tests.distributed.tiny_training import Job, Report, build, learn, moved
 
@@ -57,6 +58,19 @@ def saved(grid: Grid, job: Job, target: Path) -> dict[str, Tensor]:
     policy = build(grid, job)
     save_hf(policy.chunks, ModelDescription.read(job.path), grid, target)
     return factors(grid, policy, job)
+
+
+def beside_fused_layers(grid: Grid, job: Job) -> tuple[dict[str, Tensor], Report, Report]:
+    """As `factor_gradients`, and the log-probs with the adapters and without them, of a model of grouped experts, with Megatron's spec for
+    Transformer Engine; see `fused_layers`."""
+    fused_layers.install(choose())
+    policy = build(grid, job)
+    names = [name for chunk in policy.chunks for name, _ in chunk.named_parameters()]
+    assert any("experts.linear_fc1.weight0" in name for name in names) and not any("layer_norm_weight" in name for name in names)
+    on = learn(grid, policy, job, forward_only=True)
+    with without_adapters(policy.chunks):
+        off = learn(grid, policy, job, forward_only=True)
+    return factor_gradients(grid, job), on, off
 
 
 def read_back(grid: Grid, job: Job) -> dict[str, Tensor]:

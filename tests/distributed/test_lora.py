@@ -15,7 +15,7 @@ from megarl.models.adapters import PEFT, PEFT_FOLDER, PEFT_WEIGHTS, PROVEN
 from megarl.models.description import ModelDescription
 from megarl.observe.metrics import merge, scalars
 from tests.distributed.checkpoint_work import plain_tensors, resume, resume_from_memory, train_and_save
-from tests.distributed.lora_work import factor_gradients, read_back, saved, scores, supervised
+from tests.distributed.lora_work import beside_fused_layers, factor_gradients, read_back, saved, scores, supervised
 from tests.distributed.test_learner import counted
 from tests.distributed.tiny_families import Make, layouts
 from tests.distributed.tiny_training import BY_GRADIENTS, Job, Report, assert_same_gradients, gradients, make_checkpoint
@@ -136,6 +136,25 @@ def test_the_gradients_of_every_family_are_those_of_the_merged_weights(pool: Poo
     for many in (pool.run(factor_gradients, Layout(), job)[0], pool.run(factor_gradients, layout, on(layout, job))[0]):
         assert many.keys() == expected.keys() and not any(many[name].any() for name in unused)
         assert_same_gradients(*({name: one[name] for name in expected.keys() - unused} for one in (many, expected)))
+
+
+@pytest.mark.parametrize("family", rows(["qwen3_moe", "deepseek_v3", "glm4_moe"], ["deepseek_v3"]))
+def test_adapters_see_the_inputs_of_fused_layers_and_the_tokens_of_grouped_experts(pool: Pool, make: Make, family: str) -> None:
+    """Transformer Engine's layers have the norms before them inside, and one layer for all experts of a rank: stand-ins, in Megatron's own
+    spec and its own module of grouped experts. The gradients are those beside local layers, and so is the model without its adapters."""
+    base = make(family, layers=3, vocab_size=128)
+    job = Job(base, optimizer=BY_GRADIENTS, lora=LORA)
+    [expected], [(adapted, off, _)] = pool.run(factor_gradients, Layout(), job), pool.run(scores, Layout(), job)
+    used = {name for name, gradient in expected.items() if gradient.any()}  # the others are of experts that no token was sent to
+    assert len(used) > 3 * len(expected) / 4
+    recomputed = {Layout(): "selective", Layout(ranks=2, tp=2, ep=2): "full", Layout(ranks=2, tp=2, etp=2): "none"}
+    for layout, recompute in recomputed.items():
+        again = replace(on(layout, job), recompute=recompute)  # type: ignore[arg-type]
+        many, mine, plain = pool.run(beside_fused_layers, layout, again)[0]
+        assert many.keys() == expected.keys()
+        assert_same_gradients(*({name: one[name] for name in used} for one in (many, expected)))
+        if layout.ranks == 1:
+            assert largest_gap(mine, adapted) <= 1e-5 and largest_gap(plain, off) <= 1e-5 < largest_gap(mine, plain)
 
 
 def test_a_peft_directory_holds_the_adapters_and_gives_them_back(pool: Pool, path: Path, tmp_path: Path) -> None:

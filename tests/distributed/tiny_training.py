@@ -128,7 +128,8 @@ def build(grid: Grid, job: Job) -> Trainable:
     """The loaded policy of this rank, ready to train."""
     model = ModelDescription.read(job.path)
     settings = ModelSettings(path=job.path, dtype=job.dtype, recompute=job.recompute, megatron=job.megatron)
-    chunks = build_chunks(transformer_config(model, settings, grid.layout, choose()), model, choose(), grad=job.lora is None)
+    config, adapted = transformer_config(model, settings, grid.layout, choose()), job.lora is not None
+    chunks = build_chunks(config, model, choose(), grad=not adapted, adapted=adapted)
     load_hf(chunks, model, grid)
     if job.lora is not None:
         put_adapters(chunks, model, job.lora, grid)

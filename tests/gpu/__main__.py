@@ -1,7 +1,7 @@
 """`python -m tests.gpu [PART ...]`: what one GPU is to show, within ten minutes; one line of JSON a part.
 
 It needs torch, numpy, psutil, safetensors, einops, packaging, PyYAML and the packages of wheels.txt; neither Ray nor vLLM nor Transformer
-Engine.
+Engine, whose layers it tries in bfloat16 where it is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import converting, handing_over, layers, memory, numbers, shards, storing, training
+from tests.gpu import adapting, converting, handing_over, layers, memory, numbers, shards, storing, training
 from tests.gpu.process import Ranks
 from tests.gpu.report import Report
 
@@ -39,6 +39,11 @@ class Work:
 def _training(work: Work) -> None:
     half = None if work.simulated else work.ranks.gpu()
     training.check(work.ranks.gpu(exact=True), work.ranks.cpu(), work.report, work.directory, half=half)
+
+
+def _adapters(work: Work) -> None:
+    half = None if work.simulated else work.ranks.gpu()
+    adapting.check(work.ranks.gpu(exact=True), work.ranks.cpu(), work.report, work.directory, half=half)
 
 
 def _storing(work: Work) -> None:
@@ -62,6 +67,7 @@ PARTS: dict[str, Callable[[Work], None]] = {
     "shards": lambda work: shards.check(work.ranks.gpu(), work.report, small=work.simulated),
     "numbers": lambda work: numbers.check(work.ranks.gpu(exact=True), work.ranks.cpu(), work.report, small=work.simulated),
     "training": _training,
+    "adapters": _adapters,
     "weights": _measured(memory.weights),
     "layers": lambda work: layers.check(work.ranks.gpu(), work.report, small=work.simulated),
     "parking": _measured(memory.parking),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megarl.config import Layout
-from tests.gpu import converting, handing_over, layers, memory, numbers, shards, storing, training
+from tests.gpu import adapting, converting, handing_over, layers, memory, numbers, shards, storing, training
 from tests.gpu.__main__ import PART_S, PARTS, main
 from tests.gpu.process import Rank, Run, imported
 from tests.gpu.report import Report, largest
@@ -74,6 +74,10 @@ def test_the_gpus_path_mixes_no_devices_and_trains_as_the_cpu_does(there: Run, c
     training.check(there, cpu, report, tmp_path)
     [figures] = report.figures.values()
     assert figures["layers"] == "GPU: the layers of float32 are Megatron's local ones with torch's attention"
+
+
+def test_adapters_have_the_cpus_gradients(there: Run, cpu: Run, report: Report, tmp_path: Path) -> None:
+    adapting.check(there, cpu, report, tmp_path)
 
 
 def test_checkpoints_cross_from_the_cpu_to_the_gpu_and_back(there: Run, cpu: Run, report: Report, tmp_path: Path) -> None:

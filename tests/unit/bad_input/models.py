@@ -65,6 +65,12 @@ TABLE = [
         r"^model\.megatron\.gradient_accumulation_fusion=True: needs cluster\.gpus=true and model\.dtype=bfloat16$",
     ),
     Case(
+        "adapters of layers that Megatron goes around",
+        "train",
+        given("model.lora.rank=4", "model.megatron.moe_shared_expert_overlap=true"),
+        r"^model\.megatron\.moe_shared_expert_overlap=True: not with model\.lora: adapters of shared experts are proven on layers that",
+    ),
+    Case(
         "a gradient that needs an extension that nobody installs",
         "train",
         given("model.megatron.defer_embedding_wgrad_compute=true"),
