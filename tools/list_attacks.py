@@ -54,7 +54,7 @@ def score(value: float | None, error: Beginnings) -> str:
 def attacks() -> str:
     """Return the sections of the page."""
     signals = ((fault.victim, fault.number.name, str(fault.status), readable(fault.line)) for fault in FAULTS)
-    inputs = ((case.verb, case.name, readable(case.line)) for case in INPUTS)
+    inputs = ((case.verb, case.name.removeprefix(f"{case.verb} "), readable(case.line)) for case in INPUTS)
     responses = ((name.replace("_", " "), score(*come_to)) for name, come_to in EXPECTED.items())
     return "\n".join(
         [

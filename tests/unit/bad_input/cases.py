@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import struct
 from collections.abc import Callable, Mapping
@@ -26,6 +28,7 @@ log: {{tensorboard: false}}
 GYM = "{{type: reasoning_gym, dataset: spell_backward, seed: 7, items: 8}}"
 ENGINES = "reward: {{source: {{type: reasoning_gym}}}}\nrollout: {{max_prompt_tokens: 64, max_response_tokens: 64, kv_cache_mb: 16}}\n"
 LEARN = "{{steps: 1, batch_size: 2, max_tokens: 64, micro_batch_tokens: 256}}\n"
+EPISODES = ("data.train={type: episodes, seed: 1, items: 64}", "reward={source: {type: environment}}")
 VERBS = {
     "train": RL,
     "value": RL,
@@ -76,6 +79,29 @@ def given(*overrides: str) -> Make:
         str(room.config()),
         *(override.replace("HERE", str(room.here)).replace("MODEL", str(room.model)) for override in overrides),
     ]
+
+
+def typed(*arguments: str) -> Make:
+    """The same, where FILE=TEXT is a file of the model, or what its config.json says otherwise, and EPISODES need an environment."""
+    files = dict(argument.split("=", 1) for argument in arguments if re.match(r"\w+\.(json|jinja)=", argument))
+    lists = (EPISODES if argument == "EPISODES" else (argument,) for argument in arguments if argument.split("=")[0] not in files)
+    overrides = [override for one in lists for override in one]
+
+    def change(copy: Path) -> None:
+        for name, text in files.items():
+            before = json.loads((copy / name).read_text()) if name == "config.json" else None
+            (copy / name).write_text(text if before is None else json.dumps({**before, **json.loads(text)}))
+
+    return model(change, *overrides) if files else given(*overrides)
+
+
+def refusals(file: Path) -> list[Case]:
+    """The cases of a text: the verb and its arguments as a shell reads them, then the line, in which ... stands for any text."""
+    cases = []
+    for command, line in re.findall(r"^(\w.*)\n    (.*)$", file.read_text(), re.M):
+        verb, *arguments = shlex.split(command)
+        cases.append(Case(command, verb, typed(*arguments), f"^{'.*'.join(map(re.escape, line.split('...')))}$"))
+    return cases
 
 
 def config(text: bytes | Callable[[], bytes]) -> Make:

@@ -23,9 +23,10 @@ from megarl.host.termination import SIGNALS
 from megarl.observe.console import Screen
 from megarl.observe.writers import read_json_lines
 from tests.unit.bad_input import bases, configurations, data, directories, environments, models, runs
-from tests.unit.bad_input.cases import VERBS, Case, Make, Room, given
+from tests.unit.bad_input.cases import VERBS, Case, Make, Room, given, refusals
 
-TABLE = [case for table in (configurations, models, bases, data, directories, environments, runs) for case in table.TABLE]
+TABLE = refusals(Path(__file__).with_name("refusals.txt"))
+TABLE += [case for table in (configurations, models, bases, data, directories, environments, runs) for case in table.TABLE]
 ALARM_S, CPU_S, MEMORY_MB = 120, 10.0, 512
 ITEM_S = gym.ITEM_S
 
