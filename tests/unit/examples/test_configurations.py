@@ -13,32 +13,10 @@ import yaml
 from megarl.checks.train import check_train
 from megarl.config import DpoConfig, EvalConfig, PairsConfig, RmConfig, RunSettings, ServeConfig, SftConfig, TrainConfig, load
 from megarl.models.families import family_of
+from tests.published_models import MODELS, config_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+QWEN3_30B_A3B = {**config_of(MODELS["Qwen3-30B-A3B"]), "torch_dtype": "bfloat16"}
 
 
 def keys_of(path: Path) -> set[str]:

@@ -23,72 +23,11 @@ from megarl.models.hf import read_config, stack_of
 from megarl.models.megatron_fields import check_fields, fixed_fields, megatron_fields, unread
 from megarl.models.te_names import from_te, to_te
 from megarl.parallel.weights import canonical
+from tests.published_models import MODELS, config_of
 from tools.make_tiny_model import FAMILIES as TINY
 from tools.make_tiny_model import build
 
-# The published config.json, as far as it says anything of shapes.
-DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-# What Kimi-K2's has otherwise.
-KIMI_K2: dict[str, Any] = {
-    **{key: value for key, value in DEEPSEEK_V3.items() if key != "num_nextn_predict_layers"},
-    "model_type": "kimi_k2",
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 131072,
-    "n_group": 1,
-    "n_routed_experts": 384,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "num_nextn_predict_layers": 0,
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
-    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "beta_fast": 1.0, "factor": 32.0},
-    "rope_theta": 50000.0,
-    "routed_scaling_factor": 2.827,
-    "topk_group": 1,
-    "vocab_size": 163840,
-}
+DEEPSEEK_V3, KIMI_K2 = (config_of(MODELS[name]) for name in ("DeepSeek-V3", "Kimi-K2-Instruct"))
 LAST = {"num_layers_in_last_pipeline_stage": 1}
 
 
