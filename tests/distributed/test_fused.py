@@ -180,7 +180,9 @@ def attentions(grid: Grid) -> list[bool]:
         config, use_transformer_engine=not use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     config = transformer_config(ModelDescription.of(TINY), ModelSettings(path=Path("model")), grid.layout, choose())
-    blocks = [spec.transformer_engine(config, None, torch_attention, choose().delta_net, adapted=False) for torch_attention in (False, True)]
+    blocks = [
+        spec.transformer_engine(config, None, torch_attention, choose().delta_net, adapted=False) for torch_attention in (False, True)
+    ]
     kinds = [{layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs} for block in blocks]
     return [kind == {attention.PackedAttention} for kind in kinds]
 
