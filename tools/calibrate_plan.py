@@ -155,7 +155,7 @@ def planned(row: Mapping[str, Any], directory: Path) -> tuple[TrainConfig, Model
             "dtype": "bfloat16",
             "recompute": row.get("recompute", "none"),
             "megatron": megatron,
-            "drop_mtp": True,
+            "mtp": "drop",
         },
         "layout": {"ranks": row["gpus"], "etp": 1, **sizes},
         "rollout.replicas": (row["gpus"] if shared else row["engines"]) // (tp * dp),

@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parallel = {name: getattr(given, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp")}
         ranks = math.lcm(given.tp * given.pp * given.cp, given.ep * given.etp * given.pp)
         layout = Layout(ranks=ranks, **parallel)
-        model = check_checkpoint(given.model, drop_mtp=given.drop_mtp)
+        model = check_checkpoint(given.model, mtp="drop" if given.drop_mtp else None)
         ends = {"first": given.first_layers, "last": given.last_layers}
         megatron = {f"num_layers_in_{end}_pipeline_stage": layers for end, layers in ends.items() if layers is not None}
         check_layout(model, layout, megatron)

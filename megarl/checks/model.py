@@ -40,7 +40,9 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
     settings, gpus = config.model, config.cluster.gpus
     with where_present("the run's directory"):
         check_directory(config.run_dir, config.directory)
-    model = check_checkpoint(settings.path, head, drop_mtp=settings.drop_mtp, drop_images=settings.drop_images)
+    if settings.mtp == "keep" and head == "value":
+        raise ConfigError("model.mtp=keep: a model with a scalar head has no multi-token prediction layers (drop leaves them out)")
+    model = check_checkpoint(settings.path, head, mtp=settings.mtp, drop_images=settings.drop_images)
     check_layout(model, config.layout, settings.megatron)
     check_fields(settings.megatron, fixed_fields(model, settings.dtype, config.layout), settings.recompute)
     if settings.lora is not None:

@@ -45,7 +45,7 @@ def check_base(settings: ModelSettings, model: ModelDescription, rollout: Rollou
     base, path = settings.base, settings.path
     if base is None:
         return
-    base_model = check_checkpoint(base, key="model.base", drop_mtp=settings.drop_mtp, drop_images=settings.drop_images)
+    base_model = check_checkpoint(base, key="model.base", mtp=settings.mtp and "drop", drop_images=settings.drop_images)
     if base_model.config["architectures"] != model.config["architectures"]:
         raise ConfigError(f"model.base: {base} has a different architecture from model.path={path}")
     left, right = _engine_inputs(base_model), _engine_inputs(model)
@@ -165,7 +165,7 @@ def check_other_model(
         ConfigError: starting with `key`: the model is incomplete, the layout does not divide it, its tokenizer differs from the policy's,
             or its context is too short.
     """
-    model = check_checkpoint(path, head=head, key=key, drop_mtp=policy.drop_mtp, drop_images=policy.drop_images)
+    model = check_checkpoint(path, head=head, key=key, mtp=policy.mtp and "drop", drop_images=policy.drop_images)
     try:
         check_layout(model, layout, policy.megatron)
     except ConfigError as error:

@@ -248,14 +248,14 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     Returns:
         The configuration as a tree, and notes by key.
     """
-    description = check_checkpoint(model.absolute(), drop_mtp=True, drop_images=True)
+    description = check_checkpoint(model.absolute(), mtp="drop", drop_images=True)
     tokenizer = load_tokenizer(model.absolute())
     room, chat = description.room, bool(tokenizer.chat_template)
     source: Tree = {"type": "file", "path": str(data)}
     tree: Tree = {"name": data.stem, "seed": 1, "model": {"path": str(model), "dtype": "float32" if cpu else "bfloat16"}}
     predictors = description.family.predictors(description.config)
     further = bool(predictors) and (not has_weights(model) or any(name.startswith(predictors) for name in inventory(model)))
-    tree["model"] |= {"drop_mtp": True} if further else {}
+    tree["model"] |= {"mtp": "keep"} if further else {}
     tree["model"] |= {"drop_images": True} if description.sees_images else {}
     if not cpu:
         tree["model"] |= {"recompute": "full"} if model_elements(description) >= LARGE else {}

@@ -34,7 +34,7 @@ from megarl.config.environment import (
 )
 from megarl.config.inference import EvalConfig, PairsConfig, ServeConfig
 from megarl.config.loading import dump, load
-from megarl.config.model import CriticSettings, DistillationSettings, Layout, LoraSettings, ModelSettings, OptimizerSettings
+from megarl.config.model import CriticSettings, DistillationSettings, Layout, LoraSettings, ModelSettings, Mtp, OptimizerSettings
 from megarl.config.rewards import (
     EnvironmentReward,
     FunctionReward,
@@ -96,6 +96,7 @@ __all__ = [
     "ModelReward",
     "LoraSettings",
     "ModelSettings",
+    "Mtp",
     "OptimizerSettings",
     "PairsConfig",
     "PairSource",

@@ -13,6 +13,8 @@ from megarl.algorithms.ops import Averaging
 from megarl.config.section import Beta, Fraction, Passes, Place, Section, StepsOrNone
 from megarl.errors import ConfigError
 
+Mtp = Literal["drop", "keep"]
+
 
 class LoraSettings(Section):
     """Low-rank adapters: they are trained, and the model's own weights are not. The reference is the model without them."""
@@ -46,10 +48,18 @@ class ModelSettings(Section):
     """Any fields of megatron.core's TransformerConfig that megarl does not set itself; names and types are checked."""
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of the weights; null: train the weights."""
-    drop_mtp: bool = False
-    """Drop a checkpoint's multi-token prediction layers, which are not trained; without this, such a checkpoint is refused."""
+    mtp: Mtp | None = None
+    """Keep a checkpoint's multi-token prediction layers in what is saved, unchanged, or drop them; null: such a checkpoint is refused."""
     drop_images: bool = False
     """Drop what sees images of a model of text and images, which is not trained; without this, such a checkpoint is refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_runs(cls, given: Any) -> Any:
+        """Read drop_mtp, a boolean in the place of which there is mtp now."""
+        if not isinstance(given, dict) or type(given.get("drop_mtp")) is not bool or "mtp" in given:
+            return given
+        return {**{key: value for key, value in given.items() if key != "drop_mtp"}, "mtp": "drop" if given["drop_mtp"] else None}
 
 
 class Layout(Section):

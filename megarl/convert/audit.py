@@ -12,6 +12,7 @@ from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from megarl.checkpoints.files import StoredFile
+from megarl.config import Mtp
 from megarl.convert.plan import STORED, PlannedParameter
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName
@@ -36,6 +37,7 @@ class Source:
     head: HeadKind  # which the converted model is to have; "value" may start from a language model
     held: Mapping[str, TensorInfo]  # the tensors that are used
     left_out: Mapping[str, str]  # name of every other tensor -> why it is not used
+    kept: tuple[str, ...] = ()  # of those used, multi-token prediction layers, which go into a file of their own
 
     @property
     def hf(self) -> Path:
@@ -52,7 +54,7 @@ class Source:
         """Return what identifies the source: the size and modification time of every file that is read."""
         stats = {file.name: file.stat() for file in sorted({info.file for info in _stored(self.held).values()})}
         files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-        return {"source": str(self.path.resolve()), "files": files, "options": {}}
+        return {"source": str(self.path.resolve()), "files": files, "options": {"kept": len(self.kept)}}
 
     def dtype(self, weight: Weight, names: tuple[CheckpointName, ...]) -> str:
         """Return the dtype of a parameter, by safetensors' name."""
@@ -78,14 +80,14 @@ class Source:
         return totals([(info.shape, info.dtype) for info in _stored(self.held).values()])
 
 
-def audit(path: Path, head: HeadKind, *, drop_mtp: bool, drop_images: bool) -> Source:
+def audit(path: Path, head: HeadKind, *, mtp: Mtp | None, drop_images: bool) -> Source:
     """Account for every tensor of a directory, for a model with `head`. Reads only headers, and tied weights if they are stored twice.
 
     Args:
         path: the Hugging Face directory.
         head: the head that the model is to have; "value" may start from a language model.
-        drop_mtp: multi-token prediction layers are allowed, and are left out.
-        drop_images: so is what sees images.
+        mtp: multi-token prediction layers are allowed, and left out or kept.
+        drop_images: what sees images is allowed, and left out.
 
     Returns:
         The tensors that are used, and why the others are not.
@@ -94,15 +96,19 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool, drop_images: bool) -> S
         ConfigError: one line: whatever `check_checkpoint` refuses, bytes of a file that belong to no tensor or to two, a tensor that the
             index does not name.
     """
-    model, held = check_checkpoint(path, head, drop_mtp=drop_mtp, drop_images=drop_images), inventory(path)
+    if mtp == "keep" and head == "value":
+        raise ConfigError("convert: --keep-mtp: a model with a scalar head has no multi-token prediction layers")
+    check_checkpoint(path, head, mtp=mtp, drop_images=drop_images)
+    model, held = ModelDescription.read(path, keeps_mtp=mtp == "keep"), inventory(path)
     stored_tensors, activations = _stored(held), scales_of_activations(held)
     for file in sorted({info.file for info in stored_tensors.values()}):
         _check_file(file, stored_tensors)
     used = {name for weight in model.weights(head) for name in weight.hf}
     left_out = {}
     predictors, optional = model.family.predictors(model.config), set(model.family.optional(model.config))
-    for name in held.keys() - (used & model.expected().keys()):
-        if predictors and name.startswith(predictors):
+    kept = model.predictors.held() if model.predictors is not None else {}
+    for name in held.keys() - (used & model.expected().keys()) - kept.keys():
+        if name.startswith(predictors):
             left_out[name] = MTP
         elif model.family.images is not None and name.startswith(model.family.images.tower):
             left_out[name] = IMAGES
@@ -113,7 +119,7 @@ def audit(path: Path, head: HeadKind, *, drop_mtp: bool, drop_images: bool) -> S
         else:
             assert model.head != head, f"{name} is not accounted for"
             left_out[name] = "another head"
-    return Source(path, model, head, {name: info for name, info in held.items() if name not in left_out}, left_out)
+    return Source(path, model, head, {name: info for name, info in held.items() if name not in left_out}, left_out, tuple(kept))
 
 
 def _check_file(file: Path, held: Mapping[str, TensorInfo]) -> None:

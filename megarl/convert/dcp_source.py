@@ -86,6 +86,8 @@ class DcpSource:
     """
 
     expected: dict[str, str] = {}  # no hashes are known of what another program wrote
+    kept: tuple[str, ...] = ()  # whose multi-token prediction layers have other names
+    predictors: Path | None = None
 
     def __init__(self, path: Path, like: Path, drop_mtp: bool) -> None:
         self.path, self.hf = path, like

@@ -13,6 +13,7 @@ from megarl.text.paths import nameable
 from megarl.text.stdout import say
 
 if TYPE_CHECKING:
+    from megarl.config import Mtp
     from megarl.convert.audit import Source
     from megarl.convert.conversion_directory import ConversionDirectory
     from megarl.convert.dcp_source import DcpSource
@@ -37,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     one = verbs.add_parser("hf-to-megatron", help="a Hugging Face directory into OUT/step_000000")
     one.add_argument("source", type=Path, metavar="HF_DIR")
     one.add_argument("out", type=Path, metavar="OUT", nargs="?", help="required, except with --plan")
+    one.add_argument("--keep-mtp", action="store_true", help="keeps multi-token prediction layers in a file of their own, unchanged")
     one.add_argument("--head", choices=("lm", "value"), help="value: a critic or reward model, from a language model with a fresh head")
     two = verbs.add_parser("megatron-to-hf", help="a Megatron checkpoint, megarl's or another program's, into a Hugging Face directory")
     two.add_argument(
@@ -110,7 +112,8 @@ def main(arguments: Sequence[str]) -> int:
             str(error)
             .replace("model.path: ", "convert: ")
             .replace("checkpoint: ", "convert: ")
-            .replace("model.drop_mtp=true", "--drop-mtp")
+            .replace("model.mtp=keep", "--keep-mtp")
+            .replace("model.mtp=drop", "--drop-mtp")
             .replace("model.drop_images=true", "--drop-images")
         )
         raise ConfigError(said) from None
@@ -138,9 +141,10 @@ def _audited(given: argparse.Namespace) -> Source:
     from megarl.convert.audit import audit
     from megarl.models.description import ModelDescription
 
-    return audit(
-        given.source, given.head or ModelDescription.read(given.source).head, drop_mtp=given.drop_mtp, drop_images=given.drop_images
-    )
+    if given.keep_mtp and given.drop_mtp:
+        raise ConfigError("convert: --keep-mtp and --drop-mtp")
+    mtp: Mtp | None = "keep" if given.keep_mtp else "drop" if given.drop_mtp else None
+    return audit(given.source, given.head or ModelDescription.read(given.source).head, mtp=mtp, drop_images=given.drop_images)
 
 
 def _to_steps(source: Source | DcpSource, given: argparse.Namespace) -> int:
@@ -189,7 +193,7 @@ def _checkpoint(given: argparse.Namespace) -> StepSource | DcpSource:
     _check_directory(given.source)
     step = find_step(given.source)
     if step is not None:
-        return StepSource(step, given.model, given.like)
+        return StepSource(step, given.model, given.like, given.drop_mtp)
     folder = find_dcp(given.source, given.model)
     if folder is None:
         raise ConfigError(f"convert: {given.source} has no step directories, and no checkpoint of Megatron-LM, slime or verl")

@@ -17,6 +17,7 @@ from megarl.models.arithmetic import differences
 from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.description import ModelDescription
 from megarl.models.hf import CONFIG, CONVERSION
+from megarl.models.predictors import KEPT
 from megarl.models.weight_map import HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import DcpReader
 from megarl.parallel.checkpoint.index import Shard, check_cover, read_index
@@ -39,12 +40,13 @@ class StepSource:
         step: the step directory.
         model: the model's name in it; None: the only one or, of several, "policy".
         like: a Hugging Face directory with config.json and tokenizer; None: use those stored in the step.
+        drop_mtp: leave out multi-token prediction layers.
 
     Raises:
         ConfigError: the step is incomplete, does not have the model, or is of another model than `like`.
     """
 
-    def __init__(self, step: Path, model: str | None, like: Path | None) -> None:
+    def __init__(self, step: Path, model: str | None, like: Path | None, drop_mtp: bool = False) -> None:
         self._step = _whole(step)
         self._name = _model(self._step, model)
         if self._step.manifest.models[self._name].get("lora") is not None:
@@ -59,7 +61,10 @@ class StepSource:
         self._weights = {key: tensor.shape for key, tensor in tensors.items() if not key.startswith(_OPTIMIZER)}
         self.head: HeadKind = "value" if HEAD in self._weights else "lm"
         self.left_out = dict.fromkeys(sorted(tensors.keys() - self._weights.keys()), "optimizer")
-        self.changes = {} if self.head == self.model.head else self.model.labels(self.head)
+        kept = self.path / HF / KEPT
+        self.predictors = kept if kept in self._step.files and not drop_mtp else None  # the file of the multi-token prediction layers
+        dropped = self.predictors is None and kept in self._step.files
+        self.changes = {} if self.head == self.model.head and not dropped else self.model.labels(self.head)
         self.expected = self._converted_before()
 
     def _read_description(self, like: Path | None) -> ModelDescription:
@@ -119,7 +124,7 @@ class StepSource:
 
     def check(self) -> None:
         """Raise ConfigError if a file that describes the model is damaged; of the tensors, reading compares the hashes."""
-        own = {path: record for path, record in self._step.files.items() if path.is_relative_to(self.hf)}
+        own = {path: record for path, record in self._step.files.items() if path.is_relative_to(self.hf) or path == self.predictors}
         for path, fault in damaged(own).items():
             raise ConfigError(f"convert: {path}: {fault}")
 

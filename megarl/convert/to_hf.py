@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, cut_shards, cut_units, make_items, place
 from megarl.convert.step_source import StepSource
 from megarl.errors import ConfigError
-from megarl.models.hf import CONVERSION, INDEX, SINGLE, TensorInfo, stack_of
+from megarl.models.hf import CONVERSION, INDEX, SINGLE, TensorInfo, header, stack_of
 from megarl.models.hf_writer import described, write_files
 from megarl.observe.card import CARD, card, run_of
 from megarl.parallel.checkpoint.dcp import memory_of
@@ -58,6 +59,7 @@ class ToHF(Conversion):
         self.items = make_items(source.model, source.head, source.dtype, NAMES[dtype] if dtype is not None else None)
         source.audit(self.items)
         self._shards = cut_shards(self.items, shard_bytes)
+        self._predictors = header(source.predictors) if source.predictors is not None else {}
         self.units = cut_units(self.items, self._shards)
         self._slots, self._headers = self._lay_out(self._shards)
 
@@ -67,7 +69,7 @@ class ToHF(Conversion):
         headers: dict[str, bytes] = {}
         for number, start in enumerate(shards):
             stop = shards[number + 1] if number + 1 < len(shards) else len(self.items)
-            file = SINGLE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            file = self._name(number)
             entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             at, found = 0, []
             for item in self.items[start:stop]:
@@ -88,6 +90,11 @@ class ToHF(Conversion):
             for name, info in found:
                 slots[name] = Slot(file, data + info.start, TensorInfo(info.shape, info.dtype, info.file, data + info.start))
         return slots, headers
+
+    def _name(self, number: int) -> str:
+        """Return the name of a file; that of the multi-token prediction layers, if there are any, is the last."""
+        files = len(self._shards) + bool(self._predictors)
+        return SINGLE if files == 1 else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
 
     @property
     def done(self) -> bool:
@@ -145,16 +152,19 @@ class ToHF(Conversion):
             assert not hashes.keys() & record["xxh128"].keys(), "a tensor was converted twice"
             hashes |= record["xxh128"]
         assert hashes.keys() == self._slots.keys(), "not every tensor was converted once"
-        for file, header in self._headers.items():
+        for file, beginning in self._headers.items():
             descriptor = os.open(self._directory.partial / file, os.O_RDWR)
             try:
-                _put(descriptor, header, 0)
+                _put(descriptor, beginning, 0)
             finally:
                 os.close(descriptor)
         files = {**self._card(), **described(self._source.hf, self._cast, self._source.changes)}
-        if len(self._headers) > 1:
-            index = dict(sorted({stack_of(name)[0]: slot.file for name, slot in self._slots.items()}.items()))
-            size = sum(slot.info.size for slot in self._slots.values())
+        if self._source.predictors is not None:
+            shutil.copyfile(self._source.predictors, self._directory.partial / self._name(len(self._shards)))
+        if len(self._headers) + bool(self._predictors) > 1:
+            placed = {stack_of(name)[0]: slot.file for name, slot in self._slots.items()}
+            index = dict(sorted((placed | dict.fromkeys(self._predictors, self._name(len(self._shards)))).items()))
+            size = sum(info.size for info in (*(slot.info for slot in self._slots.values()), *self._predictors.values()))
             files[INDEX] = (json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n").encode()
         files[CONVERSION] = json.dumps(self._report(hashes), indent=1).encode()
         write_files(self._directory.partial, files)
@@ -182,6 +192,7 @@ class ToHF(Conversion):
             "written": totals([(slot.info.shape, slot.info.dtype) for slot in self._slots.values()]),
             "compared_with_the_original": len(self._source.expected.keys() & hashes.keys()) if self._cast is None else 0,
             "left_out": self._source.left_out,
+            "kept": sorted(self._predictors),
             "tensors": found,
         }
 

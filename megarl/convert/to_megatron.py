@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.checkpoints.files import FileRecord, HashedFile, read_record, write_file
+from megarl.checkpoints.files import Content, FileRecord, HashedFile, read_record, write_file
 from megarl.checkpoints.step_writer import point
 from megarl.checkpoints.steps import HF, MANIFEST, PARTIAL, Manifest, encode, step_name, versions
 from megarl.convert.audit import Source, totals
@@ -20,6 +20,7 @@ from megarl.convert.engine import Control, Conversion
 from megarl.convert.plan import DTYPES, NAMES, PlannedParameter, Unit, check_cut, cut_units, make_items, place, ranks_of, shards, shards_of
 from megarl.models.hf import CONVERSION
 from megarl.models.hf_writer import described
+from megarl.models.predictors import KEPT
 from megarl.parallel.checkpoint.dcp import METADATA_FILES, write_metadata
 from megarl.parallel.checkpoint.index import Location, Shard, check_cover
 
@@ -119,6 +120,9 @@ class ToMegatron(Conversion):
         files |= {f"{self._model}/{name}": record for name, record in self._metadata(written).items()}
         for name, data in described(self._source.hf, self._cast, self._source.changes).items():
             files[f"{self._model}/{HF}/{name}"] = _rewrite(self._folder / HF / name, data)
+        predictors = self._source.model.predictors
+        if predictors is not None:
+            files[f"{self._model}/{HF}/{KEPT}"] = _rewrite(self._folder / HF / KEPT, predictors)
         report = json.dumps(self._report(hashes), indent=1).encode()
         files[f"{self._model}/{CONVERSION}"] = _rewrite(self._folder / CONVERSION, report)
         identity = self._source.model.identity
@@ -147,6 +151,7 @@ class ToMegatron(Conversion):
             "written": totals(written),
             "fresh": self._source.fresh(tensors),
             "left_out": dict(self._source.left_out),
+            "kept": sorted(self._source.kept),
             "tensors": tensors,
         }
 
@@ -174,7 +179,7 @@ def _merged(records: Mapping[int, UnitRecord]) -> dict[str, str]:
     return hashes
 
 
-def _rewrite(path: Path, data: bytes) -> FileRecord:
+def _rewrite(path: Path, data: Content) -> FileRecord:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     return write_file(path, data)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.models.config_json import ConfigJson
 from megarl.models.hf import CONFIG, json_object, read_config
+from megarl.models.predictors import Predictors
 from megarl.models.registry import completed, family_of, sees_images
 from megarl.models.rope import Rope
 from megarl.models.weight_map import Family, HeadKind, Multipliers, Shape, Sizes, Weight, WeightMapping
@@ -22,22 +23,23 @@ class ModelDescription:
     config: ConfigJson
     family: Family
     path: Path | None = None  # the directory that it was read from; None: made in memory
+    keeps_mtp: bool = False  # what is saved of it has the directory's multi-token prediction layers
 
     @classmethod
-    def read(cls, path: Path) -> ModelDescription:
+    def read(cls, path: Path, *, keeps_mtp: bool = False) -> ModelDescription:
         """Read a directory's config.json. Raises ConfigError if it is missing or broken, or of an architecture that is not supported."""
         config = read_config(path)
-        return cls(config, family_of(config), path)
+        return cls(config, family_of(config), path, keeps_mtp)
 
     @classmethod
-    def of(cls, config: ConfigJson, path: Path | None = None) -> ModelDescription:
+    def of(cls, config: ConfigJson, path: Path | None = None, keeps_mtp: bool = False) -> ModelDescription:
         """Describe the model of a config.json, which may leave out what has a default. Raises ConfigError as `read` does."""
         whole = completed(config)
-        return cls(whole, family_of(whole), path)
+        return cls(whole, family_of(whole), path, keeps_mtp)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send only config.json to other processes: a family consists of functions, and they have it."""
-        return ModelDescription.of, (self.config, self.path)
+        return ModelDescription.of, (self.config, self.path, self.keeps_mtp)
 
     @property
     def directory(self) -> Path:
@@ -121,7 +123,12 @@ class ModelDescription:
 
     def labels(self, head: HeadKind) -> dict[str, Any]:
         """Return the entries of config.json for `head` on the backbone; see `Family.labels`."""
-        return self.family.labels(self.config, head)
+        return self.family.labels(self.config, head, mtp=self.keeps_mtp)
+
+    @property
+    def predictors(self) -> Predictors | None:
+        """The multi-token prediction layers that belong into what is saved of it; None: there are none."""
+        return Predictors(self.directory, self.family.predictors(self.config)) if self.keeps_mtp else None
 
     def expected(self) -> dict[str, Shape]:
         """Return the name and shape of every tensor that a checkpoint must hold, with the head that config.json names."""

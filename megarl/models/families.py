@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megarl.config import ConfigError, Layout
+from megarl.config import ConfigError, Layout, Mtp
 from megarl.errors import Absent
 from megarl.host.unchecked import where_present
 from megarl.models import hf as directory
@@ -27,7 +27,7 @@ _ROWS = 4096  # rows compared at a time
 
 
 def check_checkpoint(
-    path: Path, head: HeadKind = "lm", key: str = "model.path", *, drop_mtp: bool = False, drop_images: bool = False
+    path: Path, head: HeadKind = "lm", key: str = "model.path", *, mtp: Mtp | None = None, drop_images: bool = False
 ) -> ModelDescription:
     """Check that a checkpoint holds exactly the tensors of its architecture, with the right shapes, and can initialise a model.
 
@@ -35,8 +35,8 @@ def check_checkpoint(
         path: the Hugging Face directory.
         head: the head of the model to initialise. A scalar head ("value": critic, reward model) may also start from a language model.
         key: the setting that gave the path, for messages.
-        drop_mtp: the checkpoint may contain multi-token prediction layers, which are left out.
-        drop_images: so may it what sees images.
+        mtp: the checkpoint may contain multi-token prediction layers ("drop"), or must ("keep").
+        drop_images: it may contain what sees images, which is left out.
 
     Returns:
         What its config.json says of the model.
@@ -53,7 +53,7 @@ def check_checkpoint(
         _ = model.fields  # a ConfigError if Megatron cannot compute it
         _check_identity(model)
     with where_present("the weights"), _naming(key, path):
-        _check_tensors(model, drop_mtp, drop_images)
+        _check_tensors(model, mtp, drop_images)
     return model
 
 
@@ -69,7 +69,7 @@ def _naming(key: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}") from None
 
 
-def _check_tensors(model: ModelDescription, drop_mtp: bool, drop_images: bool) -> None:
+def _check_tensors(model: ModelDescription, mtp: Mtp | None, drop_images: bool) -> None:
     """Check the tensors of a checkpoint; see `check_checkpoint`."""
     path, expected, held = model.directory, model.expected(), directory.inventory(model.directory)
     missing = [name for name in expected if name not in held]
@@ -81,11 +81,13 @@ def _check_tensors(model: ModelDescription, drop_mtp: bool, drop_images: bool) -
         raise ConfigError(f"model.path: {path}: config.json has a {QUANTIZATION}, but no tensor is stored with scales")
     predictors = model.family.predictors(model.config)
     further = sorted(name for name in held if name.startswith(predictors))
-    if further and not drop_mtp:
+    if further and mtp is None:
         raise ConfigError(
             f"model.path: {path} holds {further[0]} and {len(further) - 1} more multi-token prediction tensors, which megarl does not "
-            "train (model.drop_mtp=true leaves them out of the model and of what is saved)"
+            "train (model.mtp=keep has them unchanged in what is saved, model.mtp=drop leaves them out)"
         )
+    if mtp == "keep" and not further:
+        raise ConfigError(f"model.path: {path} holds no multi-token prediction layers (model.mtp=keep)")
     tower = () if model.family.images is None else (model.family.images.tower,)
     sights = sorted(name for name in held if name.startswith(tower))
     if sights and not drop_images:

@@ -568,10 +568,10 @@ class Family:
         [kind] = [kind for kind, head in self.heads.items() if head.architecture == config["architectures"][0]]
         return kind
 
-    def labels(self, config: ConfigJson, head: HeadKind) -> dict[str, Any]:
-        """Return the entries of config.json for `head` on the backbone of `config`, without multi-token prediction layers."""
+    def labels(self, config: ConfigJson, head: HeadKind, *, mtp: bool = False) -> dict[str, Any]:
+        """Return the entries of config.json for `head` on the backbone of `config`, with or without its multi-token prediction layers."""
         keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-        none = {key: 0 for key in keys if config.get(key)}
+        none = {key: 0 for key in keys if config.get(key) and not mtp}
         return {"architectures": [self.heads[head].architecture], **self.heads[head].labels, **none}
 
     def mappings(self, config: ConfigJson, head: HeadKind) -> list[WeightMapping]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,7 +26,9 @@ from torch import Tensor
 from megarl.errors import ConfigError, SaveError
 from megarl.models.adapters import PEFT_CONFIG, PEFT_FOLDER, PEFT_WEIGHTS, adapted, factor_weights, peft_config, target_of
 from megarl.models.description import ModelDescription
+from megarl.models.hf import header
 from megarl.models.hf_writer import CheckpointWriter, ShardWriter, stacked
+from megarl.models.predictors import KEPT
 from megarl.models.weight_map import OUTPUT, Weight
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
@@ -132,6 +134,7 @@ def save_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid, target: 
         for shards, nbytes in _written(stacked(export_stacks(chunks, model, grid, dtype, by_stage=True), model), told[0], grid):
             if writer is not None:
                 writer.include(shards, nbytes)
+        _write_predictors(model, grid, writer, told[0])
         if head_of(chunks) == "lm":
             _write_peft(chunks, model, grid, dtype, told[0])
 
@@ -143,18 +146,41 @@ def _write_peft(chunks: list[Any], model: ModelDescription, grid: Grid, dtype: t
         return
     parameters = list(adapted(model, settings).values())
     stream = export_weights(factor_weights(parameters), factor_parameters(chunks), grid, dtype)
-    tensors, fault = {name: tensor.cpu().clone() for names, stack in stream for name, tensor in each(names, stack)}, None
-    if grid.rank == 0:
+    tensors = {name: tensor.cpu().clone() for names, stack in stream for name, tensor in each(names, stack)}
+
+    def write() -> None:
         targets = (target_of(weight, one) for weight, factors in parameters for one in factors)
+        (folder / PEFT_FOLDER).mkdir()
+        save_file(tensors, folder / PEFT_FOLDER / PEFT_WEIGHTS, metadata={"format": "pt"})
+        (folder / PEFT_FOLDER / PEFT_CONFIG).write_text(json.dumps(peft_config(settings, str(model.directory), targets), indent=2) + "\n")
+
+    _on_first(write, folder, grid)
+
+
+def _write_predictors(model: ModelDescription, grid: Grid, writer: CheckpointWriter | None, folder: Path) -> None:
+    """Add the multi-token prediction layers that belong to the model, if there are any. Collective."""
+    predictors = model.predictors
+    if predictors is None:
+        return
+
+    def write() -> None:
+        assert writer is not None
+        with (folder / KEPT).open("wb") as file:
+            predictors.write(file)
+        held = header(folder / KEPT)
+        writer.include({KEPT: list(held)}, sum(info.size for info in held.values()))
+
+    _on_first(write, folder, grid)
+
+
+def _on_first(write: Callable[[], None], folder: Path, grid: Grid) -> None:
+    """Let rank 0 write something into `folder`. Raises SaveError on every rank if it could not. Collective."""
+    told: list[str | None] = [None]
+    if grid.rank == 0:
         try:
-            (folder / PEFT_FOLDER).mkdir()
-            save_file(tensors, folder / PEFT_FOLDER / PEFT_WEIGHTS, metadata={"format": "pt"})
-            (folder / PEFT_FOLDER / PEFT_CONFIG).write_text(
-                json.dumps(peft_config(settings, str(model.directory), targets), indent=2) + "\n"
-            )
+            write()
         except Exception as error:  # safetensors has its own type for a full disk
-            fault = f"rank 0: {type(error).__name__}: {one_line(str(error))}"
-    told = [fault]
+            told = [f"rank 0: {type(error).__name__}: {one_line(str(error))}"]
     dist.broadcast_object_list(told, group=grid.groups.control, group_src=0)
     if told[0] is not None:
         raise SaveError(f"{folder}: {told[0]}")

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Batch
+from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import trusted
 from megarl.config import Layout, LoraSettings, ModelSettings, OptimizerSettings
 from megarl.host.parking import Parking
 from megarl.models.description import ModelDescription
 from megarl.models.hf_writer import described
+from megarl.models.predictors import KEPT
 from megarl.observe.metrics import Max, Metric
 from megarl.parallel import schedule
 from megarl.parallel.backend import Backend
@@ -71,7 +73,7 @@ class Model:
         self._grid, self._backend = grid, backend
         self._weights_parking, self._training_parking = Parking(backend.parking_buffer), Parking(backend.parking_buffer)
         self._head = head
-        self.description = ModelDescription.read(path)
+        self.description = ModelDescription.read(path, keeps_mtp=settings.mtp == "keep" and head == "lm")
         self._config = transformer_config(self.description, settings, layout, backend)
         self._modules: list[Any] = build_chunks(
             self._config,
@@ -104,7 +106,11 @@ class Model:
         self.topk = int(self._config.moe_router_topk) if self._config.num_moe_experts else 0  # experts per token; 0: a dense model
         self.layers = int(self._config.num_layers)  # of the whole model
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), self.description.labels(head)
-        self._described = described(path, dtype, labels, trained=True) if optimizer is not None and grid.rank == 0 else {}
+        self._described: dict[str, Content] = {}
+        if optimizer is not None and grid.rank == 0:
+            self._described = {**described(path, dtype, labels, trained=True)}
+            if self.description.predictors is not None and lora is None:  # a checkpoint of adapters has no weights of the base
+                self._described[KEPT] = self.description.predictors
 
     @property
     def base(self) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config import ConfigError, Layout, ModelSettings
@@ -29,6 +31,7 @@ from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
 from megarl.sync.store import connect_store, listen_store
 from tests.distributed.exported import tensors_of
+from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import global_batch, make_checkpoint
 from tests.rank_pool import Pool
 from tests.rows import rows
@@ -130,6 +133,27 @@ def test_saved_directory_holds_the_same_tensors(pool: Pool, path: Path, tmp_path
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     assert [place.name for place in tmp_path.iterdir()] == ["out"]
+
+
+def saved_with_predictors(grid: Grid, path: Path, target: Path) -> None:
+    chunks, _ = loaded(grid, path)
+    export.save_hf(chunks, ModelDescription.read(path, keeps_mtp=True), grid, target)
+
+
+def test_kept_layers_of_multi_token_prediction_are_saved_as_they_were(pool: Pool, make: Make, tmp_path: Path) -> None:
+    path = shutil.copytree(make("glm4_moe", layers=2), tmp_path / "model")
+    own, further = (
+        stored(path),
+        {"model.layers.2.eh_proj.weight": torch.randn(8, 16).bfloat16(), "model.layers.2.enorm.weight": torch.ones(8)},
+    )
+    save_file({**own, **further}, path / "model.safetensors", metadata={"format": "pt"})
+    config = {**json.loads((path / "config.json").read_text()), "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    pool.run(saved_with_predictors, Layout(ranks=2, pp=2), path, tmp_path / "out")
+    ours = stored(tmp_path / "out")
+    assert ours.keys() == own.keys() | further.keys()
+    assert all(torch.equal(ours[name], tensor) and ours[name].dtype == tensor.dtype for name, tensor in {**own, **further}.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
 def saved_after_a_fault(grid: Grid, path: Path, target: Path) -> str:

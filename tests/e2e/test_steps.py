@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.verify import main as verify
 from megarl.config import TrainConfig, load
+from megarl.convert.main import main as convert
+from megarl.models.hf import Checkpoint
 from tests.e2e.job import EVERYTHING, Job, assert_same_step
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab, with_nan
@@ -162,9 +164,14 @@ def test_a_run_goes_on_on_any_other_layout(lab: Lab, long: bool, tmp_path: Path,
 
 FAMILIES = {
     "qwen3": ("layout.ranks=2", "layout.tp=2"),
-    "glm4_moe": ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "model.drop_mtp=true"),
+    "glm4_moe": ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "model.mtp=keep"),
 }
 PREDICTOR = "model.layers.2."  # behind the last layer
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint(path) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
 def add_predictor(model: Path) -> None:
@@ -189,9 +196,15 @@ def test_other_families_train_and_sync(lab: Lab, tmp_path: Path, family: str) ->
     assert len(steps) == 2 and all(row["actor/grad_norm"] > 0 for row in steps)
     assert all(row["training/logprob_gap_mean"] <= 1e-5 and row["training/logprob_gap_max"] <= 1e-4 for row in steps)
     assert [row.get("routing/rollout_changed_frac") for row in steps] == ([None, None] if family == "qwen3" else [0, 0])
-    before, after = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
-    assert after.keys() == {name for name in before if not name.startswith(PREDICTOR)}
-    assert json.loads((out / "config.json").read_text()).get("num_nextn_predict_layers", 0) == 0
+    before, after = load_file(model / "model.safetensors"), stored(out)
+    assert after.keys() == before.keys()
+    predictor = {name for name in before if name.startswith(PREDICTOR)}
+    assert json.loads((out / "config.json").read_text()).get("num_nextn_predict_layers", 0) == (1 if predictor else 0)
     kept = {name for name in after if (before[name] == after[name]).all()}
+    assert predictor <= kept
+    kept -= predictor
+    assert convert(["megatron-to-hf", str(tmp_path / "job"), str(tmp_path / "converted")]) == 0
+    converted = stored(tmp_path / "converted")
+    assert converted.keys() == after.keys() and all(torch.equal(converted[name], tensor) for name, tensor in after.items())
     biases = {name for name in after if name.endswith("e_score_correction_bias")}
     assert biases <= kept and all(".mlp.experts." in name for name in kept - biases), "an expert that no token chose stays"

@@ -85,7 +85,7 @@ def test_layers_for_further_tokens_are_left_out(folder: Path, capsys: pytest.Cap
     tensors = load_file(folder / "glm" / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.zeros(2)}
     save_file(tensors, folder / "glm" / "model.safetensors")
     assert main(wrote(folder, SUMS, folder / "glm", "--cpu")) == 0 and main(["train", "own.yaml", "--check"]) == 0
-    assert load(folder / "own.yaml", [], TrainConfig).model.drop_mtp and "multi-token" in (folder / "own.yaml").read_text()
+    assert load(folder / "own.yaml", [], TrainConfig).model.mtp == "keep" and "multi-token" in (folder / "own.yaml").read_text()
     assert main(["generate", str(folder / "glm"), "x", "--cpu", "--n", "0"]) == 2
     assert capsys.readouterr().err == "megarl: error: --n: Input should be greater than 0 (got 0)\n", "and it can be asked"
 

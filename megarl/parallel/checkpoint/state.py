@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.checkpoints.files import Content
 from megarl.models.description import ModelDescription
 from megarl.parallel.optimizer import Trainable
 
@@ -19,6 +20,6 @@ class ModelState:
     chunks: Sequence[Any]  # from parallel/build.py, in data-parallel wrappers or not
     description: ModelDescription
     trainable: Trainable | None = None
-    described: Mapping[str, bytes] = field(default_factory=dict)  # files saved beside the weights (rank 0's): see `hf.described`
+    described: Mapping[str, Content] = field(default_factory=dict)  # files saved beside the weights (rank 0's): see `hf.described`
     lora: Mapping[str, Any] | None = None  # of adapters, which are then all that is saved: rank, alpha, targets, the base's fingerprint
     wake: Callable[[], object] = lambda: None  # brings the tensors onto the device, which may evict those of other models

@@ -95,10 +95,45 @@ def test_layers_of_multi_token_prediction_are_left_out_where_that_is_asked_for(
     change(source, lambda tensors: tensors.update({further: torch.ones(2, 2)}))
     config = {**json.loads((source / "config.json").read_text()), "num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(config))
-    assert "(--drop-mtp leaves them out" in refused(capsys, "hf-to-megatron", source, tmp_path / "steps")
+    assert "--drop-mtp leaves them out" in refused(capsys, "hf-to-megatron", source, tmp_path / "steps")
     convert("hf-to-megatron", source, tmp_path / "steps", "--drop-mtp")
     convert("megatron-to-hf", tmp_path / "steps", tmp_path / "back")
     assert stored(tmp_path / "back") == stored(models["deepseek_v3"])
     assert read_config(tmp_path / "back")["num_nextn_predict_layers"] == 0
     report = json.loads((tmp_path / "steps" / "step_000000" / "policy" / "conversion.json").read_text())
     assert report["left_out"] == {further: "multi-token prediction"}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_layers_of_multi_token_prediction_that_are_kept_come_back_byte_for_byte(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    """Of any dtype, through a step directory, from which they can still be left out."""
+    source = shutil.copytree(models[family], tmp_path / "source")
+    prefix = "mtp." if family == "qwen3_next" else "model.layers.2."
+    further = {"eh_proj.weight": torch.randn(4, 8).bfloat16(), "enorm.weight": torch.randn(4), "bias": torch.tensor(0.5)}
+    change(source, lambda tensors: tensors.update({prefix + name: tensor for name, tensor in further.items()}))
+    count = "mtp_num_hidden_layers" if family == "qwen3_next" else "num_nextn_predict_layers"
+    (source / "config.json").write_text(json.dumps({**json.loads((source / "config.json").read_text()), count: 1}))
+    convert("hf-to-megatron", source, tmp_path / "steps", "--keep-mtp")
+    assert main(["verify", str(tmp_path / "steps")]) == 0
+    convert("megatron-to-hf", tmp_path / "steps", tmp_path / "back")
+    assert stored(tmp_path / "back") == stored(source)
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert json.loads((tmp_path / "back" / "conversion.json").read_text())["kept"] == sorted(prefix + name for name in further)
+    convert("megatron-to-hf", tmp_path / "steps", tmp_path / "without", "--drop-mtp")
+    assert stored(tmp_path / "without") == stored(models[family]) and read_config(tmp_path / "without")[count] == 0
+    file = tmp_path / "steps" / "step_000000" / "policy" / "hf" / "mtp.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert "mtp.safetensors" in refused(capsys, "megatron-to-hf", tmp_path / "steps", tmp_path / "damaged")
+
+
+def test_what_cannot_keep_layers_of_multi_token_prediction_says_so(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, said in (
+        (("--keep-mtp",), "holds no multi-token prediction layers (--keep-mtp)"),
+        (("--keep-mtp", "--drop-mtp"), "--keep-mtp and --drop-mtp"),
+        (("--keep-mtp", "--head", "value"), "--keep-mtp: a model with a scalar head has no multi-token prediction layers"),
+    ):
+        assert said in refused(capsys, "hf-to-megatron", models["deepseek_v3"], tmp_path / "steps", *options)

@@ -68,16 +68,19 @@ def test_missing_misshaped_and_unknown_tensors_are_named(tiny: dict[str, Path], 
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_multi_token_prediction_is_refused_by_name_or_left_out_by_choice(tiny: dict[str, Path], tmp_path: Path, family: str) -> None:
+def test_multi_token_prediction_is_refused_or_left_out_or_kept_by_choice(tiny: dict[str, Path], tmp_path: Path, family: str) -> None:
     further: dict[str, Tensor | None] = {f"model.layers.2.{name}": torch.zeros(2) for name in ("eh_proj.weight", "shared_head.head.weight")}
     path = copied(tiny[family], tmp_path / "mtp", further, num_nextn_predict_layers=1)
     expected = r"holds model\.layers\.2\.eh_proj\.weight and 1 more multi-token prediction tensors, which megarl does not train"
     with pytest.raises(ConfigError, match=expected):
         check_checkpoint(path)
-    assert check_checkpoint(path, drop_mtp=True).config["num_nextn_predict_layers"] == 1
+    for mtp in ("drop", "keep"):
+        assert check_checkpoint(path, mtp=mtp).config["num_nextn_predict_layers"] == 1  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"holds no multi-token prediction layers \(model.mtp=keep\)"):
+        check_checkpoint(tiny[family], mtp="keep")
     later = copied(tiny[family], tmp_path / "later", {"model.layers.3.eh_proj.weight": torch.zeros(2)}, num_nextn_predict_layers=1)
     with pytest.raises(ConfigError, match=r"holds the tensor model\.layers\.3\.eh_proj\.weight"):
-        check_checkpoint(later, drop_mtp=True)
+        check_checkpoint(later, mtp="drop")
 
 
 def test_a_tied_output_layer_may_be_stored_all_the_same(tiny: dict[str, Path], tmp_path: Path) -> None:

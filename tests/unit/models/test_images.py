@@ -34,10 +34,10 @@ def forms(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_what_is_left_out_is_named_and_asked_for(forms: tuple[Path, Path]) -> None:
     text, whole = forms
     with pytest.raises(ConfigError, match=f"holds {SIGHT} and 0 more tensors that see images"):
-        check_checkpoint(whole, drop_mtp=True)
+        check_checkpoint(whole, mtp="drop")
     with pytest.raises(ConfigError, match=f"holds {PREDICTOR} and 1 more multi-token prediction tensors"):
         check_checkpoint(whole, drop_images=True)
-    one, two = check_checkpoint(text), check_checkpoint(whole, drop_mtp=True, drop_images=True)
+    one, two = check_checkpoint(text), check_checkpoint(whole, mtp="drop", drop_images=True)
     assert not one.sees_images and two.sees_images
     assert (one.architecture, one.sizes, one.fields, one.expected()) == (two.architecture, two.sizes, two.fields, two.expected())
 
