@@ -6,8 +6,6 @@ A tiny model that is trained on right demonstrations alone leaves reinforcement 
 demonstrations copy instead of solving, and the model that has learned from them stands in for a weak base model.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Fixtures of the whole suite."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Responses as the groups of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """A tiny Qwen3.5 in the form in which its publisher stores the large ones: beside a model of images, experts in stacks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The large published models: their config.json, as far as it says anything about shapes, and what their publishers count."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

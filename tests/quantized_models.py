@@ -1,7 +1,5 @@
 """Directories of tiny models whose matrices are quantised as published checkpoints have them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

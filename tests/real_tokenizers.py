@@ -5,8 +5,6 @@ small: their templates and control tokens stand on the first merges of Qwen's, w
 TRL keeps them, word for word, for comparison.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

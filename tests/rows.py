@@ -1,7 +1,5 @@
 """Which rows of a test the suite runs: a choice that meets every law and every layout. `--long` runs all."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Signals in the process of a test."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The step directories of a run that are whole, every byte of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -7,8 +7,6 @@ directory, and the runs below it. A finished run is not repeated; one that was m
 named at the end (exit status 1), and the others continue.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

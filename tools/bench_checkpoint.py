@@ -6,8 +6,6 @@ runs that alternate between the two sides, so that a busy machine slows both; in
 reads from the page cache, as for a run that resumes on another machine. Exit status: 1 if a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

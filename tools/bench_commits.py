@@ -5,8 +5,6 @@ parameters in float32 (64 prompts with 8 responses of up to 32 tokens, and of up
 resume, conversion of 1.4 GB in bfloat16, and the check of 100,000 prompts. The table shows medians, in brackets the least and the most.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import os

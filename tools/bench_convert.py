@@ -5,8 +5,6 @@ their bytes are on the disk. The sides alternate, so that a busy machine slows a
 what the process held before. Exit status: 1 if a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ returned to the system. `--peers` installs TRL into a throw-away environment (ov
 Axes: T entries, N sequences, R rows of logits, V vocabulary.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import functools

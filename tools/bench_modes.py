@@ -9,8 +9,6 @@ episode waits for another's. `sync, all cores` has two ranks and two engines, as
 table into examples/async/figures.md. Exit status: 1 if a bound is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -5,8 +5,6 @@ and with an engine in float32; the first two also with the engine's experts repl
 differ, the gap of the log-probs, and the KL between engine and trainer. `--write` puts it into megarl/parallel/figures.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

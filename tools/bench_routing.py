@@ -10,8 +10,6 @@ r2 and r3. The replayed experts are those that the routers choose anyway, so the
 megarl/parallel/figures.md. Exit status: 1 if R3 does not halve the KL, or a replay costs more than 3 %.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -6,8 +6,6 @@ object. It prints CPU microseconds per object, the least of the rounds, which al
 number of objects fails: at 1,024 ranks an object may cost no more than `GROWTH` times what it costs at 32.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

@@ -14,8 +14,6 @@ the rounds. Exit status: 1 if two ranks and two engines take longer per token th
 if they take longer than a quarter of TRL's time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

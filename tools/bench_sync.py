@@ -6,8 +6,6 @@ reload as `load_weights` drives it, one call per tensor, with the patch of its p
 nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -1,7 +1,5 @@
 """The calls that `tools/bench_sync.py` makes into the process of an engine."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -5,8 +5,6 @@ backward, and a clipped AdamW step. Each side has a process of its own with two 
 medians of the rounds in tokens per second. Exit status: 1 if megarl is less than 1.3 times as fast, with or without the optimizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -5,8 +5,6 @@ the plan finds there itself. Published speeds are set beside those that the plan
 `megarl/plan/figures.md`. No GPU is needed, and no weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

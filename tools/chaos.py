@@ -10,8 +10,6 @@ breaks the same things in the same phases.
 Needs root, for the disk. With --write, what a whole run of the tool has shown goes into megarl/cluster/figures.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

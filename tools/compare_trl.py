@@ -7,8 +7,6 @@ TRL's `_compute_loss` runs as it stands, on a trainer that is given what it read
 Exit status: 1 if a row of the table of megarl/algorithms/as_another_system.md differs.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A disk that can be made full or slow, or hang: a file system in a file, throttled by Linux's block layer."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

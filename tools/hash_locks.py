@@ -7,8 +7,6 @@ that run on 3.11 although their metadata asks for more (setup.sh installs these 
 torch's CPU build is left out, because it is a different file on every index that has it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import subprocess

@@ -5,8 +5,6 @@
 The lists are the tests' own data. In a line, … stands for any text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of other systems' keys in `megarl/config/coming_from.md`, made from the hints that a refused key gets. `--write` writes it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path

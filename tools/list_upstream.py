@@ -3,8 +3,6 @@
 Each mend is a function of `megarl/` that calls `expect`: with the upstream function and the faulty lines that must still be there.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 from collections import defaultdict

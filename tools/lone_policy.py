@@ -1,7 +1,5 @@
 """A policy on one rank in its own process, without Ray, and batches for it, for benchmarks of the update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

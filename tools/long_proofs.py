@@ -10,8 +10,6 @@ They run one after the other. One that fails, or takes more than twice its time 
 others run all the same, and the exit status is 1. With --write, the table of tests/proofs.md gets the rows of those that ran.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -5,8 +5,6 @@ the sync that a run uses. Each row has the gap between the log-probs that the en
 same tokens, and the bytes sent; the last line has the CPU seconds to quantise a gigabyte of bfloat16 weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

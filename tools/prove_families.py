@@ -7,8 +7,6 @@ and RL of two steps with a real engine, whose weights are verified after each up
 family on two cores. With names of families, `--write` replaces their rows alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import re

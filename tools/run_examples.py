@@ -11,8 +11,6 @@ All of it takes hours on two cores, so it can be done in parts: `--write` adds t
 the tables from that whole file. Exit status: 1 if a command failed or a figure is out of range.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import fnmatch

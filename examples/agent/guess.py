@@ -4,8 +4,6 @@ It shows how small an environment is, and imports nothing of megarl. Halving the
 guessing the lower end one time in five.
 """
 
-from __future__ import annotations
-
 import random
 
 SIZE, GUESSES = 31, 6

@@ -7,8 +7,6 @@ from), calls.jsonl (conversations in which the assistant thinks and calls the to
 (preferences). Nothing in it comes from megarl.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import string

@@ -3,8 +3,6 @@
 Axes: T predicted tokens, N sequences, R rows of local logits, V local vocabulary shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

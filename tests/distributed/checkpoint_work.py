@@ -1,7 +1,5 @@
 """What the ranks of the pool do in the tests of distributed checkpoints."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

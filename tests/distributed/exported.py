@@ -1,7 +1,5 @@
 """A model as one rank has it in the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

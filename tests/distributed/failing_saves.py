@@ -1,7 +1,5 @@
 """Saves that fail: what they say, and what is there afterwards. Apart from checkpoint_work.py, which runs where there is no Ray."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

@@ -4,8 +4,6 @@ Which names and places they have is decided by Megatron's own TEGroupedMLP.shard
 that is not defined without Transformer Engine: it is compiled from Megatron's source.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Sequence

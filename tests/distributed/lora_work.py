@@ -1,7 +1,5 @@
 """What the ranks of the pool do in the tests of adapters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Checkpoints as Megatron-LM, slime and verl write them: models on ranks, saved by Megatron's own `dist_checkpointing.save`."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from typing import Any

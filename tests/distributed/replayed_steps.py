@@ -3,8 +3,6 @@
 The responses go through the real `RolloutWorker`, whose engine says what it is told. Axes: E experts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A step of the RL loop's own ranks on episodes whose contexts are samples of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace

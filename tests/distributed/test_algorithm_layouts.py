@@ -1,7 +1,5 @@
 """Every loss, its gradient, its advantages and its metrics are the same on every layout."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

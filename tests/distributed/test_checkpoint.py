@@ -1,7 +1,5 @@
 """A checkpoint of any layout continues on any other: weights and optimizer bit for bit, and the losses that follow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

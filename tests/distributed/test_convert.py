@@ -1,7 +1,5 @@
 """Converted checkpoints beside real Megatron ranks: what they save is converted, what is converted they load, and Megatron itself does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Weights go from a Hugging Face directory into any layout and come back the same, bit for bit, to a directory and to receivers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Pipeline stages of different size and kind: layers of their own number, none with experts; saved and continued on other layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A step of training is the same on every layout for every kind of family; a router's expert bias is no parameter of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Every family's weights come back as the bytes that were read, from any layout, under either head."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is made of Transformer Engine's layers on GPUs, as far as Megatron's local layers on a CPU can stand for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 The cases and the tolerances are those of the CPU's kernels (`test_logprobs`).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The grid and the schedule refuse what would hang or go wrong quietly, and listen on loopback alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.config import Layout

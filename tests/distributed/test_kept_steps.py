@@ -3,8 +3,6 @@
 Axes: T entries of a response, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Kept tokens and the log-probs over them, from vocabulary-parallel logits, against a sorted vocabulary in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

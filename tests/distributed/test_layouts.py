@@ -1,7 +1,5 @@
 """The same global batch and weights give the same loss and gradient norm on every layout. Always compared with one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The supervised stages' ranks: metrics and gradient are the same on every layout, pairs stay whole, a reward model is transformers'."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

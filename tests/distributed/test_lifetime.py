@@ -1,7 +1,5 @@
 """A model that was dropped is gone, with its memory, its process groups and their threads: one process can start and end many."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

@@ -1,7 +1,5 @@
 """Log-probs, entropies and their gradients from vocabulary-parallel logits, against the plain formula in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Low-rank adapters: their gradients on every layout are those of one rank and of the merged weights; merged, unmerged and off agree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

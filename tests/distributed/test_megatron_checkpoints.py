@@ -1,7 +1,5 @@
 """Checkpoints that Megatron's own `dist_checkpointing.save` wrote become the Hugging Face directory that they were loaded from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The built model is transformers' model; configurations that cannot be are refused in one line."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 from typing import Any

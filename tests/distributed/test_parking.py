@@ -1,7 +1,5 @@
 """A model leaves the device, or all of it but the weights, and comes back bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `optimizer.ddp` and `optimizer.megatron` set changes when work is done and where, not what comes out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`megarl plan` against real ranks: bytes of weights, gradients, optimizer and activations of the local spec, in float32 and bfloat16."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The weight maps of the large published models, without their weights: names, shapes, parameters, and who holds which slice of them."""
 
-from __future__ import annotations
-
 import re
 from math import prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Routing replay in the ranks' own steps: old log-probs, mini-batches, epochs, rollout after rollout, on several layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

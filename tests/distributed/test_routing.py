@@ -3,8 +3,6 @@
 Axes: T entries, L layers, K experts a token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A save that fails leaves what was saved before, a load takes nothing that megarl did not write, and both say why in one line."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

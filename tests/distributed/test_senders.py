@@ -1,7 +1,5 @@
 """Several ranks send one update, each its part: every receiver gets all of it, and where one fails all end at once."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The FLOPs that speeds are told by are those that torch counts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Episodes of several contexts on the ranks: log-probs of each context by itself, and the same step on any layout and any micro-batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

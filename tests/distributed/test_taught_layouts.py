@@ -1,7 +1,5 @@
 """Distillation from the teacher's likeliest tokens has the same loss and gradient on every layout, the teacher's and the policy's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

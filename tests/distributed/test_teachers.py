@@ -1,7 +1,5 @@
 """Several teachers by data source: each response gets the column of its own teacher, whatever micro-batches and layout it is scored in."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

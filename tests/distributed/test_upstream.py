@@ -1,7 +1,5 @@
 """What the mends of megatron-core's faults change, where no other test would see it."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Axes: T predicted tokens, R rows of local values, N sequences.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models of every family, by transformers, and what the ranks of the pool do with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

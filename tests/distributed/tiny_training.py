@@ -3,8 +3,6 @@
 Axes: T predicted tokens, R rows of local logits, V local vocabulary shard.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

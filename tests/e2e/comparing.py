@@ -1,7 +1,5 @@
 """Whether two runs are the same, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

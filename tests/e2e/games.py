@@ -1,7 +1,5 @@
 """Games that random weights earn something in, in every degree."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from typing import ClassVar

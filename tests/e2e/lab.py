@@ -1,7 +1,5 @@
 """One Ray session, one engine and a few ranks for many RL runs: for tests whose subject is not how a run starts."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """A reward that random weights earn in every degree, so that a few steps have a signal."""
 
-from __future__ import annotations
-
 
 def share_of_letters(*, prompt: str, response: str, answer: str, meta: dict[str, object]) -> float:
     """The share of ASCII letters in the response."""

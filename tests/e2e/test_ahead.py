@@ -1,7 +1,5 @@
 """Engines that are ahead of the ranks: how far is known, and a run is the same each time and wherever it was cut off."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 What of it can be shown in no time: tests/unit/test_clock.py.
 """
 
-from __future__ import annotations
-
 import shutil
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """Actors as the driver sees them, in the lab's Ray session."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

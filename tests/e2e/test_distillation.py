@@ -1,7 +1,5 @@
 """On-policy distillation in the real loop: the policy comes closer to a teacher of another family, wherever the teacher is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

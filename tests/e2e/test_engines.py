@@ -1,7 +1,5 @@
 """The RL loop's parts with another engine than vLLM: the actors, the placement, the responses, the new weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """RL on episodes of several turns: the step is the same on any layout, its experts are replayed, and what fails costs its episode alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

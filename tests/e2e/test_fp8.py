@@ -1,7 +1,5 @@
 """A run whose engines hold fp8 weights: rank 0 quantises what two ranks export, and the log-prob gap is measured at every step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.e2e.job import Job

@@ -1,7 +1,5 @@
 """A run whose checkpoints are on a disk that hangs, where not even SIGKILL ends a write, goes on or ends, as `save.on_failure` says."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The RL job is the same twice; evaluations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A truncated sampling in the real loop: engine and trainer have log-probs of the same distribution, that over the kept tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

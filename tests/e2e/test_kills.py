@@ -1,7 +1,5 @@
 """A run that is killed again and again, wherever it is, is the run that was not, and ends as a run ends from the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

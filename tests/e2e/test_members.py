@@ -1,7 +1,5 @@
 """A run whose engine has several members: data-parallel ranks, each in processes of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Old log-probs without a forward pass of their own: where one update follows, and from the engine (bypass mode)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

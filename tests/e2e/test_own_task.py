@@ -4,8 +4,6 @@ examples/own_task/hour.sh is the whole of it, with an engine for `megarl generat
 `--long` runs that, in processes of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

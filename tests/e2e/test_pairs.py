@@ -1,7 +1,5 @@
 """The stages that learn from pairs: accuracy and margin rise on held-out pairs, and stay what they were."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that has ended early goes on from its newest whole checkpoint as if nothing had been, or says why not. Kills: test_kills.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """PPO from a reward model: on the policy's ranks, on ranks of its own, and in another process over HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

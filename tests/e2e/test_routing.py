@@ -1,7 +1,5 @@
 """Routing replay in the real loop: routes of the real engine, on the ranks that need them, in every pass."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@
 None is part of the suite's own time: tests/slurm/test_script.py has the scripts, signals and requeues without a training run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A long run does not grow: memory, threads, descriptors and shared memory of each of its processes, seen from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

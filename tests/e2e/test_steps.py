@@ -1,7 +1,5 @@
 """A step is the same on any layout and wherever its models stand, and a run goes on on any other layout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

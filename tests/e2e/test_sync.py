@@ -1,7 +1,5 @@
 """The whole chain of weights: Megatron updates, export, transport, engine; against transformers with the exported weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

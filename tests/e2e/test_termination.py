@@ -1,7 +1,5 @@
 """A signal that comes while the driver waits for Ray."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

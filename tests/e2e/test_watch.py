@@ -1,7 +1,5 @@
 """A process that is stopped, and not dead, ends the run within its bound, and is named; unless it is a sandbox's."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

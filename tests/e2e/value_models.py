@@ -1,7 +1,5 @@
 """Value models that no training has made."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

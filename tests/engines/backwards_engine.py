@@ -1,7 +1,5 @@
 """A second engine, as small as one can be: it answers a prompt with the prompt's tokens backwards."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """Fixtures of the rollout tests: a tiny model, and the process that hosts the engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

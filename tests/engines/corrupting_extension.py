@@ -1,7 +1,5 @@
 """A worker extension for tests: damages what the engine holds, behind the back of everything that could notice."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from itertools import accumulate

@@ -3,8 +3,6 @@
 A test body is a coroutine function at module level, run in the host on one event loop that lives as long as the host.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import multiprocessing

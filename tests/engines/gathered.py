@@ -1,7 +1,5 @@
 """An engine all of whose members are in this process, so that its tests need no Ray."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from megarl.engines.engine import Meeting, Setup

@@ -1,7 +1,5 @@
 """What is on top of an engine works with any: here with one that is no vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Episodes of several turns with the real vLLM: every token's log-prob and experts are those of the whole conversation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines serve the other families too: what is sent is what they hold, and what they say afterwards is transformers' answer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """fp8 engines: they hold the trainer's quantised weights bit for bit, and compute what quantised weights and inputs give."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Generation: deterministic, complete, bounded; and the engine's processes end with whatever ends them."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """`rollout.fp32_head`: the logits of a bfloat16 engine are those of a float32 head."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """New weights for an engine at work: each token is wholly of the weights that its sample says, with its log-prob and its experts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tokens that vLLM's own sampler leaves under min-p, top-k and top-p are those that the trainer keeps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

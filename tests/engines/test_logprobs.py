@@ -1,7 +1,5 @@
 """vLLM's sampler on a CPU, with a real vocabulary: the log-prob of each sampled token is that of the distribution sampled from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention with sinks in float32 on a CPU: what a plain softmax over a sequence's keys and its sink gives, also after cached tokens."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """An engine that leaves the device to others: its memory is free, and what it says afterwards is what it would have said, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weight updates: what the engine holds and says afterwards is what was sent, and every fault is named."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """Responses leave vLLM's core whole, and are those that come token by token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the rollout tests compare with: transformers' model with other weights, its most likely tokens and log-probs, and a local sender."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path

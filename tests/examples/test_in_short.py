@@ -6,8 +6,6 @@ its accuracy 0.91.
 The full ranges are in examples/expected.yaml, and tools/run_examples.py checks them.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

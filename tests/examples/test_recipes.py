@@ -1,7 +1,5 @@
 """Every runnable recipe for a step, with --long for two, with one engine and one model rank for all of them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

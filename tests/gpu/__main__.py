@@ -4,8 +4,6 @@ It needs torch, numpy, psutil, safetensors, einops, packaging, PyYAML and the pa
 Engine, whose layers it tries in bfloat16 where it is installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Part conversion: a Hugging Face directory of 128 experts a layer to the device, and back as a stream, every tensor by its fingerprint."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

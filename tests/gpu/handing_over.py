@@ -1,7 +1,5 @@
 """Part handing_over: buckets of a weight update go to another process on the same device, without a copy: order, contents, leaks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

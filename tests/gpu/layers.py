@@ -1,7 +1,5 @@
 """Part layers: the two halves of a layer of Qwen3-30B-A3B, as megarl builds it, in the shapes of a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

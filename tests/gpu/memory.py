@@ -1,7 +1,5 @@
 """Parts device, weights, parking and optimizer: how fast bytes move that every step moves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

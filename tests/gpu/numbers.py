@@ -1,7 +1,5 @@
 """Part numbers: the losses, the fingerprints and the log-probs, on the device and on the CPU."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch

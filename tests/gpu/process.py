@@ -1,7 +1,5 @@
 """Ranks in processes of their own, each on a device of its own, so that what a GPU gives can be held against the CPU."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """What a part gives: its figures, and its faults, none of which keeps the part from going on."""
 
-from __future__ import annotations
-
 import math
 import traceback
 from collections.abc import Iterable, Iterator

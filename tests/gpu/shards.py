@@ -1,7 +1,5 @@
 """Part shards: two layers of Qwen3-30B-A3B train in the shapes of a rank (expert parallel 8, half the vocabulary); against the plan."""
 
-from __future__ import annotations
-
 import gc
 import time
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Parts storing and offload: checkpoints that cross from the CPU to the device and back, or from one kind of optimizer to the other; random
 states, parking, exported bytes."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts' bodies on the CPU: on a simulated GPU, and where they ask for memory on the CPU alone; and the command that runs them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

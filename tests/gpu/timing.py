@@ -1,7 +1,5 @@
 """Seconds and memory of work on this process's device."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

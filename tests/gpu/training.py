@@ -1,7 +1,5 @@
 """Part training: a grid of one rank over NCCL, a tiny MoE forward, three optimizer steps; against the same in float32 on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Triton without a GPU: its interpreter runs the programs of a kernel in numpy, one after the other; its compiler compiles for any GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The virtual Slurm cluster as a test sees it: commands on the control node, and what there is on each node."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A Slurm cluster for the tests of this folder, where one can be had."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

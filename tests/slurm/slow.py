@@ -1,7 +1,5 @@
 """A reward function that makes a step last."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

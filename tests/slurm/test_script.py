@@ -1,7 +1,5 @@
 """The job script on a real Slurm: what it takes for an end, and what it queues again. In the driver's place stands a script of the test."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

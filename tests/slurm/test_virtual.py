@@ -1,7 +1,5 @@
 """The virtual cluster is what the other tests take it for."""
 
-from __future__ import annotations
-
 from tests.slurm.cluster import Cluster
 from tests.slurm.virtual import GPUS
 

@@ -4,8 +4,6 @@ its own. Run as `unshare SPACES python virtual.py DIRECTORY NODES KEPT...`, as `
 Each node says that it has two CPUs and eight GPUs, which are /dev/null. The partition `many` has 64 nodes that nobody has switched on.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

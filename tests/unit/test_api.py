@@ -1,7 +1,5 @@
 """megarl from a script or a notebook."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Packing samples, and splitting them into balanced bins."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The command line as a user meets it."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import subprocess

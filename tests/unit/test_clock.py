@@ -3,8 +3,6 @@
 That nothing of megarl reads it, test_import_law.py says; here, with the libraries that megarl waits with.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`megarl config`: every key is told with its meaning, and what editors are given agrees with what megarl takes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

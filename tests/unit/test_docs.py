@@ -1,7 +1,5 @@
 """The pages name what is there: links, files, verbs, configuration keys; and their commands are ones that megarl takes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A public function of more than two parameters says what each of them is."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

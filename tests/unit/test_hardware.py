@@ -1,7 +1,5 @@
 """What asks for GPUs, as far as it can be tried without one: refusals with both numbers, and one stack that is pinned."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

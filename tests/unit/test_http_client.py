@@ -1,7 +1,5 @@
 """Connections: none takes longer than it may, whatever it waits for."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

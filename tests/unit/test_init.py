@@ -1,7 +1,5 @@
 """`megarl init`: what it writes passes every check of its verb, and holds what the data have."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

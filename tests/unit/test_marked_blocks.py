@@ -5,8 +5,6 @@ the other in one shell, in a copy of the repository. A `text` block that follows
 order, with other figures; `...` stands for lines that are left out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which network interface NCCL's sockets take, and ports that are kept for their owners."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """Where a run and whoever cleans up after it are killed together, the next start ends and removes what they left, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """What the user's shell sets is used or named: no variable changes what a run computes, or contradicts its configuration, unseen."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """When a signal ends a run: SIGUSR1 may come as often as Slurm likes, a second SIGTERM is meant."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Axes: T predicted tokens, N sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 Nothing here is shared with the product's code. `Sequence` holds the loss tokens of one response in order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

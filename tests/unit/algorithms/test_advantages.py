@@ -1,7 +1,5 @@
 """Every advantage against plain loops: groups uneven, shuffled, of one, all right, all wrong; token rewards on ragged sequences."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from typing import Any

@@ -1,7 +1,5 @@
 """The correction's weights by hand, what is shown of them, and what the loss divides by. Value, gradient and splits: with the losses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

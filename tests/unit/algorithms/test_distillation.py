@@ -1,7 +1,5 @@
 """On-policy distillation: its formula, its gradient, and the losses that it does not go with."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

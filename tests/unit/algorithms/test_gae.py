@@ -1,7 +1,5 @@
 """Advantages over time against plain recursions in float64, on ragged sequences with holes, in any order of entries."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

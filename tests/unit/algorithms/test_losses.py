@@ -1,7 +1,5 @@
 """Every policy loss against its formula: value, gradient, metrics; garbage, precision, extremes, any split of the tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing here is shared with the product's code, and no code of these systems is used. `tools/compare_trl.py` runs TRL's own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Laws that hold for any input, searched by hypothesis."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

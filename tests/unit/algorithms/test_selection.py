@@ -1,7 +1,5 @@
 """Choices of tokens over a mini-batch: against plain sorting, with ties, garbage, and one to five ranks that exchange sums alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

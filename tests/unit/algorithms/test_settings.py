@@ -1,7 +1,5 @@
 """Settings that make no sense are refused at load, with the key, the value and the reason; the resolved ones load again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

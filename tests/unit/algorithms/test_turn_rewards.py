@@ -1,7 +1,5 @@
 """Rewards of an episode's turns are earned where the turn ends, and add up to the episode's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

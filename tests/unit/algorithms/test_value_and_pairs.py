@@ -1,7 +1,5 @@
 """The critic's loss, the reward model, every preference loss and supervised training against their formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Directories that the engines cannot start from before the policy's weights come (`model.base`), as data (see `configurations`)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How the inputs of the table are made: each function says what to write into an empty directory, and which arguments name it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Configurations that are refused and no line of `refusals.txt` can say: what is wrong, the verb, how it is made, the line that it gets."""
 
-from __future__ import annotations
-
 from tests.unit.bad_input.cases import Case, Room, config, given
 
 LONG = "x" * 300

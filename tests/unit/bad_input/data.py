@@ -1,7 +1,5 @@
 """Prompts, answers, conversations and pairs that are refused, as data (see `configurations`)."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

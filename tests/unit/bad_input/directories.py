@@ -1,7 +1,5 @@
 """Places, checkpoints and arguments of tools that are refused, as data (see `configurations`)."""
 
-from __future__ import annotations
-
 from tests.unit.bad_input.cases import (
     Case,
     Make,

@@ -1,7 +1,5 @@
 """Environments and ways of sampling that are refused, as data: what is wrong, the verb, how the input is made, the line that it gets."""
 
-from __future__ import annotations
-
 from tests.unit.bad_input.cases import EPISODES, Case, template
 
 CALLS = "<tool_call>{{ tools[0].function.name if tools else '' }}</tool_call>"

@@ -1,7 +1,5 @@
 """Models that are refused, as data (see `configurations`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of runs, and what other verbs without a configuration are given, that are refused, as data (see `configurations`)."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

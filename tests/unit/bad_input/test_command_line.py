@@ -1,7 +1,5 @@
 """Bad input through the command line: one line with the dotted key and the numbers, before any process starts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Every input of the table: one line with the key and the numbers, status 2, nothing started, soon and in little memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

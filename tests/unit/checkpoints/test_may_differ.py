@@ -1,7 +1,5 @@
 """What a resumed run may change in its configuration, and what it may not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fnmatch import filter as filter_names
 from pathlib import Path

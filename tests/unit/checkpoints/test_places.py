@@ -1,7 +1,5 @@
 """Models and data that have moved are known by what they hold; others in their place are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

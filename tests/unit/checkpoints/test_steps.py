@@ -1,7 +1,5 @@
 """Step directories: complete or absent, and what is wrong with one is named. No torch, no ranks."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -4,8 +4,6 @@ MODE is Ray's: "token" or "disabled". The first node is the head; the last one, 
 place of DIRECTORY. Prints the cluster's address, and ends with its standard input. `nodes.py join ADDRESS GPUS` is a node alone.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

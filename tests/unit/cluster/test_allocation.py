@@ -1,7 +1,5 @@
 """The nodes of a Slurm job as a Ray session: who is missing, who is unfit and has to leave, who has died, and when the run is to stop."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

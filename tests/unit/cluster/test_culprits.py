@@ -1,7 +1,5 @@
 """Whoever is stopped or dies in a real session is named, and nobody else; nothing waits for it without a bound."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,8 +1,6 @@
 """A node that is lost, of a cluster with a token: it is noticed, its places are given up for others, and what its ranks had copied is on
 the next machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

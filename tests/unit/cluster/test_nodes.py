@@ -1,7 +1,5 @@
 """Clusters that somebody else has started: joined as they are; ranks and engines on the nodes that `place` names; one disk for all."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

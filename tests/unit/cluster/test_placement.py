@@ -1,7 +1,5 @@
 """Where ranks and engines go: blocks inside nodes, whole nodes as far as they go, a refusal with both numbers where there is no room."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """A private Ray session starts on a busy machine too: its processes have `cluster.start_timeout_s`, not Ray's own fixed limits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

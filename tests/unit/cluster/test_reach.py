@@ -1,7 +1,5 @@
 """Nodes whose links hang are named. The test of the links itself is a table of those that do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

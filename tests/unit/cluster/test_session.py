@@ -1,7 +1,5 @@
 """A private Ray session depends on nothing that stands in the environment, and leaves nothing behind, however its driver ends."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The watch over a session's processes: it depends on nothing that it watches."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What follows "unknown key": names of other systems lead to ours, a slip to the key of the same section."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

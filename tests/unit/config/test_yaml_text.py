@@ -1,7 +1,5 @@
 """What a configuration's text means, and that what is written is read again by any reader. What is refused: tests/unit/bad_input."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The models that are converted."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Conversion there and back gives every byte, and what is left out is written down."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

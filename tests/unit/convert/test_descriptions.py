@@ -1,7 +1,5 @@
 """What lies beside the weights comes along, and nothing that names what is not there; quantised sources come back as bfloat16."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A conversion that dies, or has no room, goes on where it was; several processes share one."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Where Megatron-LM, slime and verl write a checkpoint, by their sources, is where conversion finds it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What conversion refuses, in one line, with nothing written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

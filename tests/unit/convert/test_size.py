@@ -1,7 +1,5 @@
 """Conversion's memory, and plans of models of real size."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`megarl convert megatron-to-hf --upload`: huggingface_hub's own upload, to a server on this machine; and the model card of a run."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """An answer keeps its value from the row to the verifier."""
 
-from __future__ import annotations
-
 import json
 from decimal import Decimal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Code that would run for ever is interrupted, in the main thread and in others, and nothing is left of the bound behind it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The end of the assistant's message, and the form of its calls, where templates differ between a conversation's end and its history."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

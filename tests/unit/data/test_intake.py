@@ -1,7 +1,5 @@
 """Rows that are refused, left out or only named; control tokens inside texts and at their ends."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keys of messages, arguments of calls, and prompts of pairs: each is read as it was written, named or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows that are too long are refused with their place, or left out and counted: what is left is what a file without them holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

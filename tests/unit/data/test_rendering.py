@@ -1,7 +1,5 @@
 """What is read and learned is what the chat template writes of the whole conversation, for every layout of data; or the row is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

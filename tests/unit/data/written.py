@@ -1,7 +1,5 @@
 """Files of prompts, as people have them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

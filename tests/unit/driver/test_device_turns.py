@@ -1,7 +1,5 @@
 """Whose turn it is on shared devices, as the calls to engines and ranks tell it."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from megarl.cluster.actor_group import ActorGroup

@@ -1,7 +1,5 @@
 """Prompts go to the engine that has least to do, and from one that is lost to the others. No Ray: its calls are numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

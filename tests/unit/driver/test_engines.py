@@ -1,7 +1,5 @@
 """Engines that are lost, and those that start in their places. No Ray: an engine is a name, and a call what becomes of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

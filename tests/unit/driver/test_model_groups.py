@@ -1,7 +1,5 @@
 """What the ranks are told of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megarl.config import TrainConfig, ValueConfig, load, total_steps

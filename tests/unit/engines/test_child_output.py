@@ -1,7 +1,5 @@
 """The fault of a child process is heard by its parent, through what vLLM puts around it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

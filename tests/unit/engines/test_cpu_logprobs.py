@@ -1,7 +1,5 @@
 """The log-probs of a CPU engine over a real vocabulary (tests/engines/test_logprobs.py: of vLLM's sampler)."""
 
-from __future__ import annotations
-
 import torch
 
 from megarl.engines.vllm.cpu.logprobs import log_softmax

@@ -1,7 +1,5 @@
 """The text of a response: what ended it is no part of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

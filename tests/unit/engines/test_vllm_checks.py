@@ -1,7 +1,5 @@
 """What is known of vLLM before it starts still is what its source says."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """What an engine reports is checked before it is kept, and what is kept of a response that is cut travels once."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Environments over HTTP: the reference server, and servers that talk nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Functions of a user's own as tools: told of by signature and docstring, called in a real sandboxed process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

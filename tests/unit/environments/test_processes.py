@@ -1,7 +1,5 @@
 """Environments in processes: whatever one does ends its episode and no other, and episodes repeat themselves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

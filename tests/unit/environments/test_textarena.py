@@ -3,8 +3,6 @@
 The real one (0.7.4) was played in the sandbox on 2026-11-23: GuessTheNumber, TowerOfHanoi, FrozenLake, Blackjack, Sudoku.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tools: what they answer, and that no call reaches anything but its own sandbox, or lasts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

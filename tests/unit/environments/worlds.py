@@ -1,7 +1,5 @@
 """Environments of the tests: sound ones, and some that do what none should. Imported in the sandbox."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

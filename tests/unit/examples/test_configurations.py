@@ -1,7 +1,5 @@
 """Every example configuration is valid; the one for 32 GPUs passes every check that needs no GPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

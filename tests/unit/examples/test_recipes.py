@@ -3,8 +3,6 @@
 And the examples of a new algorithm and a new preference loss in megarl/algorithms/adding_an_algorithm.md, as they stand there.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

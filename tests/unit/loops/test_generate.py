@@ -1,7 +1,5 @@
 """`megarl generate`: what it refuses before an engine starts, in the words of its options, and what it would ask the engine for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

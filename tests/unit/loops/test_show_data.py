@@ -1,7 +1,5 @@
 """`megarl data`: the sources that a run reads, the rows that are asked for, what was left out; and the same at a run's start."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

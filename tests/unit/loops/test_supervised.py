@@ -1,7 +1,5 @@
 """The loop of the supervised stages with ranks that only count: when it ends, and whose model it leaves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which matrices have adapters, and what is refused."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

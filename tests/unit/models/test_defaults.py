@@ -1,7 +1,5 @@
 """A config.json means what transformers says it means, or is refused: every key that a family reads, missing, null, or spelt otherwise."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from typing import Any

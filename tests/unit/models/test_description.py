@@ -1,7 +1,5 @@
 """A model is described once; the description is what other processes and checks without torch are given."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

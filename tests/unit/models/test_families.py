@@ -1,7 +1,5 @@
 """What a checkpoint of each family must hold, under every spelling of its config.json, and what is refused before a process starts."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

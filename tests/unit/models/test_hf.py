@@ -1,7 +1,5 @@
 """Hugging Face directories: broken ones are refused by file name, written ones appear whole and mean the same to transformers."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Of a model of text and images its language model is read, checked, converted and described; what it leaves out is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

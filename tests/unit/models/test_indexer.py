@@ -1,7 +1,5 @@
 """The keys that a lightning indexer chooses: those of the highest scores, of equal scores the earliest."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Quantised checkpoints are read as exactly the numbers that they stand for; what cannot be read is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

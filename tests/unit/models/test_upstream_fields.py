@@ -1,7 +1,5 @@
 """What is handed on to Megatron and vLLM: no field that is refused by name has gone upstream."""
 
-from __future__ import annotations
-
 from megarl.engines.vllm import arguments
 from megarl.models.optimizer_fields import DDP, OPTIMIZER, ddp_fields, optimizer_fields
 

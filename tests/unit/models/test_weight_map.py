@@ -1,7 +1,5 @@
 """The operations of weight maps are exact inverses, read only their slices, and say what a checkpoint and a layout must be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

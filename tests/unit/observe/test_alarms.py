@@ -1,7 +1,5 @@
 """The signs of over-optimisation, each told once, by name and with advice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

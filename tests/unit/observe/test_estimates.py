@@ -1,7 +1,5 @@
 """pass@k against all choices of k responses, and intervals against what they promise."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 from statistics import fmean

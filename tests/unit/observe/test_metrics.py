@@ -1,7 +1,5 @@
 """The reductions of metrics."""
 
-from __future__ import annotations
-
 import math
 import pickle
 

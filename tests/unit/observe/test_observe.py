@@ -1,7 +1,5 @@
 """What is measured and kept of a run: phases, writers, memory, summary."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import io

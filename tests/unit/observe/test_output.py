@@ -1,7 +1,5 @@
 """What the processes of a run print is kept in its directory: whoever writes it, however they end, and no more than fits."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

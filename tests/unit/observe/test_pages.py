@@ -1,7 +1,5 @@
 """report.html and `megarl compare`: offline, and safe whatever a model, a name or a configuration holds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from html.parser import HTMLParser

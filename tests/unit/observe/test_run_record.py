@@ -1,7 +1,5 @@
 """The seconds of all starts of a run add up, in its summary, its report and the comparison."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

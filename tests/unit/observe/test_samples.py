@@ -1,7 +1,5 @@
 """What a run keeps to read, and how it is shown."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

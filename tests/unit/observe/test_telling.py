@@ -1,7 +1,5 @@
 """What a run says of itself: the parts of its start, where it goes on from, what is saved when it is interrupted, where all of it is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate of every schedule against its formula."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What Triton compiles its driver with on a GPU node. The errors are those of triton 3.7.1 on machines that lack something."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The published models of the plans."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

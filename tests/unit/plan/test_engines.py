@@ -1,7 +1,5 @@
 """Engines of one node and of several: what a GPU holds, by hand, and what is named where an engine does not fit."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`megarl plan`: the command, its examples, its laws, and what a check refuses with it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

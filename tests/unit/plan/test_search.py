@@ -1,7 +1,5 @@
 """Layouts for GPUs that are too few, or too small: what is named is what a check takes, and what would help is told with figures."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

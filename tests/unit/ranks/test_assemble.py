@@ -1,7 +1,5 @@
 """What a rank fetches of a response is in its place, however many parts it comes in."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

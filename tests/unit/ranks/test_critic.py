@@ -1,7 +1,5 @@
 """What the driver knows of the critic: explained variance that merges, the end of value pretraining, health by position."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What one rank holds of a step under a truncated sampling: what the policy kept first is what everything else reads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

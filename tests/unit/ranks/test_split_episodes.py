@@ -1,7 +1,5 @@
 """An episode of several contexts is one sequence of every loss, whatever micro-batches its contexts are in; by hand, in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

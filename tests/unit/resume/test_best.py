@@ -1,7 +1,5 @@
 """Which evaluation of a run is its best, and what is left of it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from math import nan

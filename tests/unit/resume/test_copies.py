@@ -1,7 +1,5 @@
 """What a store holds of the steps that it is given, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

@@ -1,7 +1,5 @@
 """A run that has finished and is started again has nothing to do, and says so; unless more is asked of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run goes on after failures, so often as it may, from what it has saved; its numbers are then those of a run without any."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

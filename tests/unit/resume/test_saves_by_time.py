@@ -1,7 +1,5 @@
 """What is saved by time: by default where nothing is saved by steps, and for every verb that saves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A run resumes from a checkpoint of the same model, and says which number of its config.json is another."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

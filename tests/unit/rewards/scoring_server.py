@@ -1,7 +1,5 @@
 """A model that scores without ranks, the server around it, and clients that ask it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 r"""Which responses to an answer are right, by kinds of answers: what an attacker has tried, one row for each response."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 r"""What math-verify is given to read: an answer's value is that of what was written, in every notation of it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path

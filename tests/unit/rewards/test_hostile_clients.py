@@ -1,7 +1,5 @@
 """Clients of `megarl serve` that are slow, uninvited, greedy, malformed, or no clients at all."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import socket

@@ -1,7 +1,5 @@
 """Rewards over HTTP, against a real server that answers, lies, dawdles, fails and dies."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """The settings of a reward server, as a configuration is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

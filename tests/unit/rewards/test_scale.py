@@ -1,7 +1,5 @@
 """Normalised rewards, and the range of a reward model's scores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every response gets its score, whatever a reward function does to itself, its process or the clock."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The HTTP side of `megarl serve`, with a model that needs no ranks: scores, scores together, many clients, the end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The verifiers as the functions that they are, called without a scoring process."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

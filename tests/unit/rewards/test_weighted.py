@@ -1,7 +1,5 @@
 """A sum of rewards of every kind: each part is scored, and fails, as it does alone."""
 
-from __future__ import annotations
-
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Its own process: what it does to itself costs this one sample."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

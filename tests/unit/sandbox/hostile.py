@@ -3,8 +3,6 @@
 Imported in the sandbox by tests/unit/sandbox/test_hostile.py; nothing of it may be called outside of it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.unit.sandbox import breaking, meddling, misreporting, neighbours, reaching  # noqa: F401  # each adds its attacks

@@ -1,7 +1,5 @@
 """Its children and its channel."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Its return value, and what it prints and raises."""
 
-from __future__ import annotations
-
 import os
 from decimal import Decimal
 from fractions import Fraction

@@ -3,8 +3,6 @@
 Ways into any process of the user are tried on a child, which nothing but the sandbox's own rules could keep from it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """What is the run's: its environment, processes, files and network. Each returns the number of secrets that it got."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Whatever a response makes a reward function do costs that one sample, reaches nothing of the run and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

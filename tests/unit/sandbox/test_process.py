@@ -1,7 +1,5 @@
 """Processes that do not start, and those that a signal does not reach in time."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

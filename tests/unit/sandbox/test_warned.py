@@ -1,7 +1,5 @@
 """SIGTERM to every process, as Slurm warns a job that it preempts, costs no score: the run needs the batch under way to save itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

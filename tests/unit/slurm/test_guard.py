@@ -1,7 +1,5 @@
 """What a node of a job does that watches the first one. Slurm's commands are stubs; tests/slurm/ has the real ones."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`megarl slurm --dry-run` and `megarl plan` where configurations are written: no Slurm, no GPU, torch's CPU build, config.json alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

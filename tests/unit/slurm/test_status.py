@@ -1,7 +1,5 @@
 """How a run stands, whatever lies in its directory: one line says what cannot be read, or it is left out."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `megarl slurm` writes, and what it refuses, without a Slurm: the scripts are Bash without a fault, and bad input gets one line."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """`rollout.mode: free`: the bound on a token's age, over a thousand steps of a clock that is simulated."""
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np

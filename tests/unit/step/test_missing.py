@@ -1,7 +1,5 @@
 """A response without a score takes no part in a step, an evaluation, a scale or a pair; the others get what they would get without it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

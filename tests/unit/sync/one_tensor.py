@@ -1,7 +1,5 @@
 """Fingerprints of single tensors."""
 
-from __future__ import annotations
-
 import torch
 
 from megarl.sync.fingerprint import fingerprints

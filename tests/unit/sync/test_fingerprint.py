@@ -1,7 +1,5 @@
 """Laws of the fingerprint: exact, position-aware, additive over shards."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import replace

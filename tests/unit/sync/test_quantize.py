@@ -1,7 +1,5 @@
 """Block-wise quantisation: each element becomes the nearest number of the format in units of its block's scale."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Laws of stacks: tensors of one shape that travel, and are fingerprinted, as one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """tools/ablation.py: the variants of a configuration side by side, and those of VAPO."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

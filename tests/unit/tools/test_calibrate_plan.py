@@ -1,7 +1,5 @@
 """The published layouts that the plan is compared with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of other systems' keys is the one that the hints make."""
 
-from __future__ import annotations
-
 from megarl.config.hints import ALIASES, NO_KEY
 from tools.list_names import PAGE, START, table
 

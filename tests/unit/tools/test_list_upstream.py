@@ -1,7 +1,5 @@
 """The page of upstream mends is the one that the code makes."""
 
-from __future__ import annotations
-
 from tools.list_upstream import PAGE, START, mends, table
 
 

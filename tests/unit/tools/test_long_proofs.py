@@ -1,7 +1,5 @@
 """Every long test is in one of the long proofs, which take turns; whatever becomes of a proof, the others run and it is told."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

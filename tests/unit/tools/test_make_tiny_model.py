@@ -1,7 +1,5 @@
 """The tiny model's directory is an ordinary one, its tokenizer loses nothing, and the same seed gives the same bytes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

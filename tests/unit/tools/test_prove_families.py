@@ -1,7 +1,5 @@
 """The table of the proven families: rows of some families replace theirs alone."""
 
-from __future__ import annotations
-
 from tools.prove_families import BEGIN, COLUMNS, END, lines, written
 
 CELLS = [str(number) for number in range(len(COLUMNS) - 1)]

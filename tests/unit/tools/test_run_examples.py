@@ -1,7 +1,5 @@
 """tools/run_examples.py: the figures that examples are expected to give, and the tool that checks them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What tools/setup.sh says before it downloads anything."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Saved tensors, found and read without torch's way to each byte: as torch reads them, or refused in one line."""
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Pickles of metadata that are hostile or broken are refused in one line, and nothing is executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

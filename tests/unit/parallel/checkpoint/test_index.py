@@ -1,7 +1,5 @@
 """The index of a checkpoint says what torch's `.metadata` says; what is forged or damaged is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

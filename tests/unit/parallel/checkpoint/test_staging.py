@@ -1,7 +1,5 @@
 """The copies and threads that write a rank's part of a save."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
