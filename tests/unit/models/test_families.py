@@ -73,7 +73,7 @@ def test_multi_token_prediction_is_refused_or_left_out_or_kept_by_choice(tiny: d
     with pytest.raises(ConfigError, match=expected):
         check_checkpoint(path)
     for mtp in ("drop", "keep"):
-        assert check_checkpoint(path, mtp=mtp).config["num_nextn_predict_layers"] == 1  # type: ignore[arg-type]
+        assert check_checkpoint(path, mtp=mtp).config["num_nextn_predict_layers"] == 1
     with pytest.raises(ConfigError, match=r"holds no multi-token prediction layers \(model.mtp=keep\)"):
         check_checkpoint(tiny[family], mtp="keep")
     later = copied(tiny[family], tmp_path / "later", {"model.layers.3.eh_proj.weight": torch.zeros(2)}, num_nextn_predict_layers=1)
