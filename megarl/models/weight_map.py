@@ -416,7 +416,7 @@ class WeightMapping:
     @property
     def linear(self) -> bool:
         """See `Weight.linear`."""
-        return _is_linear(self.megatron)
+        return is_linear(self.megatron)
 
     @property
     def frozen(self) -> bool:
@@ -442,10 +442,11 @@ class Weight:
 
         Megatron calls these modules linear_*, and only these: embeddings, output layer, routers, norms and biases have other names.
         """
-        return _is_linear(self.name)
+        return is_linear(self.name)
 
 
-def _is_linear(name: str) -> bool:
+def is_linear(name: str) -> bool:
+    """See `Weight.linear`."""
     *_, module, parameter = name.split(".")
     # Published fp8 checkpoints have an indexer's weights of heads in bfloat16.
     return module.startswith("linear_") and module != "linear_weights_proj" and parameter == "weight"
@@ -569,7 +570,13 @@ class Family:
         return kind
 
     def labels(self, config: ConfigJson, head: HeadKind, *, mtp: bool = False) -> dict[str, Any]:
-        """Return the entries of config.json for `head` on the backbone of `config`, with or without its multi-token prediction layers."""
+        """Return the entries of config.json for a head on a backbone.
+
+        Args:
+            config: config.json of the backbone.
+            head: the head.
+            mtp: the model keeps the multi-token prediction layers of `config`.
+        """
         keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
         none = {key: 0 for key in keys if config.get(key) and not mtp}
         return {"architectures": [self.heads[head].architecture], **self.heads[head].labels, **none}
