@@ -7,25 +7,64 @@ matrices into one parameter, so that an adapter is PEFT's, one to one: W + alpha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
-from megarl.models.weight_map import QKV, GateUp, HeadKind, Op, Plain, Weight
+from megarl.models.weight_map import INDEXER, QKV, Fused, GateUp, HeadKind, Op, Plain, Sections, Shape, Weight, is_linear
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.config import LoraSettings
     from megarl.models.description import ModelDescription
 
 # The model_type of families whose adapters have, in tests/distributed/test_lora.py, the gradients of the merged weights.
 PROVEN = (
-    *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "llama", "minimax_m2"),
-    *("ministral", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "kimi_k2"),
+    *("llama", "minimax_m2", "ministral", "mistral", "mixtral", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 PEFT = "base_model.model."  # begins the names in PEFT's files
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_FOLDER = "adapter"  # in the directory of the merged model
-_OPS = (Plain, QKV, GateUp)  # between the matrices and Megatron's parameter
+_OPS = (Plain, QKV, GateUp, Fused, Sections)  # between the matrices and Megatron's parameter
+_DELTA_NET = (".in_proj.weight", ".out_proj.weight")  # linear layers that no fp8 engine quantises
+
+
+@dataclass(frozen=True)
+class Packed(Op):
+    """B of a matrix whose rows Megatron splits in several parts: its parameter is the packed tensor of `rows`."""
+
+    rows: Op
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return self.rows.shapes
+
+    @property
+    def packed_shape(self) -> Shape:
+        return self.rows.packed_shape
+
+    @property
+    def axis(self) -> int | None:
+        return self.rows.axis
+
+    @property
+    def dim(self) -> int | None:
+        return self.rows.dim
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return self.rows.pack(tensors)
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return self.rows.unpack(packed)
+
+    def parameter(self, chunk: Tensor) -> Tensor:
+        return chunk
+
+    def chunk(self, parameter: Tensor, ranks: int) -> Tensor:
+        return parameter
 
 
 @dataclass(frozen=True)
@@ -54,7 +93,7 @@ def adapted(model: ModelDescription, settings: LoraSettings, head: HeadKind = "l
     check_targets(model, settings, head)
     found: dict[str, tuple[Weight, list[Factors]]] = {}
     for weight in model.weights(head):
-        indices = adapted_matrices(weight.name, weight.hf, settings) if weight.linear else []
+        indices = adapted_matrices(weight.name, weight.hf, settings)
         if indices:
             found[weight.name] = weight, [_factors(weight, index, settings.rank) for index in indices]
     return found
@@ -74,7 +113,7 @@ def check_targets(model: ModelDescription, settings: LoraSettings, head: HeadKin
     family = model.config["model_type"]
     if family not in PROVEN:
         raise ConfigError(f"model.lora: not supported for {family}; it is for {', '.join(PROVEN)}")
-    linear = [one for one in model.mappings(head) if one.linear]
+    linear = [one for one in model.mappings(head) if _is_linear(one.megatron)]
     known = {_group(one.megatron) for one in linear} | {_leaf(name) for one in linear for name in one.hf}
     for target in settings.targets or ():
         if target not in known:
@@ -82,13 +121,15 @@ def check_targets(model: ModelDescription, settings: LoraSettings, head: HeadKin
 
 
 def adapted_matrices(name: str, hf: Sequence[str], settings: LoraSettings) -> list[int]:
-    """Which of the Hugging Face matrices of a linear layer have adapters.
+    """Which of the Hugging Face matrices of a parameter have adapters: none, if it is not of a linear layer.
 
     Args:
         name: the name of Megatron's parameter.
         hf: the names of its matrices.
         settings: the section `model.lora`.
     """
+    if not _is_linear(name):
+        return []
     targets = settings.targets
     return [index for index, one in enumerate(hf) if targets is None or _group(name) in targets or _leaf(one) in targets]
 
@@ -102,7 +143,24 @@ def factor_ops(op: Op, index: int, rank: int) -> tuple[Op, Op]:
         rank: the adapter's rank.
     """
     rows, columns = op.shapes[index]
-    return Plain((rank, columns), 1 if op.dim == 1 else None), Plain((rows, rank), 0 if op.dim == 0 else None)
+    b: Op = Plain((rows, rank), 0 if op.dim == 0 else None)
+    if isinstance(op, Fused):
+        b = Packed(with_columns(op, rank))
+    elif isinstance(op, Sections):
+        first = sum(op.counts[:index])
+        kinds = op.kinds[first : first + op.counts[index]]
+        b = Packed(replace(op, kinds=kinds, counts=(len(kinds),), rest=(rank,)))
+    return Plain((rank, columns), 1 if op.dim == 1 else None), b
+
+
+def with_columns(op: Op, columns: int) -> Op:
+    """The operation of matrices with the same rows and this many columns."""
+    if isinstance(op, Fused):
+        return Fused(with_columns(op.parts, columns))
+    if isinstance(op, QKV | Sections):
+        return replace(op, rest=(columns,))
+    assert isinstance(op, GateUp)
+    return replace(op, hidden=columns)
 
 
 def factor_weights(parameters: Iterable[tuple[Weight, list[Factors]]]) -> list[Weight]:
@@ -164,6 +222,10 @@ def check_peft_config(given: Mapping[str, Any], settings: LoraSettings, where: s
 def target_of(weight: Weight, factors: Factors) -> str:
     """The name of the adapted module: q_proj, gate_proj."""
     return _leaf(weight.hf[factors.index])
+
+
+def _is_linear(name: str) -> bool:
+    return (is_linear(name) or name.endswith(_DELTA_NET)) and INDEXER not in name
 
 
 def _group(name: str) -> str:

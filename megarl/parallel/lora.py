@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,10 +30,10 @@ from torch import Tensor
 
 from megarl.config import LoraSettings
 from megarl.errors import ConfigError
-from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, Factors, adapted, check_peft_config, factor_weights
+from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, Factors, Packed, adapted, check_peft_config, factor_weights, with_columns
 from megarl.models.description import ModelDescription
 from megarl.models.hf import json_object
-from megarl.models.weight_map import QKV, GateUp, Op, Weight
+from megarl.models.weight_map import Weight
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import canonical_names, head_of, local_parameters, tensor_parallel, unwrap
 from megarl.text.display import one_line
@@ -99,10 +98,10 @@ class Adapter(torch.nn.Module):
 
     def _outer(self, factors: list[Tensor]) -> Tensor:
         """The B of all adapted matrices in the order of the parameter's rows [O, P R]: each row has its own matrix's R columns, else 0."""
-        op = self.weight.op
+        op, first = self.weight.op, self.factors[0].b.op
         if len(op.shapes) == 1:
-            return factors[0]
-        rank, width = factors[0].shape[1], sum(one.shape[1] for one in factors)
+            return first.rows.parameter(factors[0]) if isinstance(first, Packed) else factors[0]
+        rank, width = factors[0].shape[-1], sum(one.shape[-1] for one in factors)
         of = {one.index: number for number, one in enumerate(self.factors)}
         blocks = []
         for index, (rows, _) in enumerate(op.shapes):
@@ -110,8 +109,9 @@ class Adapter(torch.nn.Module):
             if number is None:
                 blocks.append(factors[0].new_zeros(rows // self.ranks, width))
             else:
-                blocks.append(F.pad(factors[number], (number * rank, width - (number + 1) * rank)))
-        narrow = _with_columns(op, width)
+                [rows_OR] = self.factors[number].b.op.unpack(factors[number])
+                blocks.append(F.pad(rows_OR, (number * rank, width - (number + 1) * rank)))
+        narrow = with_columns(op, width)
         return narrow.parameter(narrow.pack(blocks))
 
 
@@ -265,14 +265,6 @@ def _with_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _with_columns(op: Op, columns: int) -> Op:
-    """The operation of a matrix with the same rows and this many columns."""
-    if isinstance(op, QKV):
-        return replace(op, rest=(columns,))
-    assert isinstance(op, GateUp)
-    return replace(op, hidden=columns)
-
-
 @torch.no_grad()
 def _initialise(adapter: Adapter, seed: int, grid: Grid) -> None:
     for weight, parameter in adapter.parts():
@@ -296,8 +288,8 @@ def put_factor(weight: Weight, parameter: Tensor, whole: Tensor, grid: Grid) -> 
         grid: this rank's grid.
     """
     rank, ranks = tensor_parallel(weight, grid)
-    axis = weight.op.axis
-    parameter.copy_(whole if axis is None else whole.chunk(ranks, axis)[rank])
+    packed, axis = weight.op.pack([whole]), weight.op.axis
+    parameter.copy_(packed if axis is None else packed.chunk(ranks, axis)[rank])
 
 
 def _read_peft(adapters: Iterable[Adapter], parameters: Iterable[tuple[Weight, list[Factors]]], settings: LoraSettings, grid: Grid) -> None:
@@ -314,8 +306,8 @@ def _read_peft(adapters: Iterable[Adapter], parameters: Iterable[tuple[Weight, l
                     raise ConfigError(f"model.lora.init: {min(names)} {where} {file} ({len(names)} such tensors)")
             for weight, parameter in (part for adapter in adapters for part in adapter.parts()):
                 whole = stored.get_tensor(weight.hf[0])
-                if tuple(whole.shape) != weight.op.packed_shape:
-                    raise ConfigError(f"model.lora.init: {file}: {weight.hf[0]} is {list(whole.shape)}, not {list(weight.op.packed_shape)}")
+                if tuple(whole.shape) != weight.op.shapes[0]:
+                    raise ConfigError(f"model.lora.init: {file}: {weight.hf[0]} is {list(whole.shape)}, not {list(weight.op.shapes[0])}")
                 put_factor(weight, parameter, whole, grid)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.lora.init: {file}: {one_line(str(error))}") from None

@@ -105,13 +105,14 @@ def transformer_engine(
     shared_windows = config.window_size is not None and config.context_parallel_size > 1
     for layer in block.layer_specs if torch_attention or shared_windows or config.softmax_type != "vanilla" else []:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
-    if config.experimental_attention_variant == "gated_delta_net":
-        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
-
-        parts = GatedDeltaNetSubmodules(TELayerNormColumnParallelLinear, UncentredTENorm, TERowParallelLinear)
-        _put_delta_nets(block, config, vp_stage, ModuleSpec(delta_net, submodules=parts))
     for layer in block.layer_specs if adapted else []:
         _separate_norms(layer)
+    if config.experimental_attention_variant == "gated_delta_net":
+        from megatron.core.extensions import transformer_engine as te
+
+        projection = te.TEColumnParallelLinear if adapted else te.TELayerNormColumnParallelLinear
+        parts = GatedDeltaNetSubmodules(projection, UncentredTENorm, te.TERowParallelLinear)
+        _put_delta_nets(block, config, vp_stage, ModuleSpec(delta_net, submodules=parts))
     return block
 
 

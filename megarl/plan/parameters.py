@@ -111,7 +111,7 @@ def _chunk(
         if lora is not None and not one.float32 and not (one.megatron == OUTPUT and prod(one.op.packed_shape[:-1]) == 1):
             split, each = (layout.etp, times * experts // layout.ep) if expert else (layout.tp, times)
             frozen += prod(one.op.shard_shape(split)) * each
-            for index in adapted_matrices(one.megatron, one.hf, lora) if one.linear else ():
+            for index in adapted_matrices(one.megatron, one.hf, lora):
                 (routed if expert else dense).extend((prod(op.shard_shape(split)), each) for op in factor_ops(one.op, index, lora.rank))
         elif expert:
             routed.append((prod(one.op.shard_shape(layout.etp)), times * experts // layout.ep))

@@ -8,7 +8,7 @@ from torch import Tensor
 from megarl.config import LoraSettings, ModelSettings, OptimizerSettings, RunSettings
 from megarl.models.adapters import adapted, factor_weights
 from megarl.models.description import ModelDescription
-from megarl.observe.metrics import Metric
+from megarl.observe.metrics import Metric, scalars
 from megarl.parallel.backend import choose
 from megarl.parallel.export import export_weights, print_of_base, save_hf
 from megarl.parallel.grid import Grid
@@ -76,12 +76,23 @@ def read_back(grid: Grid, job: Job) -> dict[str, Tensor]:
     return factors(grid, build(grid, job), job)
 
 
-def supervised(grid: Grid, path: Path, name: str, lora: LoraSettings) -> list[dict[str, Metric]]:
-    """Held-out numbers of a supervised stage, a step, held-out numbers."""
-    objective = OBJECTIVES[name]
+def learner(grid: Grid, path: Path, name: str, lora: LoraSettings | None) -> Learner:
+    """A rank of a supervised stage."""
     config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32", lora=lora), layout=grid.layout)
-    rank = Learner(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(objective, OptimizerSettings(lr=1e-3), updates=3))
+    rank = Learner(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(OBJECTIVES[name], OptimizerSettings(lr=1e-3), updates=3))
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
+    return rank
+
+
+def memorised(grid: Grid, path: Path, lora: LoraSettings | None, steps: int) -> list[float]:
+    """The loss of each of so many steps on the same texts."""
+    rank, texts = learner(grid, path, "sft", lora), plan(OBJECTIVES["sft"], grid.dp_size)
+    return [scalars(rank.train(texts))["sft/loss"] for _ in range(steps)]
+
+
+def supervised(grid: Grid, path: Path, name: str, lora: LoraSettings) -> list[dict[str, Metric]]:
+    """Held-out numbers of a supervised stage, a step, held-out numbers."""
+    objective, rank = OBJECTIVES[name], learner(grid, path, name, lora)
     held_out = plan(objective, grid.dp_size, seed=5)
     return [rank.measure(held_out), rank.train(plan(objective, grid.dp_size)), rank.measure(held_out)]

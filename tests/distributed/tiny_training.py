@@ -142,7 +142,7 @@ def stir(chunks: list[Any], grid: Grid) -> None:
         for weight, parameter in adapter.parts():
             if weight.name.endswith("lora_B"):
                 generator = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
-                put_factor(weight, parameter, 0.1 * torch.randn(weight.op.packed_shape, generator=generator), grid)
+                put_factor(weight, parameter, 0.1 * torch.randn(weight.op.shapes[0], generator=generator), grid)
 
 
 def train(grid: Grid, job: Job) -> Report:

@@ -28,7 +28,8 @@ def test_targets_are_groups_or_names() -> None:
         (MOE, {"targets": ["mlp"]}, "model.lora.targets: mlp is none of qwen3_moe's: attention, down_proj, experts, gate_proj, k_proj"),
         (MOE, {"targets": ["router"]}, "model.lora.targets: router is none of qwen3_moe's"),
         (MOE, {"rank": 1024}, r"model.lora.rank=1024: model.layers.0.self_attn.k_proj is \[512, 2048\]"),
-        ("gpt-oss-120b", {}, "model.lora: not supported for gpt_oss; it is for deepseek_v2, deepseek_v3"),
+        ("Granite-3.1-3B-A800M", {}, "model.lora: not supported for granitemoe; it is for deepseek_v2, deepseek_v3"),
+        ("gpt-oss-120b", {}, r"model.layers.0.mlp.experts.0.gate_up_proj: its layout in Megatron \(Interleaved\) has no adapter"),
     ],
 )
 def test_what_no_adapter_can_be_made_for_is_refused(model: str, changes: dict[str, Any], message: str) -> None:
