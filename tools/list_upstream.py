@@ -1,4 +1,4 @@
-"""The page of every mend of an upstream fault (`megarl/upstream/README.md`), made from the code. `--write` writes it.
+"""The page of every mend of an upstream fault (`megarl/upstream/mends.md`), made from the code. `--write` writes it.
 
 Each mend is a function of `megarl/` that calls `expect`: with the upstream function and the faulty lines that must still be there.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "megarl" / "upstream" / "README.md"
+PAGE = ROOT / "megarl" / "upstream" / "mends.md"
 START = "<!-- python -m tools.list_upstream --write -->\n"
 
 

@@ -1,4 +1,4 @@
-"""Run every model family through the whole stack, and print a table of what was measured: `--write` puts it into megarl/models/README.md.
+"""Run every model family through the whole stack, and print a table of what was measured: `--write` puts it into megarl/models/figures.md.
 
     python -m tools.prove_families [FAMILY ...] [--write]
 
@@ -25,7 +25,7 @@ from tools.bench_routing import commit, put
 from tools.make_tiny_model import FAMILIES, build, has_experts
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "megarl" / "models" / "README.md"
+PAGE = ROOT / "megarl" / "models" / "figures.md"
 BEGIN, END = "<!-- written by tools/prove_families.py -->", "<!-- end of the table -->"
 COLUMNS = ("family", "logits", "layouts", "convert", "engine", "experts", "sync", "replay", "RL step", "commit")
 ROW = re.compile(r"^\| `(\w+)` (\|.*)$", re.MULTILINE)
@@ -135,7 +135,7 @@ def main() -> int:
     """Prove the families, and return 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[*FAMILIES, []], help="default: all")
-    parser.add_argument("--write", action="store_true", help="write the table into megarl/models/README.md")
+    parser.add_argument("--write", action="store_true", help="write the table into megarl/models/figures.md")
     given = parser.parse_args()
     failed = []
     for family in given.families or FAMILIES:
