@@ -33,7 +33,7 @@ _DELTA_NET = (".in_proj.weight", ".out_proj.weight")  # linear layers that no fp
 
 
 @dataclass(frozen=True)
-class Packed(Op):
+class PackedRows(Op):
     """B of a matrix whose rows Megatron splits in several parts: its parameter is the packed tensor of `rows`."""
 
     rows: Op
@@ -145,11 +145,11 @@ def factor_ops(op: Op, index: int, rank: int) -> tuple[Op, Op]:
     rows, columns = op.shapes[index]
     b: Op = Plain((rows, rank), 0 if op.dim == 0 else None)
     if isinstance(op, Fused):
-        b = Packed(with_columns(op, rank))
+        b = PackedRows(with_columns(op, rank))
     elif isinstance(op, Sections):
         first = sum(op.counts[:index])
         kinds = op.kinds[first : first + op.counts[index]]
-        b = Packed(replace(op, kinds=kinds, counts=(len(kinds),), rest=(rank,)))
+        b = PackedRows(replace(op, kinds=kinds, counts=(len(kinds),), rest=(rank,)))
     return Plain((rank, columns), 1 if op.dim == 1 else None), b
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megarl.config import LoraSettings
 from megarl.errors import ConfigError
-from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, Factors, Packed, adapted, check_peft_config, factor_weights, with_columns
+from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, Factors, PackedRows, adapted, check_peft_config, factor_weights, with_columns
 from megarl.models.description import ModelDescription
 from megarl.models.hf import json_object
 from megarl.models.weight_map import Weight
@@ -100,7 +100,7 @@ class Adapter(torch.nn.Module):
         """The B of all adapted matrices in the order of the parameter's rows [O, P R]: each row has its own matrix's R columns, else 0."""
         op, first = self.weight.op, self.factors[0].b.op
         if len(op.shapes) == 1:
-            return first.rows.parameter(factors[0]) if isinstance(first, Packed) else factors[0]
+            return first.rows.parameter(factors[0]) if isinstance(first, PackedRows) else factors[0]
         rank, width = factors[0].shape[-1], sum(one.shape[-1] for one in factors)
         of = {one.index: number for number, one in enumerate(self.factors)}
         blocks = []
