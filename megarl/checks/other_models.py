@@ -15,10 +15,15 @@ from megarl.config import (
     ModelReward,
     ModelSettings,
     RolloutSettings,
+    TeacherEngines,
+    TeacherServer,
 )
 from megarl.data.gym import all_drawn
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
+from megarl.engines.engine import as_rollout
+from megarl.engines.registry import check_engine
+from megarl.engines.teacher_server import check_server
 from megarl.host.unchecked import where_present
 from megarl.models.adapters import adapted
 from megarl.models.description import ModelDescription
@@ -83,7 +88,13 @@ def check_critic(
 
 
 def check_teacher(
-    settings: ModelSettings, policy: ModelDescription, rollout: RolloutSettings, distillation: DistillationSettings | None, layout: Layout
+    settings: ModelSettings,
+    policy: ModelDescription,
+    rollout: RolloutSettings,
+    distillation: DistillationSettings | None,
+    place: Layout | TeacherEngines,
+    *,
+    gpu: bool,
 ) -> None:
     """Check the teachers, if the run has any. They may be of other sizes and families.
 
@@ -92,19 +103,34 @@ def check_teacher(
         policy: the policy.
         rollout: the section `rollout`, which has the lengths.
         distillation: the section `distillation`, if there is one.
-        layout: the layout of the ranks that will hold them.
+        place: the layout of the ranks that will hold the models, or the engines that will.
+        gpu: `cluster.gpus`.
 
     Raises:
-        ConfigError: starting with the setting that names a teacher: it is incomplete, the layout does not divide it, its tokenizer differs
-            from the policy's, its vocabulary lacks tokens of the policy's, or its context is too short.
+        ConfigError: starting with the setting that names a teacher: it is incomplete, the layout does not divide it, no such engine can
+            run it, its tokenizer differs from the policy's, its vocabulary lacks tokens of the policy's, or its context is too short.
     """
     if distillation is None:
         return
     for name, path in distillation.models.items():
         key = f"distillation.{name}"
-        teacher = check_other_model(settings, rollout, path, key, layout, "lm")
+        if isinstance(place, Layout):
+            teacher = check_other_model(settings, rollout, path, key, place, "lm")
+        else:
+            teacher = check_other_model(settings, rollout, path, key, None, "lm", more=1)  # an engine samples a token after a text
+            engine = as_rollout(place, rollout.max_prompt_tokens + rollout.max_response_tokens)
+            try:
+                check_engine(teacher, place.dtype or settings.dtype, engine, gpu=gpu)
+            except ConfigError as error:
+                raise ConfigError(
+                    str(error).replace("rollout.", "placement.teacher_engines.").replace("model.path", f"{key}: {path}")
+                ) from None
         if teacher.vocab < policy.vocab:
             raise ConfigError(f"{key}: {path} has vocab_size={teacher.vocab}, but the policy samples from vocab_size={policy.vocab}")
+    for name, server in distillation.scorers.items():
+        if isinstance(server, TeacherServer):
+            longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+            check_server(server, f"distillation.{name}", settings.path, distillation.top_k or 0, longest)
     if distillation.top_k is not None and distillation.top_k >= policy.vocab:
         raise ConfigError(
             f"distillation.top_k={distillation.top_k}: the policy has vocab_size={policy.vocab}, and other tokens must be left"
@@ -119,11 +145,11 @@ def check_taught(distillation: DistillationSettings | None, prompts: Sequence[Pr
     Raises:
         ConfigError: a prompt's source has no teacher, or all prompts were looked at and a teacher has none.
     """
-    if distillation is None or distillation.teacher is not None:
+    if distillation is None or not distillation.by_source:
         return
     looked = prompts[:: max(1, -(-len(prompts) // LOOKED))]
     taught = {distillation.taught_by(prompt.meta, prompt.name) for prompt in looked}
-    idle = [name for number, name in enumerate(distillation.models) if number not in taught]
+    idle = [name for number, name in enumerate(distillation.scorers) if number not in taught]
     if idle and all_drawn() and len(looked) == len(prompts):
         raise ConfigError(f"distillation.{idle[0]}: no prompt of data.train is of a source that this teacher is for")
 
@@ -146,7 +172,7 @@ def check_reward_model(settings: ModelSettings, rollout: RolloutSettings, source
 
 
 def check_other_model(
-    policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout, head: HeadKind
+    policy: ModelSettings, rollout: RolloutSettings, path: Path, key: str, layout: Layout | None, head: HeadKind, more: int = 0
 ) -> ModelDescription:
     """Check a critic, a reward model or a teacher against the policy. It may be of another size.
 
@@ -155,8 +181,9 @@ def check_other_model(
         rollout: the section `rollout`, which has the lengths.
         path: the model's Hugging Face directory.
         key: the setting that named it.
-        layout: the layout of the ranks that will hold it.
+        layout: the layout of the ranks that will hold it; None: no ranks will.
         head: the head that it needs.
+        more: how many more tokens than those of prompt and response it needs room for.
 
     Returns:
         The model.
@@ -167,12 +194,13 @@ def check_other_model(
     """
     model = check_checkpoint(path, head=head, key=key, mtp=policy.mtp and "drop", drop_images=policy.drop_images)
     try:
-        check_layout(model, layout, policy.megatron)
+        if layout is not None:
+            check_layout(model, layout, policy.megatron)
     except ConfigError as error:
         raise ConfigError(f"{key}: {path}: {error}") from None
     with where_present(f"the tokenizer of {key}"):
         check_same_tokenizer(path, key, policy.path, "model.path")
-    check_room(model, rollout.max_prompt_tokens + rollout.max_response_tokens, f"{key}: {path}")
+    check_room(model, rollout.max_prompt_tokens + rollout.max_response_tokens + more, f"{key}: {path}")
     return model
 
 

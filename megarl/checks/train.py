@@ -27,6 +27,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     """
     settings, rollout, placement, gpus = config.model, config.rollout, config.placement, config.cluster.gpus
     model, reader, data = check_model(config), PromptReader.of(config), list[Data]()
+    teaching = placement.teacher_engines or placement.teacher or config.layout
     refuse_all(
         lambda: check_base(settings, model, rollout, config.environment),
         lambda: check_length(model, rollout),
@@ -37,7 +38,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         lambda: check_engine(model, rollout.dtype or settings.dtype, rollout, gpu=gpus),
         lambda: check_critic(settings, model, rollout, config.critic, placement.critic or config.layout),
         lambda: check_layout(model, placement.reference or config.layout, settings.megatron),
-        lambda: check_teacher(settings, model, rollout, config.distillation, placement.teacher or config.layout),
+        lambda: check_teacher(settings, model, rollout, config.distillation, teaching, gpu=gpus),
         lambda: check_reward_model(settings, rollout, model_of(config.reward.source), placement.reward or config.layout),
         lambda: check_fits(config),  # ranks and engines together: the plan of the whole run
         lambda: check_reward(config.reward),

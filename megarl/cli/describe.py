@@ -127,10 +127,12 @@ def _default(given: Schema, section: bool) -> str | None:
 
 
 def _sections(given: Schema, named: Schema) -> list[Schema]:
-    """The schemas of the sections that a key may hold, directly or in a list."""
+    """The schemas of the sections that a key may hold, directly, in a list, or by name."""
     found = _resolved(given, named)
     if "properties" in found:
         return [found]
+    if isinstance(inner := found.get("additionalProperties"), dict):
+        return _sections(inner, named)
     parts = [found["items"]] if found.get("type") == "array" and "items" in found else found.get("anyOf", [])
     return [section for part in parts for section in _sections(part, named)]
 

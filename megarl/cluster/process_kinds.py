@@ -12,14 +12,14 @@ from megarl.cluster.placement import ProcessKind
 from megarl.config import EvalConfig, Layout, PairsConfig, RolloutSettings, RunSettings, TrainConfig, TrainingSettings, model_of
 
 Role = Literal["policy", "reference", "teacher", "critic", "reward"]
-ENGINES = "engines"  # the name of their kind
+ENGINES, TEACHERS = "engines", "teachers"  # the names of their kinds
 
 
 def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
     """The groups of ranks that a run needs: the roles of each group, and its parallel layout. The policy's group comes first."""
     needed: dict[Role, tuple[bool, Layout | None]] = {
         "reference": (config.algorithm.needs_reference, config.placement.reference),
-        "teacher": (config.distillation is not None, config.placement.teacher),
+        "teacher": (config.distillation is not None and not config.taught_apart, config.placement.teacher),
         "critic": (config.critic is not None, config.placement.critic),
         "reward": (model_of(config.reward.source) is not None, config.placement.reward),
     }
@@ -31,19 +31,30 @@ def assign_roles(config: TrainConfig) -> list[tuple[tuple[Role, ...], Layout]]:
 
 
 def demand(config: RunSettings) -> list[ProcessKind]:
-    """Every process of a run: the groups of ranks in the order of `assign_roles`, then the engines."""
+    """Every process of a run: the groups of ranks in the order of `assign_roles`, teachers that are on none, then the engines."""
     gpus = config.cluster.gpus
     if isinstance(config, EvalConfig | PairsConfig):
         return [engine_kind(config.rollout, gpus)]
     if isinstance(config, TrainConfig):
         shared = config.placement.engines == "shared" and gpus
         groups = [rank_kind(roles[0], layout, gpus) for roles, layout in assign_roles(config)]
+        apart = teacher_kinds(config)
         if not shared:
-            return [*groups, engine_kind(config.rollout, gpus)]
+            return [*groups, *apart, engine_kind(config.rollout, gpus)]
         # A data-parallel rank of an engine uses the GPUs of ranks on one node.
         together = tuple(lcm(block, config.rollout.tp) for block in groups[0].blocks)
-        return [replace(groups[0], blocks=together), *groups[1:]]
+        return [replace(groups[0], blocks=together), *groups[1:], *apart]
     return [rank_kind("model", config.layout, gpus)]
+
+
+def teacher_kinds(config: TrainConfig) -> list[ProcessKind]:
+    """The kind of the processes that score for teachers with engines, or through servers; none if the teachers are on model ranks."""
+    if config.distillation is None or not config.taught_apart:
+        return []
+    count, engines = len(config.distillation.scorers), config.placement.teacher_engines
+    if engines is None:
+        return [ProcessKind(TEACHERS, count)]
+    return [ProcessKind(TEACHERS, count * engines.replicas, engines.tp if config.cluster.gpus else 0)]
 
 
 def files(config: RunSettings) -> tuple[dict[str, Path], dict[str, Path]]:

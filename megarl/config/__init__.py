@@ -34,7 +34,17 @@ from megarl.config.environment import (
 )
 from megarl.config.inference import EvalConfig, PairsConfig, ServeConfig
 from megarl.config.loading import dump, load
-from megarl.config.model import CriticSettings, DistillationSettings, Layout, LoraSettings, ModelSettings, Mtp, OptimizerSettings
+from megarl.config.model import (
+    CriticSettings,
+    DistillationSettings,
+    Layout,
+    LoraSettings,
+    ModelSettings,
+    Mtp,
+    OptimizerSettings,
+    TeacherEngines,
+    TeacherServer,
+)
 from megarl.config.rewards import (
     EnvironmentReward,
     FunctionReward,

@@ -76,6 +76,8 @@ def _absolute(value: Any) -> Any:
         return value.model_copy(update={name: _absolute(getattr(value, name)) for name in type(value).model_fields})
     if isinstance(value, list):
         return [_absolute(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _absolute(one) for key, one in value.items()}
     return value.absolute() if isinstance(value, Path) else value
 
 

@@ -6,11 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl.algorithms.distillation import Distillation
 from megarl.algorithms.ops import Averaging
-from megarl.config.section import Beta, Fraction, Passes, Place, Section, StepsOrNone
+from megarl.config.section import (
+    BatchSize,
+    Beta,
+    EnvironmentVariable,
+    Fraction,
+    Megabytes,
+    Passes,
+    Place,
+    Seconds,
+    Section,
+    StepsOrNone,
+    web_address,
+)
 from megarl.errors import ConfigError
 
 Mtp = Literal["drop", "keep"]
@@ -174,33 +186,69 @@ class CriticSettings(Section):
     """Value pretraining ends early once 10 steps have lowered the value loss by less than this share."""
 
 
+class TeacherServer(Section):
+    """A server of a teacher that speaks OpenAI's protocol and returns prompt_logprobs with token ids, as vLLM's does."""
+
+    url: Annotated[str, AfterValidator(web_address)]
+    """Its address, such as http://127.0.0.1:8000/v1."""
+    model: str
+    """The model's name there, one of those that <url>/models lists."""
+    token_env: EnvironmentVariable | None = None
+    """The environment variable that holds a bearer token."""
+    connections: Annotated[int, Field(gt=0, le=1024)] = 16
+    """Maximum number of requests in flight; each has one context, a prompt with the response to it."""
+    timeout_s: Seconds = 600.0
+    """Time limit of one request, including its answer."""
+    attempts: Annotated[int, Field(gt=0, le=1_000_000)] = 5
+    """Maximum number of attempts per request."""
+    backoff_s: Annotated[float, Field(ge=0, le=86_400)] = 1.0
+    """Pause before the second attempt; doubles before each further one, up to 30 s."""
+    deadline_s: Seconds = 1800.0
+    """Time limit for scoring all responses of a step, including retries."""
+
+
 class DistillationSettings(Section, Distillation):
     """On-policy distillation: on the policy's own tokens, it is drawn towards the probabilities of a teacher."""
 
     teacher: Place | None = None
-    """A Hugging Face directory of a language model with the policy's tokenizer, of any size and family."""
+    """A Hugging Face directory of a language model with the policy's tokenizer, of any size and family. It scores on model ranks, or on
+    engines (placement.teacher_engines)."""
     teachers: Annotated[dict[str, Place], Field(max_length=64)] = {}
     """Instead of one teacher, one for each source: {SOURCE: directory}. A prompt's source is its row's column data_source,
     or the name of its reasoning-gym data set."""
+    server: TeacherServer | None = None
+    """Instead of a directory, a server that scores for the teacher."""
+    servers: Annotated[dict[str, TeacherServer], Field(max_length=64)] = {}
+    """Instead of one server, one for each source, as `teachers`."""
 
     @model_validator(mode="after")
     def _has_teachers(self) -> DistillationSettings:
-        if (self.teacher is None) != bool(self.teachers):
-            raise ValueError("teacher: give one teacher, or teachers, one for each data source")
+        given = [name for name in ("teacher", "teachers", "server", "servers") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                "distillation.teacher: give one teacher, or teachers, one for each data source, or one server, or servers in their place "
+                f"(given: {', '.join(given) or 'none'})"
+            )
         return self
 
     @property
     def models(self) -> dict[str, Path]:
         """The directory of each teacher, by the setting that names it; those of several sources that share one have it once."""
-        if self.teacher is not None:
-            return {"teacher": self.teacher}
-        named = dict[Path, str]()
-        for source, path in self.teachers.items():
-            named.setdefault(path, f"teachers.{source}")
-        return {name: path for path, name in named.items()}
+        return {name: one for name, one in self.scorers.items() if isinstance(one, Path)}
+
+    @property
+    def scorers(self) -> dict[str, Path | TeacherServer]:
+        """The directory or the server of each teacher, by the setting that names it; what several sources share is there once."""
+        if (one := self.teacher or self.server) is not None:
+            return {"teacher" if self.teacher is not None else "server": one}
+        section = "teachers" if self.teachers else "servers"
+        named = dict[Path | TeacherServer, str]()
+        for source, one in (self.teachers or self.servers).items():
+            named.setdefault(one, f"{section}.{source}")
+        return {name: one for one, name in named.items()}
 
     def taught_by(self, meta: Mapping[str, Any], place: str) -> int:
-        """Which of `models` scores the responses to a prompt.
+        """Which of `scorers` scores the responses to a prompt.
 
         Args:
             meta: the other columns of the prompt's row.
@@ -209,13 +257,40 @@ class DistillationSettings(Section, Distillation):
         Raises:
             ConfigError: its source has no teacher.
         """
-        if self.teacher is not None:
+        if not self.by_source:
             return 0
+        section, among = ("teachers", self.teachers) if self.teachers else ("servers", self.servers)
         source = meta.get("data_source", meta.get("source_dataset"))
-        if not isinstance(source, str) or source not in self.teachers:
+        if not isinstance(source, str) or source not in among:
             said = "has no data_source" if source is None else f"has data_source={source!r}"
-            raise ConfigError(f"distillation.teachers: {place} {said}; there are teachers for {', '.join(map(repr, self.teachers))}")
-        return list(self.models.values()).index(self.teachers[source])
+            raise ConfigError(f"distillation.{section}: {place} {said}; there are teachers for {', '.join(map(repr, among))}")
+        return list(self.scorers.values()).index(among[source])
+
+    @property
+    def by_source(self) -> bool:
+        """Whether a prompt's source says which teacher scores the responses to it."""
+        return bool(self.teachers or self.servers)
+
+
+class TeacherEngines(Section):
+    """Frozen vLLM engines that score for a teacher."""
+
+    replicas: Annotated[int, Field(gt=0, le=65_536)] = 1
+    """Number of engines of each teacher; the responses are distributed over them."""
+    tp: PositiveInt = 1
+    """Tensor parallel size of one engine; these devices share a node."""
+    expert_parallel: bool = False
+    """Spread whole experts over the devices of an engine, instead of a slice of every expert."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type of weights and activations; null: model.dtype."""
+    fp32_head: bool = False
+    """Compute the logits in float32."""
+    max_num_seqs: BatchSize = 256
+    """Maximum number of responses that an engine scores together."""
+    kv_cache_mb: Megabytes | None = None
+    """Size of the KV cache; required by CPU engines, refused by GPU engines (they use gpu_memory_fraction)."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Share of a GPU's memory for the engine; the logits of the tokens that are scored together come on top."""
 
 
 class Placement(Section):
@@ -230,6 +305,8 @@ class Placement(Section):
     """Layout of the reference model on its own ranks."""
     teacher: Layout | None = None
     """Layout of the teacher on its own ranks."""
+    teacher_engines: TeacherEngines | None = None
+    """Engines that score for the teacher, on GPUs of their own; null: model ranks do."""
     reward: Layout | None = None
     """Layout of the reward model on its own ranks."""
     engines: Literal["apart", "shared"] = "apart"

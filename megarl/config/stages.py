@@ -227,6 +227,27 @@ class TrainConfig(TrainingSettings):
                 raise ValueError(
                     f"placement.{role}.ranks={layout.ranks}: {layout.dp} data-parallel ranks for {sequences} sequences a mini-batch"
                 )
+        self._check_teacher_place()
+
+    def _check_teacher_place(self) -> None:
+        """Raise ValueError if the teacher is in two places or at none of its own, or a server would score another distribution."""
+        teaching, engines = self.distillation, self.placement.teacher_engines
+        if engines is not None and (teaching is None or not teaching.models):
+            why = "there is no section distillation" if teaching is None else "distillation names a server instead of a directory"
+            raise ValueError(f"placement.teacher_engines: {why}; leave this out")
+        if self.placement.teacher is not None and self.taught_apart:
+            why = "placement.teacher_engines has engines for it" if engines is not None else "distillation names a server for it"
+            raise ValueError(f"placement.teacher: {why}; leave this out")
+        if teaching is not None and not teaching.models and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature={self.rollout.temperature:g}: policy and teacher are compared at this temperature, but a server's "
+                f"prompt_logprobs (distillation.{next(iter(teaching.scorers))}) are those of temperature 1"
+            )
+
+    @property
+    def taught_apart(self) -> bool:
+        """Whether engines or servers, and no model ranks, score for the teachers."""
+        return self.distillation is not None and (self.placement.teacher_engines is not None or not self.distillation.models)
 
     def _check_shared(self) -> None:
         """Raise ValueError if the engines cannot share the devices of the policy's ranks as configured."""

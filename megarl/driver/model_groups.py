@@ -34,6 +34,7 @@ from megarl.driver.rank_group import (
     reward_scores,
     sequence_kl,
 )
+from megarl.driver.teachers import Teachers
 from megarl.driver.trained_groups import TrainedGroups
 from megarl.engines.worker import ExpertsWanted
 from megarl.observe.metrics import Last, Metric, merge
@@ -52,6 +53,7 @@ class ModelGroups(TrainedGroups):
     experts: ExpertsWanted | None  # which of the engine's routed experts the ranks need
     turns: Turns | None = None  # given if the policy's ranks share devices with the engines
     places: Sequence[Sequence[Any]] = ()  # the scheduling strategies of each group's ranks
+    teachers: Teachers | None = None  # given if they are on no ranks
 
     def build(self, created: Sequence[ActorGroup], *, blank: bool) -> None:
         """Build the models on existing processes, one group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
@@ -101,10 +103,13 @@ class ModelGroups(TrainedGroups):
             plan_step(self.config, groups, group.layout.dp, capacity(self.config.train, self.config.critic, group.roles), self.stages)
             for group in readers
         ]
+        scoring = [] if self.teachers is None else self.teachers.start(plans[0], groups)
         running = [group.start_each("forward", dealt(plan, group.layout), score) for group, plan in zip(readers, plans, strict=True)]
         metrics = [merged(group, calls, "forward", self.timeout_s) for group, calls in zip(readers, running, strict=True)]
         for group in readers[1:]:
             self._pass_columns([COLUMN[role] for role in group.roles if role in COLUMN], group, self.policy)
+        if self.teachers is not None:
+            self.policy.call("take", self.teachers.wait(scoring), [COLUMN["teacher"]], timeout_s=self.timeout_s)
         return plans[0], merge(metrics)
 
     def _pass_columns(self, names: Sequence[str], source: RankGroup, target: RankGroup) -> None:
@@ -186,12 +191,16 @@ class ModelGroups(TrainedGroups):
         engines.refill = lambda: None
         if self.turns is not None:
             self.turns.join(None)
-        engine_places, places = engines.places, [*chain(*self.places), *engines.places]
+        engine_places, teacher_places = engines.places, [] if self.teachers is None else self.teachers.places
+        places = [*chain(*self.places), *teacher_places, *engine_places]
         moved = must_move(self.config, places)
         if moved:
             release(places)
-            self.places, engine_places = places_of(self.config)
+            self.places, teacher_places, engine_places = places_of(self.config)
         created = create_groups(self.config, self.places)
+        if self.teachers is not None:
+            self.teachers.places = teacher_places
+            self.teachers.begin()
         try:
             if moved or (beginning and self.config.model.base is not None):
                 share_devices(self.config.cluster, created, engines)
@@ -207,6 +216,8 @@ class ModelGroups(TrainedGroups):
             end(actor for group in created for actor in group.actors)
             raise
         engines.ready(opening)
+        if self.teachers is not None:
+            self.teachers.ready()
         return moved
 
     @property
@@ -247,19 +258,25 @@ def start(
         blank: a checkpoint is loaded next.
     """
     with starting("model ranks"):
-        rank_places, engine_places = places_of(config)
+        rank_places, teacher_places, engine_places = places_of(config)
         starter = EngineStarter(config, config.rollout, engine_places, config.model.base or config.model.path)
         engines = Engines.create(starter, restarts)
         created = create_groups(config, rank_places)
+        teachers = Teachers(config, teacher_places) if config.taught_apart else None
+        if teachers is not None:
+            teachers.begin()
         share_devices(config.cluster, created, engines)
         opening = engines.open()
         if engines.turns is not None:
             engines.group.wait(opening, "start", config.cluster.start_timeout_s)
             engines.turns.to_ranks(keep_weights=not starter.blank)
         models = build_groups(config, created, engines.turns, blank=blank)
-        models.places = rank_places
+        models.places, models.teachers = rank_places, teachers
     with starting("engines"):
         engines.group.wait(opening, "start", config.cluster.start_timeout_s)
+    if teachers is not None:
+        with starting("teachers"):
+            teachers.ready()
     return models, engines
 
 
@@ -284,12 +301,17 @@ def create_groups(config: TrainConfig, places: Sequence[Sequence[Any]]) -> list[
     ]
 
 
-def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
-    """Reserve the places of each group of ranks, and of the engines' members: one that shares GPUs has the place of its first rank."""
-    places = reserve_workers(config, demand(config))
+def places_of(config: TrainConfig) -> tuple[Sequence[Sequence[Any]], Sequence[Any], Sequence[Any]]:
+    """Reserve the places of each group of ranks, of the teachers' processes, and of the engines' members.
+
+    A member that shares GPUs has the place of its first rank.
+    """
+    places, groups = reserve_workers(config, demand(config)), len(assign_roles(config))
     if config.placement.engines == "shared" and config.cluster.gpus:
-        return places, places[0][: config.rollout.replicas * config.rollout.devices : config.rollout.tp]
-    return places[:-1], places[-1]
+        engines = places[0][: config.rollout.replicas * config.rollout.devices : config.rollout.tp]
+    else:
+        engines = places.pop()
+    return places[:groups], [*chain(*places[groups:])], engines
 
 
 def build_groups(config: TrainConfig, created: Sequence[ActorGroup], turns: Turns | None = None, *, blank: bool = False) -> ModelGroups:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+import numpy as np
+
 from megarl.batch import Sample
-from megarl.config import RolloutSettings
+from megarl.config import RolloutSettings, TeacherEngines
 
 if TYPE_CHECKING:
     from megarl.models.description import ModelDescription
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 RequestId = Hashable
 Part = Literal["weights", "kv_cache"]  # the parts of an engine's device memory
+SCORED_TOKENS = 2048  # that a teacher's engine on GPUs computes in a step, since it computes the logits of all of them
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,33 @@ class WeightSyncError(RolloutError):
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """What a teacher's engine reports of each token of a text."""
+
+    named: int  # of so many of the likeliest tokens, too
+    temperature: float  # the logits are divided by it
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """A teacher's log-probs at the T tokens of a text that have tokens before them; C is 1 + `Scoring.named`."""
+
+    token_TC: np.ndarray  # int32, the text's own token, and the likeliest ones, the first of them the likeliest
+    logp_TC: np.ndarray  # float32
+
+
+def as_rollout(engines: TeacherEngines, longest: int) -> RolloutSettings:
+    """Return the settings of a teacher's engine as those of an engine.
+
+    Args:
+        engines: the section `placement.teacher_engines`.
+        longest: the most tokens of a context; the engine has to sample another one after them.
+    """
+    given = {name: getattr(engines, name) for name in TeacherEngines.model_fields}
+    return RolloutSettings(**given, max_prompt_tokens=longest, max_response_tokens=1)
+
+
+@dataclass(frozen=True)
 class Setup:
     """What an engine runs."""
 
@@ -78,6 +108,7 @@ class Setup:
     gpu: bool  # whether it has GPUs
     report_experts: bool = False  # fill `routed_experts` of its samples if the model has experts; requires the class's `reports_experts`
     sleeps: bool = False  # whether `sleep` will be called
+    scoring: Scoring | None = None  # it is a teacher's: only `score` is called
     blank: bool = False  # do not read the directory's weights; an update must bring some before the first request
 
 
@@ -212,6 +243,15 @@ class Engine(Protocol):
 
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         """Abort requests: `receive` returns their partial responses with the finish reason "abort". Unknown ids are ignored."""
+
+    async def score(self, texts: Sequence[Sequence[int]], timeout_s: float) -> list[TokenScores]:
+        """Compute the log-probs of given tokens, as `Setup.scoring` says. An engine that cannot is no teacher's.
+
+        Args:
+            texts: the tokens of each text; at least two, and at most one less than the settings' lengths.
+            timeout_s: the time limit for all of them.
+        """
+        raise NotImplementedError
 
     async def sleep(self, timeout_s: float, *, keep_weights: bool) -> None:
         """Free the device's memory for others: drop the KV cache, and either keep the weights elsewhere or drop them too.

@@ -245,7 +245,7 @@ def _candidates(
         return
     assert isinstance(config, TrainConfig)
     placement = config.placement
-    if placement.critic or placement.reference or placement.reward or placement.teacher:
+    if placement.critic or placement.reference or placement.reward or placement.teacher or placement.teacher_engines:
         return  # the search does not split ranks among several groups
     shared = config.placement.engines == "shared"
     splits = {gpus} if shared else {config.layout.ranks, gpus // 4, gpus // 2, gpus - gpus // 4} & set(range(1, gpus))

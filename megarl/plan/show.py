@@ -24,6 +24,7 @@ def tables(plan: Plan, layouts: Sequence[FittingLayout], closest: str | None = N
     """
     ranks = sum(group.layout.ranks for group in plan.groups)
     where = f"{ranks} for ranks" + (f", {plan.engines} for engines" if plan.engines else "") + (", the same ones" if plan.shared else "")
+    where += f", {plan.teaching} for teachers' engines" if plan.teaching else ""
     yield (
         f"{plan.architecture}: {plan.parameters / 1e9:.1f} B parameters, {plan.active / 1e9:.1f} B active; {plan.gpus} GPUs of "
         f"{plan.memory / GB:g} GB ({where}). GB are 10^9 bytes."
@@ -32,6 +33,8 @@ def tables(plan: Plan, layouts: Sequence[FittingLayout], closest: str | None = N
         yield _group(group, plan.memory)
     if plan.engine is not None:
         yield _engine(plan)
+    if plan.teachers:
+        yield _teachers(plan)
     if plan.host is not None:
         yield _host(plan)
     if plan.times is not None:
@@ -91,6 +94,16 @@ def _engine(plan: Plan) -> Table:
         f"{engine.live / engine.devices:.1f}",
         f"{plan.receiver / GB:.1f}",
     )
+    return table
+
+
+def _teachers(plan: Plan) -> Table:
+    table = _table(
+        f"GB on a GPU of a teacher's engine: {plan.teaching} GPUs", "teacher", "tp", "share", "weights", "buffers", "keys, values"
+    )
+    for name, one in plan.teachers.items():
+        sizes = (plan.memory * one.share, one.weights, one.overhead, one.cache)
+        table.add_row(name, str(one.tp), *(f"{size / GB:.1f}" for size in sizes))
     return table
 
 

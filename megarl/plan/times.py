@@ -101,7 +101,11 @@ def plan_times(
         updates += forward(train.mini_batches, training=False) * (train.mini_batches * train.epochs - (config.old_logp == "forward"))
     score = forward(1, training=False) * passes
     if teachers:
-        own = config.placement.teacher
+        own, engines = config.placement.teacher, config.placement.teacher_engines
+        if engines is not None:  # those of a teacher score their share of the tokens at the same time as those of the others
+            own = Layout(
+                ranks=engines.replicas * engines.tp * len(teachers), tp=engines.tp, ep=engines.tp if engines.expert_parallel else 1
+            )
         taught = sum(_scored_by(teacher, config, own or layout, device) for teacher in teachers) / len(teachers)
         score = max(score, taught) if own is not None else score + taught
     return StepTimes(

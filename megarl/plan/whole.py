@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import ceil
 from typing import Any
 
 from megarl.cluster.process_kinds import assign_roles
 from megarl.config import DpoConfig, LearnConfig, RmConfig, RunSettings, TrainConfig, model_of, optimizers
+from megarl.engines.engine import SCORED_TOKENS, as_rollout
 from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
@@ -51,6 +52,8 @@ class Plan:
     times: StepTimes | None
     notes: list[str]  # assumptions that no run of this release meets
     faults: list[str]
+    teachers: dict[str, EngineMemory] = field(default_factory=dict)  # those that are on engines of their own, by the setting that names one
+    teaching: int = 0  # the GPUs of all of their engines
 
     @property
     def asleep(self) -> float:
@@ -72,6 +75,7 @@ class Plan:
         if self.engine is not None:
             one = self.engine.weights + self.engine.overhead + self.engine.sequence(self.engine.longest)
             needs += [one / self.engine.share, self.update if self.shared else self.receiver / (1 - self.engine.share)]
+        needs += [(one.weights + one.overhead + one.sequence(one.longest)) / one.share for one in self.teachers.values()]
         return max(needs)
 
 
@@ -105,6 +109,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     model, memory = models["model"], memory_gb * GB
     groups = _groups(config, models)
     engine = receiver = host = None
+    apart, teaching = dict[str, EngineMemory](), 0
     engines, beside, update_bytes, shared = 0, 0.0, 0, False
     policy, elements = facts(model), model_elements(model)
     needed_gpus = sum(group.layout.ranks for group in groups)
@@ -122,6 +127,10 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
             update_bytes = kept_bytes(model, config.sync, config.model.dtype)
         else:
             needed_gpus += engines
+        apart = _teachers(config, models, memory)
+        if (scoring := config.placement.teacher_engines) is not None:
+            teaching = len(apart) * scoring.replicas * scoring.tp
+        needed_gpus += teaching
         host = plan_host(config, policy, facts(models.get("critic", model)), groups, engines, needed_gpus, device.node, shared=shared)
         waiting = max(stage.host for group in groups for stage in group.stages)
         sent, ahead = sent_bytes(model, config.rollout, dtype), config.rollout.mode != "sync"
@@ -149,7 +158,11 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         times=times,
         notes=[],
         faults=[],
+        teachers=apart,
+        teaching=teaching,
     )
+    if isinstance(config, TrainConfig) and config.distillation is not None and not config.distillation.models:
+        plan.notes.append(f"distillation.{next(iter(config.distillation.scorers))}: a server scores beside the policy, in no more time")
     if engine is not None and engine.tp > device.node:
         plan.notes.append(
             f"rollout.tp={engine.tp}: nodes of more than {device.node} GPUs, since the tp GPUs of a data-parallel rank are on one node; "
@@ -202,6 +215,19 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
     return plan_group(roles, layout, config.model, work)
 
 
+def _teachers(config: TrainConfig, models: Models, memory: float) -> dict[str, EngineMemory]:
+    """A GPU of each teacher's engines, by the setting that names the teacher; empty if they are on ranks or servers.
+
+    The logits of the tokens that are scored together are there twice in float32, beside the model's own.
+    """
+    engines = config.placement.teacher_engines
+    if engines is None or config.distillation is None:
+        return {}
+    settings = as_rollout(engines, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
+    settings = settings.model_copy(update={"max_num_seqs": max(SCORED_TOKENS, settings.max_num_seqs)})
+    return {name: plan_engine(models[name], settings, engines.dtype or config.model.dtype, memory) for name in config.distillation.models}
+
+
 def _sender_bytes(config: TrainConfig, model: ModelDescription) -> int:
     return sender_bytes(model, config.sync, config.model.dtype, fp8=config.rollout.quantization == "fp8")
 
@@ -216,13 +242,20 @@ def _faults(plan: Plan, needed_gpus: int, config: RunSettings | None, models: Mo
         if (stage := group.worst).total + plan.asleep > plan.memory
     ]
     if plan.gpus < needed_gpus:
-        what = "ranks" if plan.shared or plan.engine is None else "ranks and engines"
+        what = "ranks" if (plan.shared or plan.engine is None) and not plan.teaching else "ranks and engines"
         faults.append(f"layout: {what} need {needed_gpus} GPUs, but there are {plan.gpus}")
     if plan.engine is not None:
         engine_faults = _engine_faults(plan, plan.engine, has)
         if engine_faults and isinstance(config, TrainConfig):
             engine_faults[0] += _engine_remedies(plan, config, models)
         faults += engine_faults
+    faults += [
+        f"distillation.{name}: on placement.teacher_engines.tp={one.tp}, weights {one.weights / GB:.1f} GB and buffers "
+        f"{one.overhead / GB:.1f} GB leave {max(0, one.cache) / GB:.1f} of gpu_memory_fraction={one.share:g} of a GPU's "
+        f"{plan.memory / GB:g} GB, and one context of {one.longest} tokens takes {one.sequence(one.longest) / GB:.1f} GB"
+        for name, one in plan.teachers.items()
+        if not one.room
+    ]
     return faults
 
 

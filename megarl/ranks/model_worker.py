@@ -570,7 +570,8 @@ class ModelWorker(MegatronWorker):
         """The policy's log-probs and entropies, and its and the teacher's log-probs of the buckets, at the entries."""
         from megarl.parallel.logprobs import logprob_entropy_buckets
 
-        given_TC, vocabulary = batch.extra_T["teacher_logp"], self._models["policy"].description.vocab
+        vocabulary = self._models["policy"].description.vocab
+        given_TC = batch.extra_T["teacher_logp"].reshape(len(batch), 2 * count + 1)  # that of an empty micro-batch may be flat
         token_TK, settings = given_TC[:, :count].long(), (self._spec.temperature, self._grid.groups.tp, vocabulary)
         scored = logprob_entropy_buckets(logits_RV, row_T, batch.target_T, token_TK, *settings, overwrite=True)  # nothing else reads them
         return *scored, given_TC[:, count:]

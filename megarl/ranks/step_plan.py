@@ -66,7 +66,7 @@ class StepPlan:
     turn_weight: float = 0.0  # weight of an environment's turn rewards in the reward; 0: there are none, or they are not known by turn
     count_N: np.ndarray | None = None  # int64: loss tokens of each response, 0 where it is not trained on
     sample_S: Sequence[tuple[int, int]] | None = None  # (response, which of its contexts) of each sample; None: each response has one
-    teacher_N: np.ndarray | None = None  # int64: which teacher scores a response, of `DistillationSettings.models`; None: the only one
+    teacher_N: np.ndarray | None = None  # int64: which teacher scores a response, of `DistillationSettings.scorers`; None: the only one
     seed: int | None = None  # of the lots that tokens draw; None: the algorithm needs none
 
     def context(self, sample: int) -> tuple[int, int]:
@@ -217,7 +217,7 @@ def plan_step(config: TrainConfig, groups: Sequence[Group], dp: int, capacity: i
 
 def teachers(distillation: DistillationSettings, groups: Sequence[Group]) -> np.ndarray | None:
     """Which teacher scores each response, int64 [N]; None if there is one. Raises ConfigError if a prompt's source has none."""
-    if distillation.teacher is not None:
+    if not distillation.by_source:
         return None
     number_G = [distillation.taught_by(group.prompt.meta, group.prompt.name) for group in groups]
     return np.repeat(number_G, [len(group.responses) for group in groups])

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checks.train import check_train, check_value
 from megarl.cli import command as cli
-from megarl.cluster.actor_group import ActorGroup, WorkerDied
+from megarl.cluster.actor_group import ActorGroup, WorkerDied, end
 from megarl.cluster.placement import ProcessKind
-from megarl.cluster.process_kinds import assign_roles, engine_kind
+from megarl.cluster.process_kinds import assign_roles, engine_kind, teacher_kinds
+from megarl.cluster.reserve import release
 from megarl.cluster.server import ProcessStalled
 from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, ValueConfig, load
@@ -28,6 +29,7 @@ from megarl.driver.device_turns import Turns
 from megarl.driver.engines import Engines, EngineStarter, playing, start_engines
 from megarl.driver.model_groups import ModelGroups, build_groups, rl_spec
 from megarl.driver.rank_group import build_ranks, reserve_workers
+from megarl.driver.teachers import Teachers
 from megarl.engines.registry import ENGINES
 from megarl.engines.worker import RolloutWorker
 from megarl.loops import evaluate as eval_stage
@@ -152,7 +154,8 @@ class Lab:
                 if turns is not None:
                     turns.to_ranks()
                 models = build_groups(config, groups, turns, blank=blank)
-                yield models, engines
+                with teachers_of(config) as models.teachers:
+                    yield models, engines
                 if turns is not None:
                     turns.to_engines()  # for the next run
         finally:
@@ -193,6 +196,23 @@ class Lab:
             raise
         ray.get([actor.end.remote() for actor in ranks])
         self._ranks += ranks
+
+
+@contextmanager
+def teachers_of(config: TrainConfig) -> Iterator[Teachers | None]:
+    """The teachers of a run that are on no ranks."""
+    if not config.taught_apart:
+        yield None
+        return
+    [places] = reserve_workers(config, teacher_kinds(config))
+    teachers = Teachers(config, places)
+    teachers.begin()
+    try:
+        teachers.ready()
+        yield teachers
+    finally:
+        end(teachers.group.actors)
+        release(places)
 
 
 class EngineHost(RolloutWorker):

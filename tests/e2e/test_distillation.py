@@ -7,8 +7,10 @@ import pytest
 
 from megarl.checks.train import check_train
 from megarl.config import ConfigError, TrainConfig, load
+from megarl.rewards.score import RewardUnavailable
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
+from tests.teacher_server import NAME, serving
 from tools.make_tiny_model import build
 
 SETTINGS = ("algorithm={type: reinforce}", "train.steps=8", "train.mini_batches=1", "train.prompts_per_step=16", "optimizer.lr=2.0e-3")
@@ -52,3 +54,30 @@ def test_named_tokens_bring_the_policy_closer_wherever_teacher_and_policy_are(
     apart = lab.run(Job(tmp_path / "apart", tiny_model, (*given, *split))).steps()
     for name in ("distillation/reverse_kl", "distillation/forward_kl", "actor/grad_norm"):
         assert apart[0][name] == pytest.approx(shared[0][name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("given", [(), ("distillation.top_k=8", "rollout.temperature=0.8")], ids=["sampled", "named"])
+def test_a_teacher_on_engines_gives_the_loss_and_gradient_of_one_on_ranks(
+    lab: Lab, tmp_path: Path, tiny_model: Path, teacher: Path, given: tuple[str, ...]
+) -> None:
+    given = (*SETTINGS, f"distillation.teacher={teacher}", "train.steps=1", *given)
+    on_ranks = lab.run(Job(tmp_path / "ranks", tiny_model, given)).steps()[0]
+    engines = "placement.teacher_engines={replicas: 2, kv_cache_mb: 64}"
+    apart = lab.run(Job(tmp_path / "apart", tiny_model, (*given, engines, "layout={ranks: 2, tp: 2}"))).steps()[0]
+    names = ["distillation/reverse_kl", "actor/grad_norm", "distillation/forward_kl" if len(given) > 7 else "distillation/k3_kl"]
+    assert [apart[name] for name in names] == pytest.approx([on_ranks[name] for name in names], rel=1e-5)
+
+
+def test_a_server_teaches_as_ranks_do(lab: Lab, tmp_path: Path, tiny_model: Path, teacher: Path) -> None:
+    """Also where it has scored some requests at its second attempt; one that gives up ends the run with a checkpoint."""
+    given = (*SETTINGS, "train.steps=1", "distillation.top_k=8")
+    on_ranks = lab.run(Job(tmp_path / "ranks", tiny_model, (*given, f"distillation.teacher={teacher}"))).steps()[0]
+    with serving(teacher, lambda reply, number: (503, "busy") if number % 7 == 0 else (200, reply)) as server:
+        url = f"distillation.server={{url: '{server.url}', model: {NAME}, backoff_s: 0}}"
+        served = lab.run(Job(tmp_path / "served", tiny_model, (*given, url))).steps()[0]
+    for name in ("distillation/reverse_kl", "distillation/forward_kl", "actor/grad_norm"):
+        assert served[name] == pytest.approx(on_ranks[name], rel=1e-5), name
+    with serving(teacher, lambda reply, number: (200, reply) if number < 4 else (418, "tea")) as server:
+        url = f"distillation.server={{url: '{server.url}', model: {NAME}, backoff_s: 0}}"
+        with pytest.raises(RewardUnavailable, match=rf"^distillation\.server\.url: {server.url}: status 418 .*tea"):
+            lab.run(Job(tmp_path / "failed", tiny_model, (*given, url)))

@@ -25,6 +25,7 @@ ALLOWED = {
     "torch.distributed": ("megarl/parallel/", "megarl/sync/"),
     "ray": (
         *("megarl/cluster/", "megarl/driver/", "megarl/ranks/", "megarl/engines/worker.py", "megarl/engines/member.py"),
+        "megarl/engines/teacher.py",
         *("megarl/loops/", "megarl/step/", "megarl/resume/"),
     ),
     "vllm": ("megarl/engines/vllm/",),

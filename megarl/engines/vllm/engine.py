@@ -28,7 +28,9 @@ from megarl.engines.engine import (
     RequestId,
     RolloutError,
     RolloutTimeout,
+    Scoring,
     Setup,
+    TokenScores,
     WeightSyncError,
 )
 from megarl.engines.vllm import checks
@@ -43,7 +45,7 @@ from megarl.engines.vllm.launch import (
     unlink_shared_memory,
 )
 from megarl.engines.vllm.member import ENDED_S, VllmMember
-from megarl.engines.vllm.requests import check_request, sample_of, sampling_parameters
+from megarl.engines.vllm.requests import check_request, sample_of, sampling_parameters, scores_of, scoring_parameters
 from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import Piece, Print, join
 from megarl.text.display import one_line
@@ -81,6 +83,7 @@ class VllmEngine(Engine):
         self._up = False  # it has started
         self._started = threading.Event()  # or it has failed to
         self._count = 0  # requests so far
+        self._scoring: Scoring | None = None
         self._by_position = False  # the workers are set up to draw by position
         self._open: dict[RequestId, _Open] = {}
         self._counts: dict[str, int] = {}  # tokens of vLLM's requests when the update began
@@ -114,7 +117,7 @@ class VllmEngine(Engine):
         self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
         self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._updated.set()
-        self._blank = setup.blank
+        self._blank, self._scoring = setup.blank, setup.scoring
         directory = open_directory(setup.gpu, *([] if meeting is None else [meeting.host]))
         arguments = engine_arguments(setup, model) | {"worker_extension_cls": self.extension}
         try:
@@ -123,6 +126,8 @@ class VllmEngine(Engine):
             workers = (await self._call("megarl_pid", timeout_s=settings.timeout_s))[: settings.tp]
             if reads_anew(model, settings) and not setup.blank:
                 await self._weights("megarl_read", str(setup.model), self._expected, timeout_s=settings.timeout_s)
+            if setup.scoring is not None and setup.scoring.temperature != 1:
+                await self._call("megarl_divide_logits", setup.scoring.temperature, timeout_s=settings.timeout_s)
         except BaseException as error:
             await self.close()
             if self._failure is not None:
@@ -279,6 +284,26 @@ class VllmEngine(Engine):
         names = [self._open[id_].queue.request_id for id_ in ids if id_ in self._open]
         aborting = self._on_cores("megarl_abort", names)  # their tokens are still in the cores
         await self._bounded(aborting, timeout_s, lambda: f"aborting {len(names)} requests")
+
+    async def score(self, texts: Sequence[Sequence[int]], timeout_s: float) -> list[TokenScores]:
+        """All texts are queued before the first is scheduled, so that the same texts run in the same batches and give the same bits."""
+        assert self._scoring is not None, "a teacher's engine"
+        self.check_health()
+        named, queues = self._scoring.named, list[Any]()
+
+        async def one(text: Sequence[int], queue: Any) -> TokenScores:
+            return scores_of(text, await queue.get(), named, self.label)  # vLLM's lists are large: each is converted as it comes
+
+        async def all_() -> list[TokenScores]:
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            for text in texts:
+                self._count += 1
+                prompt = {"prompt_token_ids": list(text)}
+                queues.append(await self._llm.add_request(str(self._count), prompt, scoring_parameters(named)))
+            await self._llm.resume_generation()
+            return list(await asyncio.gather(*(one(text, queue) for text, queue in zip(texts, queues, strict=True))))
+
+        return await self._bounded(all_(), timeout_s, lambda: f"scoring {len(texts)} texts")
 
     # ---------------------------------------------------------------- the device
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.config import RolloutSettings
 from megarl.engines.child_output import overheard
-from megarl.engines.engine import Meeting, RolloutError, Setup
+from megarl.engines.engine import SCORED_TOKENS, Meeting, RolloutError, Setup
 from megarl.host.network import interface_towards, reserved_ports
 from megarl.host.shell import FULL_PRECISION, differing
 from megarl.imports import gc_paused
@@ -155,9 +155,12 @@ def engine_arguments(setup: Setup, model: ModelDescription) -> dict[str, Any]:
         **({"moe_backend": "triton"} if setup.gpu and settings.quantization else {}),  # it takes fp8 experts in the layout of a checkpoint
         # The other one, AMX_MLA, is for bfloat16 on some processors. Which backend it is also decides how a cache is cut into blocks.
         **({"attention_backend": "CPU_MLA"} if not setup.gpu and model.latent else {}),
+        **({"max_logprobs": setup.scoring.named} if setup.scoring is not None else {}),
         **settings.engine.args,
     }
     if setup.gpu:
+        if setup.scoring is not None:
+            common["max_num_batched_tokens"] = max(SCORED_TOKENS, settings.max_num_seqs)
         if settings.dp > 1:
             common["max_num_batched_tokens"] = settings.step_tokens
         return {**common, "gpu_memory_utilization": settings.gpu_memory_fraction, "enable_sleep_mode": setup.sleeps}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.batch import Sample, VersionSpan
-from megarl.engines.engine import Request, RolloutError
+from megarl.engines.engine import Request, RolloutError, TokenScores
 
 BY_POSITION = "megarl_by_position"  # a key of SamplingParams.extra_args
 
@@ -69,3 +69,38 @@ def sample_of(request: Request, output: Any, versions: Sequence[VersionSpan], la
         raise RolloutError(f"{label}: request {request.id!r}: {rows} for {len(tokens)} tokens")
     spans = tuple(span for span in versions if span.start < max(1, len(logp)))  # an aborted response may have no token of the last version
     return Sample(tokens, len(request.tokens), logp, response.finish_reason, spans, routed_experts)
+
+
+def scoring_parameters(named: int) -> Any:
+    """Return vLLM's SamplingParams of a text whose tokens are scored, and so many of the likeliest at each. It must sample one more."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=named,
+        flat_logprobs=True,
+        detokenize=False,  # vLLM would look up the text of every token that it names
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def scores_of(text: Sequence[int], output: Any, named: int, label: str) -> TokenScores:
+    """Return the scores in vLLM's final output for a text.
+
+    Args:
+        text: its tokens.
+        output: vLLM's RequestOutput.
+        named: the argument of `scoring_parameters`.
+        label: names the engine in an error.
+
+    Raises:
+        RolloutError: vLLM has scored other tokens.
+    """
+    scored = output.prompt_logprobs
+    token_TC = np.array(scored.token_ids, dtype=np.int32).reshape(-1, 1 + named)  # the text's own first, even if it is among the others
+    if token_TC[:, 0].tolist() != list(text[1:]):
+        raise RolloutError(f"{label}: log-probs of {len(token_TC)} tokens, and not those of a text of {len(text)}")
+    return TokenScores(token_TC, np.array(scored.logprobs, dtype=np.float32).reshape(token_TC.shape))

@@ -179,6 +179,17 @@ class WorkerExtension:
 
         runner._sample = seeded
 
+    def megarl_divide_logits(self, temperature: float) -> None:
+        """From now on, divide the logits by `temperature`, in float32: vLLM does so for sampled tokens, but not for those of a prompt."""
+        model = self.get_model()
+        compute: Callable[..., Any] = model.compute_logits
+
+        def divided(*arguments: Any, **named: Any) -> Any:
+            logits = compute(*arguments, **named)
+            return None if logits is None else logits.float() / temperature
+
+        model.compute_logits = divided
+
     def megarl_pid(self) -> int:
         return os.getpid()
 

@@ -418,3 +418,26 @@ def test_several_teachers_share_ranks_and_tokens(published: Path, tmp_path: Path
     assert [one.groups[1].name, two.groups[1].name] == ["teachers.a", "teachers.a+teachers.b"]
     assert one.groups[1].worst.total == twice.groups[1].worst.total < two.groups[1].worst.total
     assert one.times is not None and two.times is not None and two.times.score == pytest.approx(one.times.score)
+
+
+def test_a_teachers_engines_take_gpus_memory_and_time(published: Path) -> None:
+    """They score beside the policy; each of several teachers has as many; a server takes no GPU."""
+    given = [f"model.path={published / 'Qwen3-8B'}", f"distillation.teacher={published / 'Qwen3-30B-A3B'}", "placement.teacher=null"]
+
+    def plan(*changes: str, memory: int = 80) -> Plan:
+        config = load(EXAMPLES / "qwen3_30b_a3b" / "distill_8b.yaml", [*given, "layout={ranks: 4, tp: 2}", *changes], TrainConfig)
+        return planned(config, 16, memory_gb=memory)
+
+    two = plan("placement.teacher_engines={replicas: 2, tp: 2}")
+    assert [group.name for group in two.groups] == ["policy"] and two.faults == [] and two.teaching == 4
+    assert list(two.teachers) == ["teacher"] and 30 * GB < two.teachers["teacher"].weights < 31 * GB
+    four = plan("placement.teacher_engines={replicas: 4, tp: 2}")
+    assert four.faults == ["layout: ranks and engines need 20 GPUs, but there are 16"]
+    small = plan("placement.teacher_engines={tp: 1}", memory=60)
+    assert small.faults[-1].startswith("distillation.teacher: on placement.teacher_engines.tp=1, weights 61.1 GB and buffers ")
+    served = plan("distillation={server: {url: 'http://h/v1', model: m}}")
+    assert (served.teaching, served.teachers) == (0, {}) and served.notes == [
+        "distillation.server: a server scores beside the policy, in no more time"
+    ]
+    assert two.times is not None and four.times is not None and served.times is not None
+    assert two.times.score >= four.times.score >= served.times.score
