@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, model_validator
 
 from megarl.algorithms.groups import GroupRelative
-from megarl.algorithms.ops import Aggregation, Block, Term, bounded_ratio
+from megarl.algorithms.ops import Aggregation, Block, Term, bounded_ratio, surrogate
 from megarl.lazy_torch import Tensor, torch
 
 DELTA = {"tv": 0.15, "kl": 0.05}
@@ -63,8 +63,8 @@ class Dppo(GroupRelative):
         high, low = ((cut_T & block.mask_T).count_nonzero() for cut_T in (high_T, low_T))
         counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}
         masked_T = high_T | low_T
-        value_T, slope_T = (part_T.mul_(block.advantage_T).neg_() for part_T in (ratio.value_T, ratio.slope_T))
-        return Term(value_T.masked_fill_(masked_T, 0.0), slope_T.masked_fill_(masked_T, 0.0), counts)
+        loss = surrogate(ratio, block.advantage_T)
+        return Term(loss.value_T.masked_fill_(masked_T, 0.0), loss.slope_T.masked_fill_(masked_T, 0.0), counts)
 
     def _divergence(self, lp_T: Tensor, roll_T: Tensor) -> Tensor:
         if self.divergence == "tv":

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat
 
 from megarl.algorithms.groups import GroupRelative
-from megarl.algorithms.ops import Aggregation, Block, Term, bounded_ratio
+from megarl.algorithms.ops import Aggregation, Block, Term, bounded_ratio, surrogate
 from megarl.lazy_torch import Tensor
 
 
@@ -33,14 +33,13 @@ class Gmpo(GroupRelative):
     def policy_term(self, block: Block) -> Term:
         assert block.mean_T is not None
         high_T, low_T = self._clips(block.d_T, block.advantage_T)
-        ratio = bounded_ratio(block.mean_T, self.ratio_bound)
-        value_T, slope_T = (part_T.mul_(block.advantage_T).neg_() for part_T in (ratio.value_T, ratio.slope_T))
+        loss = surrogate(bounded_ratio(block.mean_T, self.ratio_bound), block.advantage_T)
         high, low = high_T.count_nonzero(), low_T.count_nonzero()
         counts = {"actor/pg_clipfrac": high + low, "actor/pg_clipfrac_high": high, "actor/pg_clipfrac_low": low}
         outside_T = ((block.d_T > self.clip_high) | (block.d_T < -self.clip_low)) & block.mask_T
         for side, sign_T in (("positive", block.advantage_T > 0), ("negative", block.advantage_T < 0)):
             counts[f"actor/outside_{side}"] = (outside_T & sign_T).count_nonzero()
-        return Term(value_T, slope_T.masked_fill_(high_T | low_T, 0.0), counts)
+        return Term(loss.value_T, loss.slope_T.masked_fill_(high_T | low_T, 0.0), counts)
 
     def _clips(self, d_T: Tensor, advantage_T: Tensor) -> tuple[Tensor, Tensor]:
         return (d_T > self.clip_high) & (advantage_T > 0), (d_T < -self.clip_low) & (advantage_T < 0)

@@ -8,7 +8,7 @@ from pydantic import NonNegativeFloat
 
 from megarl.algorithms.base import Fraction
 from megarl.algorithms.groups import GroupRelative
-from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, bounded_ratio
+from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, bounded_ratio, surrogate
 from megarl.algorithms.selection import covariances, keys, smallest
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor, torch
@@ -35,10 +35,9 @@ class KlCov(GroupRelative):
 
     def policy_term(self, block: Block) -> Term:
         assert block.chosen_T is not None
-        ratio = bounded_ratio(block.d_T, self.ratio_bound)
-        value_T, slope_T = (part_T.mul_(block.advantage_T).neg_() for part_T in (ratio.value_T, ratio.slope_T))
+        loss = surrogate(bounded_ratio(block.d_T, self.ratio_bound), block.advantage_T)
         d_T = block.d_T.clamp(-self.ratio_bound, self.ratio_bound)
         sign_T = d_T.sign().masked_fill_(block.d_T.abs() > self.ratio_bound, 0.0)
-        value_T += torch.where(block.chosen_T, self.cov_kl_coef * d_T.abs(), 0.0)
-        slope_T += torch.where(block.chosen_T, self.cov_kl_coef * sign_T, 0.0)
+        value_T = loss.value_T.add_(torch.where(block.chosen_T, self.cov_kl_coef * d_T.abs(), 0.0))
+        slope_T = loss.slope_T.add_(torch.where(block.chosen_T, self.cov_kl_coef * sign_T, 0.0))
         return Term(value_T, slope_T, {"actor/selected": (block.chosen_T & block.mask_T).count_nonzero()})

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveFloat
 
 from megarl.algorithms.groups import GroupRelative
-from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, bounded_ratio, log_ratio
+from megarl.algorithms.ops import Aggregation, Block, SumOver, Term, bounded_ratio, log_ratio, surrogate
 from megarl.algorithms.selection import keys, last_key
 from megarl.batch import Batch
 from megarl.lazy_torch import Tensor
@@ -37,8 +37,7 @@ class M2po(GroupRelative):
 
     def policy_term(self, block: Block) -> Term:
         assert block.chosen_T is not None
-        ratio = bounded_ratio(block.d_T, self.ratio_bound)
-        value_T, slope_T = (part_T.mul_(block.advantage_T).neg_() for part_T in (ratio.value_T, ratio.slope_T))
+        loss = surrogate(bounded_ratio(block.d_T, self.ratio_bound), block.advantage_T)
         masked = (block.chosen_T & block.mask_T).count_nonzero()
         counts = {"actor/pg_clipfrac": masked, "actor/selected": masked}
-        return Term(value_T.masked_fill_(block.chosen_T, 0.0), slope_T.masked_fill_(block.chosen_T, 0.0), counts)
+        return Term(loss.value_T.masked_fill_(block.chosen_T, 0.0), loss.slope_T.masked_fill_(block.chosen_T, 0.0), counts)

@@ -156,6 +156,11 @@ def bounded_ratio(d_T: Tensor, bound: float) -> Term:
     return Term(ratio_T, ratio_T.masked_fill(d_T.abs() > bound, 0.0))
 
 
+def surrogate(ratio: Term, advantage_T: Tensor) -> Term:
+    """The surrogate without a clip, -r A, to be minimised, and its slope. `ratio`, r with its slope, is overwritten."""
+    return Term(ratio.value_T.mul_(advantage_T).neg_(), ratio.slope_T.mul_(advantage_T).neg_())
+
+
 def clipped_surrogate(ratio: Term, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Term:
     """PPO's pessimistic surrogate (arXiv:1707.06347, eq. 7), to be minimised: max(-r A, -clip(r, 1 - low, 1 + high) A).
 
