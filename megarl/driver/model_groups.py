@@ -39,8 +39,9 @@ from megarl.driver.trained_groups import TrainedGroups
 from megarl.engines.worker import ExpertsWanted
 from megarl.observe.metrics import Last, Metric, merge
 from megarl.observe.restarts import Restarts
-from megarl.ranks.model_worker import COLUMN, TRAINED, ModelWorker, RLSpec
+from megarl.ranks.model_worker import TRAINED, ModelWorker
 from megarl.ranks.step_plan import Group, StepPlan, plan_scoring, plan_step, response_advantages
+from megarl.ranks.step_worker import COLUMN, RLSpec
 from megarl.response import Response
 
 

@@ -1,33 +1,28 @@
 """One model rank of the RL loop: holds its shard of some of the run's models, scores responses, learns, sends weights to the engines.
 
-Axes: T predicted tokens, R rows of local logits, V local vocabulary shard, N responses of the step, S samples (see `step_plan`).
+Axes: N responses of the step, S samples (see `step_plan`).
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.algorithms import PolicyAlgorithm
-from megarl.algorithms.ops import log_ratio
 from megarl.algorithms.ppo import ActorCritic
 from megarl.batch import EXPERTS, Batch, concat
 from megarl.cluster.process_kinds import Role
-from megarl.config import CriticSettings, DistillationSettings, OptimizerSettings, RoutingSettings, SyncSettings, Truncation
-from megarl.lazy_torch import Tensor, torch
-from megarl.models.description import ModelDescription
-from megarl.observe.metrics import Max, Mean, Metric, Sum, merge
+from megarl.config import SyncSettings
+from megarl.lazy_torch import torch
+from megarl.observe.metrics import Max, Mean, Metric, merge
 from megarl.ranks.assemble import (
     Columns,
     assemble,
-    bucket_gap,
     columns,
     computed_here,
     corrections,
@@ -38,45 +33,23 @@ from megarl.ranks.assemble import (
     weight_metrics,
     with_columns,
 )
-from megarl.ranks.critic import Critic, critic_metrics, loss_metrics
-from megarl.ranks.megatron_worker import MegatronWorker, RankSettings
+from megarl.ranks.critic import Critic, critic_metrics
+from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.reward import RewardModel
 from megarl.ranks.step_plan import ScoringPlan, StepPlan
+from megarl.ranks.step_worker import COLUMN, RLSpec, StepWorker
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
-    from megarl.parallel.routing import ExpertsRecorded, RoutingPass
+    from megarl.parallel.routing import ExpertsRecorded
     from megarl.ranks.kept import KeptLogprobs
-    from megarl.ranks.model import Model, OutputReader
+    from megarl.ranks.model import Model
     from megarl.ranks.publisher import Publisher
     from megarl.sync.senders import SenderRounds
 
 TRAINED: tuple[Role, ...] = ("policy", "critic")
 # Experts that the pass of the old log-probs keeps for the updates, by routing.replay.
 RECORD: dict[str, ExpertsRecorded] = {"off": "known", "r2": "all", "r3": "none"}
-# The column of per-token numbers that each role computes. With `distillation.top_k` the teacher's has rows: K token ids (exact in float32,
-# since vocabularies are smaller than 2^24), their log-probs, and that of all other tokens.
-COLUMN = {"policy": "old_logp", "reference": "ref_logp", "teacher": "teacher_logp", "critic": "value"}
-
-
-@dataclass(frozen=True)
-class RLSpec:
-    """What the ranks of an RL run optimise, and how."""
-
-    algorithm: PolicyAlgorithm
-    optimizer: OptimizerSettings
-    updates: int  # optimizer steps of the whole run, for the learning-rate schedule
-    temperature: float  # sampling temperature, which the log-probs must match
-    critic: CriticSettings | None = None
-    critic_updates: int = 0  # optimizer steps of the critic
-    critic_micro_batches_joined: int = 1  # micro-batches that the critic joins into one
-    distillation: DistillationSettings | None = None
-    reward: Path | None = None  # the reward model
-    offload: bool = False  # idle models leave the device
-    shared_devices: bool = False  # the engines share the devices of the policy's ranks
-    routing: RoutingSettings = RoutingSettings()
-    old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
-    truncation: Truncation | None = None  # log-probs are over the tokens that this keeps; None: over the vocabulary
 
 
 @dataclass(frozen=True)
@@ -89,7 +62,7 @@ class MoeShape:
     topk: int  # experts per token
 
 
-class ModelWorker(MegatronWorker):
+class ModelWorker(StepWorker):
     """One rank of a group that holds some of the models of an RL run.
 
     Args:
@@ -184,34 +157,6 @@ class ModelWorker(MegatronWorker):
             self._keep(self._critic().forward_tokens(self._mini_batches), mini_batches)
         sizes = [batch.extra_T[name].nbytes for batch in self._flat() for name in EXPERTS if name in batch.extra_T]
         return metrics | ({"routing/held_mb": Max(sum(sizes) / 2**20)} if sizes else {})
-
-    def _taught(self, flat: list[Batch], teacher_N: np.ndarray | None) -> list[Batch]:
-        """The batches with the teachers' column: each response is scored by its own teacher, if there are several.
-
-        Args:
-            flat: the micro-batches of the step.
-            teacher_N: int64, which teacher scores a response; None: there is one.
-        """
-        assert self._spec.distillation is not None
-        names = list(self._spec.distillation.models)
-        if teacher_N is None:
-            return self._use(names[0]).forward_tokens(flat, "teacher_logp", self._teaching(names[0]))
-        number_FT = [batch.spread(torch.from_numpy(teacher_N[members])) for members, batch in zip(self._members, flat, strict=True)]
-        column_F: list[Tensor | None] = [None] * len(flat)
-        for number, name in enumerate(names):
-            entry_FT = [(number_T == number).nonzero().squeeze(1) for number_T in number_FT]
-            own = [batch.take(entry_T) for batch, entry_T in zip(flat, entry_FT, strict=True)]
-            scored = self._use(name).forward_tokens(own, "teacher_logp", self._teaching(name))
-            for index, (entry_T, batch) in enumerate(zip(entry_FT, scored, strict=True)):
-                given_T = batch.extra_T["teacher_logp"]
-                if len(entry_T):
-                    held_T = column_F[index]
-                    held_T = given_T.new_full((len(flat[index]), *given_T.shape[1:]), torch.nan) if held_T is None else held_T
-                    column_F[index] = held_T.index_copy(0, entry_T, given_T)
-        return [
-            batch.with_extra(teacher_logp=torch.full((len(batch),), torch.nan) if column_T is None else column_T)
-            for batch, column_T in zip(flat, column_F, strict=True)
-        ]
 
     def moe_shape(self) -> MoeShape:
         """Where the policy has experts."""
@@ -315,56 +260,6 @@ class ModelWorker(MegatronWorker):
             metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
         return metrics
 
-    def _with_sequence_means(self, mini_batch: int, replay: bool) -> list[Batch]:
-        """A mini-batch with the means of the algorithm's `sequence_term` over whole responses, of which some are in several micro-batches.
-
-        Args:
-            mini_batch: the number of the mini-batch.
-            replay: route as the optimizer step does.
-        """
-        batches, algorithm = self._mini_batches[mini_batch], self._spec.algorithm
-        with self._follow("policy", replay=replay) as routing:
-            scored = self._use("policy").forward_tokens(batches, "logp", self._logp("policy"), routing)
-        if not self._grid.is_last_stage:
-            return batches
-        first = sum(map(len, self._mini_batches[:mini_batch]))
-        buckets = ("teacher_logp",) if self._buckets else ()
-        whole = concat([batch.without(*EXPERTS, *buckets) for batch in scored], self._members[first : first + len(batches)])
-        # What this context-parallel rank has of it.
-        share = computed_here(replace(whole, extra_T={**whole.extra_T, "old_logp": whole.extra_T["logp"]}))
-        own_T = algorithm.sequence_term(
-            log_ratio(share.extra_T["logp"], whole.extra_T[algorithm.sequence_from], share), whole.extra_T["advantage"]
-        )
-        assert own_T is not None
-        mean_T = whole.spread(self._sum_over(share.sequence_sum(own_T)) / whole.count_N.clamp(min=1))
-        ends = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
-        return [batch.with_extra(sequence_mean=own) for batch, own in zip(batches, mean_T.tensor_split(ends), strict=True)]
-
-    def _chosen(self, mini_batch: int, replay: bool) -> list[Tensor]:
-        """The tokens of each micro-batch that the algorithm's `selection` chooses at the current weights, bool [T].
-
-        The old log-probs are the current ones in the first update of a step that has just computed them; else the policy scores the
-        mini-batch once more. Collective.
-
-        Args:
-            mini_batch: the number of the mini-batch.
-            replay: route as the optimizer step does.
-        """
-        batches, algorithm = self._mini_batches[mini_batch], self._spec.algorithm
-        if self._fresh and self._spec.old_logp == "forward":
-            scored = [batch.with_extra(logp=batch.extra_T["old_logp"]) for batch in batches]
-        else:
-            with self._follow("policy", replay=replay) as routing:
-                scored = self._use("policy").forward_tokens(batches, "logp", self._logp("policy"), routing)
-        if not self._grid.is_last_stage:
-            return [torch.zeros_like(batch.mask_T) for batch in batches]
-        first = sum(map(len, self._mini_batches[:mini_batch]))
-        buckets = ("teacher_logp",) if self._buckets else ()
-        held = [self._completed(batch.without(*EXPERTS, *buckets), "logp") for batch in scored]
-        whole = concat(held, self._members[first : first + len(batches)])
-        chosen_T = algorithm.selection(whole.extra_T["logp"], whole, self._sum_over_replicas)
-        return list(chosen_T.tensor_split(np.cumsum([len(batch) for batch in batches])[:-1].tolist()))
-
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:
         """Take one optimizer step of the critic on a mini-batch of the last plan."""
         algorithm, critic = self._spec.algorithm, self._spec.critic
@@ -445,23 +340,10 @@ class ModelWorker(MegatronWorker):
         for model in self._models.values():
             model.park()
 
-    def _use(self, role: str) -> Model:
-        """Move a model, named as in `_models`, to the device and return it; with `offload`, the other models leave the device."""
-        if self._spec.offload:
-            for model in self._apart_from(role):
-                model.park()
-        self._models[role].wake()
-        return self._models[role]
-
     def _score_reference(self, flat: list[Batch]) -> list[Batch]:
         """Run the reference over the batches; return them with "ref_logp"."""
         with self._follow("reference", replay=self._spec.routing.reference) as routing:
             return self._use("reference").forward_tokens(flat, "ref_logp", self._logp("reference"), routing)
-
-    def _apart_from(self, role: str) -> list[Model]:
-        """The models of the other roles; the reference of a policy with adapters is the same model."""
-        own = self._models.get(role)
-        return [model for model in self._models.values() if own is None or model.chunks is not own.chunks]
 
     def _score_policy(self, flat: list[Batch]) -> tuple[list[Batch], dict[str, Metric]]:
         """Run the policy over the batches; return them with "old_logp", and metrics that compare log-probs and experts with the engine's.
@@ -481,16 +363,6 @@ class ModelWorker(MegatronWorker):
                         filled[index] = filled[index].with_extra(routed_experts=experts_TLK)
         return filled, metrics
 
-    @contextmanager
-    def _follow(self, role: Role, *, replay: bool, record: ExpertsRecorded = "none") -> Iterator[RoutingPass | None]:
-        """Follow the routers of a model of the policy's shape, with the experts of "routed_experts"; None if there is nothing to follow."""
-        model = self._models[role]
-        if model.topk and (replay or (role == "policy" and self._spec.routing.follows)):
-            with model.routing.follow("routed_experts", replay=replay, record=record) as routing:
-                yield routing
-        else:
-            yield None
-
     @property
     def _engine_layers(self) -> list[int]:
         """The layers for which this rank's models need the experts that the engine chose."""
@@ -502,11 +374,6 @@ class ModelWorker(MegatronWorker):
         """The critic, on the device."""
         return Critic(self._use("critic"), self._grid, self._spec.critic_micro_batches_joined, replay=self._spec.routing.critic)
 
-    @property
-    def _reports_sequences(self) -> bool:
-        """Whether this is the one rank of its data-parallel replica that reports metrics of whole sequences."""
-        return self._reports_tokens and self._grid.cp_rank == 0
-
     def _flat(self) -> list[Batch]:
         return [batch for mini_batch in self._mini_batches for batch in mini_batch]
 
@@ -514,88 +381,3 @@ class ModelWorker(MegatronWorker):
         """Keep the batches as the step's mini-batches, as many in each as in `shape`."""
         rest = iter(flat)
         self._mini_batches = [[next(rest) for _ in mini_batch] for mini_batch in shape]
-
-    def _completed(self, batch: Batch, *more: str) -> Batch:
-        """Complete the models' per-token numbers of the batch, and `more` columns, with those of the other context-parallel ranks."""
-        if self._grid.cp_size == 1:
-            return batch
-        names = [name for name in (*COLUMN.values(), *more) if name in batch.extra_T]
-        return batch.with_extra(**{name: self._sum_over(batch.extra_T[name].nan_to_num(0.0)) for name in names})
-
-    def _held(self, value_T: Tensor, batch: Batch) -> Tensor:
-        """Keep the values of the entries whose output this rank computes; NaN for entries of other ranks."""
-        from megarl.parallel.packing import pack_micro
-
-        if not self._grid.is_last_stage:
-            return torch.full_like(value_T, torch.nan)
-        if self._grid.cp_size == 1 or not len(batch):
-            return value_T
-        place = {"cp_rank": self._grid.cp_rank, "cp_size": self._grid.cp_size, "tp": self._grid.layout.tp}
-        entry_T = pack_micro(batch, **place, device=torch.device("cpu")).entry_T
-        return torch.full_like(value_T, torch.nan).index_copy(0, entry_T, value_T[entry_T])
-
-    def _logp(self, role: str) -> OutputReader:
-        """Return what computes the log-probs of a model, named as in `_models`, from its logits."""
-        return lambda logits_RV, row_T, batch: self._logprobs(role, logits_RV, row_T, batch)[0]
-
-    @property
-    def _buckets(self) -> int | None:
-        """The number of tokens that the teacher names for each entry; None: it scores the sampled token alone, or there is no teacher."""
-        return None if self._spec.distillation is None else self._spec.distillation.top_k
-
-    def _teaching(self, name: str) -> OutputReader:
-        """Return what computes a teacher's column from its logits."""
-        from megarl.parallel.logprobs import top_buckets
-
-        count, spec = self._buckets, self._spec
-        if count is None:
-            return self._logp(name)
-        among, vocabulary = ModelDescription.read(self._settings.model.path).vocab, self._models[name].description.vocab
-
-        def named(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> Tensor:
-            token_TK, lp_TB = top_buckets(logits_RV, row_T, count, among, spec.temperature, self._grid.groups.tp, vocabulary)
-            return torch.cat([token_TK.float(), lp_TB], dim=1)
-
-        return named
-
-    def _logprobs(self, role: str, logits_RV: Tensor, row_T: Tensor, batch: Batch, overwrite: bool = False) -> tuple[Tensor, Tensor]:
-        from megarl.parallel.logprobs import logprob_entropy
-
-        if self._kept is not None:
-            return self._kept.read(role, logits_RV, row_T, batch, overwrite)
-        vocabulary = self._models[role].description.vocab
-        return logprob_entropy(logits_RV, row_T, batch.target_T, self._spec.temperature, self._grid.groups.tp, vocabulary, overwrite)
-
-    def _compared(self, logits_RV: Tensor, row_T: Tensor, batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The policy's log-probs and entropies, and its and the teacher's log-probs of the buckets, at the entries."""
-        from megarl.parallel.logprobs import logprob_entropy_buckets
-
-        vocabulary = self._models["policy"].description.vocab
-        given_TC = batch.extra_T["teacher_logp"].reshape(len(batch), 2 * count + 1)  # that of an empty micro-batch may be flat
-        token_TK, settings = given_TC[:, :count].long(), (self._spec.temperature, self._grid.groups.tp, vocabulary)
-        scored = logprob_entropy_buckets(logits_RV, row_T, batch.target_T, token_TK, *settings, overwrite=True)  # nothing else reads them
-        return *scored, given_TC[:, count:]
-
-    def _loss_fn(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        policy_TB = teacher_TB = None
-        if self._buckets is None:
-            logp_T, entropy_T = self._logprobs("policy", logits_RV, row_T, batch, overwrite=True)  # nothing else reads the logits
-        else:
-            logp_T, entropy_T, policy_TB, teacher_TB = self._compared(logits_RV, row_T, batch, self._buckets)
-        seen = batch.with_extra(old_logp=logp_T.detach())
-        loss = self._spec.algorithm.loss(
-            logp_T, entropy_T, seen if self._spec.old_logp == "update" else batch, self._sum_over, self._kl_coef
-        )
-        total = (loss.loss_T * batch.extra_T["weight"]).sum()
-        if loss.weighted is not None:
-            total = total + loss.weighted
-        metrics = {"actor/pg_loss": Sum(float(total.detach())), **loss_metrics(loss)}
-        if policy_TB is not None and teacher_TB is not None:
-            assert self._spec.distillation is not None
-            taught_T = self._spec.distillation.loss(policy_TB, teacher_TB, batch.mask_T)
-            total = total + (taught_T * batch.extra_T["weight"]).sum()
-            metrics |= bucket_gap(policy_TB.detach(), teacher_TB, batch.mask_T)
-        if self._fresh and self._spec.old_logp != "forward":  # the weights are still those that the step began with
-            of_sequences = mismatch_of_sequences(seen, self._sum_over)
-            metrics |= mismatch(seen) | (of_sequences if self._reports_sequences else {})
-        return total, metrics

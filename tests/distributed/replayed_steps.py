@@ -30,8 +30,9 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.weights import unwrap
 from megarl.ranks import assemble
 from megarl.ranks.megatron_worker import RankSettings
-from megarl.ranks.model_worker import ModelWorker, MoeShape, RLSpec
+from megarl.ranks.model_worker import ModelWorker, MoeShape
 from megarl.ranks.step_plan import StepPlan, loss_weights, members, split_step
+from megarl.ranks.step_worker import RLSpec
 from megarl.response import Response
 from tests.distributed.tiny_training import TINY
 from tests.engines.backwards_engine import PLACE

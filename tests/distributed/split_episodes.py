@@ -19,8 +19,9 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.ranks import assemble
 from megarl.ranks.megatron_worker import RankSettings
-from megarl.ranks.model_worker import ModelWorker, RLSpec
+from megarl.ranks.model_worker import ModelWorker
 from megarl.ranks.step_plan import StepPlan, loss_weights, split_samples
+from megarl.ranks.step_worker import RLSpec
 from megarl.response import Response
 from tests.distributed.replayed_steps import Token, old_logps
 from tests.distributed.tiny_training import TINY

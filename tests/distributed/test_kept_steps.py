@@ -19,8 +19,9 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.ranks import assemble
 from megarl.ranks.megatron_worker import RankSettings
-from megarl.ranks.model_worker import ModelWorker, RLSpec
+from megarl.ranks.model_worker import ModelWorker
 from megarl.ranks.step_plan import StepPlan
+from megarl.ranks.step_worker import RLSpec
 from tests.distributed.replayed_steps import Reference, Store, Token, old_logps, plan_of, samples_of
 from tests.distributed.test_kept_tokens import plain_kept
 from tests.distributed.tiny_training import make_checkpoint

@@ -26,7 +26,8 @@ from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.grid import Grid
 from megarl.ranks.megatron_worker import RankSettings
-from megarl.ranks.model_worker import ModelWorker, RLSpec
+from megarl.ranks.model_worker import ModelWorker
+from megarl.ranks.step_worker import RLSpec
 from tests.distributed.checkpoint_work import (
     all_equal,
     die_in_a_save,

@@ -15,7 +15,8 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.ranks import assemble
 from megarl.ranks.megatron_worker import RankSettings
-from megarl.ranks.model_worker import ModelWorker, RLSpec
+from megarl.ranks.model_worker import ModelWorker
+from megarl.ranks.step_worker import RLSpec
 from tests.distributed.replayed_steps import Token
 from tests.distributed.split_episodes import SMALL, episodes, plan_of
 from tests.distributed.tiny_training import make_checkpoint
