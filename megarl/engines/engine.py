@@ -251,7 +251,7 @@ class Engine(Protocol):
             texts: the tokens of each text; at least two, and at most one less than the settings' lengths.
             timeout_s: the time limit for all of them.
         """
-        raise NotImplementedError
+        raise RolloutError(f"{self.label}: an engine of its type gives no log-probs of given tokens")
 
     async def sleep(self, timeout_s: float, *, keep_weights: bool) -> None:
         """Free the device's memory for others: drop the KV cache, and either keep the weights elsewhere or drop them too.

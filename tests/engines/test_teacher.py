@@ -47,7 +47,7 @@ async def scored(path: Path, temperature: float, top_k: int | None) -> list[list
     class Store:
         put = staticmethod(lambda value: value)
 
-    kept, teacher.ray = teacher.ray, Store  # type: ignore[assignment]
+    kept, teacher.ray = teacher.ray, Store
     try:
         await one._engine.start(Setup(**{**vars(setup), "scoring": scoring}))
         stored = await one.score(UNITS, [given(response) for response in responses()])
