@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megarl.images import PlacedImage
 from megarl.lazy_torch import Tensor, torch
 
 EXPERTS = (
@@ -49,6 +50,7 @@ class Sample:
     loss_mask: np.ndarray | None = None  # bool [response]: tokens written by the policy, not by a tool or the user; None: all of them
     turn_rewards: Sequence[tuple[int, float]] = ()  # from an environment: (response tokens up to the end of a turn, its reward)
     starts: Sequence[int] = ()  # indices of the tokens with which further contexts begin
+    images: Sequence[PlacedImage] = ()  # in order
 
     @property
     def response_length(self) -> int:
@@ -81,6 +83,7 @@ class Batch:
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)  # e.g. old_logp, ref_logp, rollout_logp, advantage, weight
     in_order: bool = False  # true if known to hold every entry of every sequence, sequence by sequence, in order of position
     begin_T: Tensor | None = None  # int64, position of the first entry of the entry's context; None: each sequence is one context
+    images_N: Sequence[Sequence[PlacedImage]] | None = None  # of each sequence, in order; None: no sequence has any
 
     def __len__(self) -> int:
         return len(self.input_T)
@@ -142,6 +145,7 @@ def pack(samples: Sequence[Sample]) -> Batch:
     `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 in the prompt. Routed experts are not included.
     """
     if any(sample.starts for sample in samples):
+        assert not any(sample.images for sample in samples), "images in samples of several contexts"
         return _pack_contexts(samples)
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
     prompts = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # entries before the first loss token
@@ -164,6 +168,7 @@ def pack(samples: Sequence[Sample]) -> Batch:
         count_N=torch.from_numpy(np.array([sample.loss_tokens for sample in samples], dtype=np.int64)),
         extra_T=extra,
         in_order=True,
+        images_N=[sample.images for sample in samples] if any(sample.images for sample in samples) else None,
     )
 
 
@@ -235,6 +240,9 @@ def concat(batches: Sequence[Batch], names: Sequence[Sequence[int]] | None = Non
         if all(begin_T is None for begin_T in begins)
         else torch.cat([torch.zeros_like(b.seq_T) if begin_T is None else begin_T for b, begin_T in zip(batches, begins, strict=True)]),
     )
+    if any(batch.images_N is not None for batch in batches):
+        assert names is None, "images in sequences of several parts"
+        whole = replace(whole, images_N=[own for b in batches for own in (b.images_N or [()] * len(b.length_N))])
     flat = range(len(whole.length_N)) if names is None else [name for own in names for name in own]
     first = {name: n for n, name in reversed([*enumerate(flat)])}
     if len(first) == len(flat):

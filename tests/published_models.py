@@ -399,3 +399,41 @@ def config_of(model: Published) -> dict[str, Any]:
 def description_of(model: Published) -> ModelDescription:
     """Its description, as if its config.json had been read."""
     return ModelDescription.of(config_of(model))
+
+
+# Models that see images, whose config.json is nested. Of Qwen3-VL-30B-A3B-Instruct, as published.
+QWEN3_VL_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "tie_word_embeddings": False,
+    "text_config": {
+        **qwen3_moe(48, 2048, 32, 768),
+        "model_type": "qwen3_vl_moe_text",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_theta": 5000000,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "max_position_embeddings": 262144,
+        "dtype": "bfloat16",
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "intermediate_size": 4304,
+        "model_type": "qwen3_vl_moe",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2048,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}

@@ -103,19 +103,20 @@ def joined(parts: Sequence[Part | None], batch: Batch, vocabulary: int) -> Tenso
     return torch.cat(columns, dim=1)[:, :vocabulary]
 
 
-def transformers_model(path: Path, dtype: str = "float32", auto: str = "AutoModelForCausalLM", **options: Any) -> Any:
+def transformers_model(path: Path, dtype: str = "float32", auto: str | None = None, **options: Any) -> Any:
     """Return transformers' model of a directory; one whose model_type it does not know is read as the architecture of another name.
 
     Args:
         path: the directory.
         dtype: the dtype of its weights.
-        auto: transformers' class of classes.
+        auto: transformers' class of classes; None: that of language models, or of those that see images, too.
         **options: for `from_pretrained`.
     """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     config = read_config(path)
+    auto = auto or ("AutoModelForImageTextToText" if "vision_config" in config else "AutoModelForCausalLM")
     kind, *others = MODEL_TYPES[config["architectures"][0]]
     if config["model_type"] in others:
         given = {key: value for key, value in json.loads((path / "config.json").read_text()).items() if key != "model_type"}

@@ -117,6 +117,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(150, "tests/e2e/test_hanging_disk.py"),
         _tests(90, "tests/e2e/test_kept.py"),
         _distributed(45, "routing"),
+        _distributed(60, "images"),
         _distributed(60, "kept_steps"),
     ),
     (

@@ -30,17 +30,26 @@ PHRASES = ("Spell this word backward (example: sun -> nus): ", "State the final 
 SYMBOLS = "×÷±≤≥≠√π°²³–—‘’“”…éäöüß"  # fills the vocabulary up to 128, a round number for any tensor-parallel split
 VOCABULARY = 128
 SPACE = "▁"  # how sentencepiece writes a space
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # pieces of a model that sees images, as published
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}<|{{ message.role }}|>{{ message.content }}"
     "{%- if message.role == 'assistant' -%}<|end|>{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
+# The same, of messages that are texts or lists of parts, of which an image is one.
+IMAGE_TEMPLATE = (
+    "{%- for message in messages -%}<|{{ message.role }}|>{%- if message.content is string -%}{{ message.content }}{%- else -%}"
+    "{%- for part in message.content -%}{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>"
+    "{%- else -%}{{ part.text }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{%- if message.role == 'assistant' -%}<|end|>{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
 
 
-def train_sentencepiece(seed: int) -> bytes:
+def train_sentencepiece(seed: int, more: tuple[str, ...] = ()) -> bytes:
     """Train a sentencepiece model on generated questions of the two tasks, and return it serialised (`tokenizer.model`).
 
-    No dummy prefix, no normalisation, no collapsing of spaces, so that text survives a round trip.
+    `more` are further special pieces. No dummy prefix, no normalisation, no collapsing of spaces, so that text survives a round trip.
     """
     import sentencepiece
 
@@ -50,9 +59,9 @@ def train_sentencepiece(seed: int) -> bytes:
         model_writer=model,
         model_type="char",
         vocab_size=VOCABULARY,
-        required_chars="".join(chr(code) for code in range(33, 127)) + SPACE + SYMBOLS,
+        required_chars="".join(chr(code) for code in range(33, 127)) + SPACE + SYMBOLS[len(more) :],
         user_defined_symbols=["\n", "\t", *(phrase.replace(" ", SPACE) for phrase in PHRASES)],
-        control_symbols=[USER, ASSISTANT, SYSTEM],
+        control_symbols=[USER, ASSISTANT, SYSTEM, *more],
         pad_id=0,
         eos_id=1,
         unk_id=2,
@@ -77,8 +86,11 @@ def _corpus(rng: random.Random) -> Iterator[str]:
         yield PHRASES[1] + f" {rng.choice('+-')} ".join(terms) + " ="
 
 
-def fast_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
-    """Return a transformers tokenizer that splits text exactly as the sentencepiece model does, with the chat template."""
+def fast_tokenizer(model: bytes, more: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """Return a transformers tokenizer that splits text exactly as the sentencepiece model does, with the chat template.
+
+    `more` are its further special pieces.
+    """
     import sentencepiece
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
@@ -99,9 +111,9 @@ def fast_tokenizer(model: bytes) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=END,
         unk_token=UNK,
-        extra_special_tokens=[USER, ASSISTANT, SYSTEM],
+        extra_special_tokens=[USER, ASSISTANT, SYSTEM, *more],
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=IMAGE_TEMPLATE if more else CHAT_TEMPLATE,
         model_max_length=512,
     )
 
@@ -158,6 +170,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ernie4_5_moe": ("ernie4_5_moe", {"tie_word_embeddings": True}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "qwen3_vl": ("qwen3_vl", {"tie_word_embeddings": True}),
+}
+# Families that see images. Their language model's configuration is a part of the model's.
+SEEING = ("qwen3_vl_moe", "qwen3_vl")
+TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 1],
+    "initializer_range": 0.2,  # so much that images change logits as texts do
+}
+# preprocessor_config.json, with the keys of published models: 4 to 64 tokens an image.
+CUTTING: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 4 * 64, "longest_edge": 64 * 64},
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
 }
 
 
@@ -166,27 +204,44 @@ def build(
 ) -> int:
     """Write the directory and return the number of parameters. `changes`: further fields of the configuration."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     out.mkdir(parents=True, exist_ok=True)
-    sentencepiece_model = train_sentencepiece(seed)
+    sees = FAMILIES[family][0] in SEEING
+    sentencepiece_model = train_sentencepiece(seed, VISION if sees else ())
     (out / "tokenizer.model").write_bytes(sentencepiece_model)
-    tokenizer = fast_tokenizer(sentencepiece_model)
+    tokenizer = fast_tokenizer(sentencepiece_model, VISION if sees else ())
     tokenizer.save_pretrained(out)
+    if sees:
+        (out / "preprocessor_config.json").write_text(json.dumps(CUTTING, indent=2))
+        (out / "video_preprocessor_config.json").write_text(
+            json.dumps({**CUTTING, "video_processor_type": "Qwen3VLVideoProcessor"}, indent=2)
+        )
     tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = configuration(family, layers=layers, hidden=hidden, experts=experts, expert_hidden=expert_hidden, **{**tokens, **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(config)
     if family != "qwen3_moe":
         _stir(model)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(out)
+    if FAMILIES[family][0] == "qwen3_vl_moe":
+        _turn_experts(out / "model.safetensors")
     if FAMILIES[family][0] in KNOWN_AS:
         written = json.loads((out / "config.json").read_text()) | {"model_type": FAMILIES[family][0]}
         (out / "config.json").write_text(json.dumps(written, indent=2))
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _turn_experts(file: Path) -> None:
+    """Transpose the experts' matrices, which transformers 5 saves the other way round than published models have them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    turned = {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()}
+    save_file(turned, file, metadata={"format": "pt"})
 
 
 def configuration(family: str, *, layers: int, hidden: int, experts: int, expert_hidden: int, **changes: Any) -> PreTrainedConfig:
@@ -195,8 +250,12 @@ def configuration(family: str, *, layers: int, hidden: int, experts: int, expert
 
     kind, own = FAMILIES[family]
     kind = KNOWN_AS.get(kind, kind)
-    fields = {**_common(layers, hidden), **_mlp(kind, layers, hidden, experts, expert_hidden), **own}
-    return AutoConfig.for_model(kind, **{**fields, **changes})
+    fields = {**_common(layers, hidden), **_mlp(kind, layers, hidden, experts, expert_hidden), **own, **changes}
+    if kind in SEEING:
+        tokens = dict(zip(("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), range(6, 10), strict=True))
+        parts = {"text_config": fields, "vision_config": {**TOWER, "out_hidden_size": hidden}}
+        return AutoConfig.for_model(kind, tie_word_embeddings=fields["tie_word_embeddings"], dtype="float32", **tokens, **parts)
+    return AutoConfig.for_model(kind, **fields)
 
 
 def _common(layers: int, hidden: int) -> dict[str, Any]:
@@ -239,6 +298,10 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         return {**routed, "num_experts": experts, "shared_expert_intermediate_size": 2 * expert_hidden}
     if kind == "qwen3_moe":
         return {**routed, "num_experts": experts}
+    if kind in SEEING:
+        mixture = {**routed, "moe_intermediate_size": 3 * expert_hidden // 4, "num_experts": experts, "norm_topk_prob": True}
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        return {**(mixture if kind == "qwen3_vl_moe" else {}), "rope_parameters": rope}
     if kind in ("mixtral", "granitemoe"):
         return {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
     if kind == "gpt_oss":

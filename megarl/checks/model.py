@@ -43,6 +43,7 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
     if settings.mtp == "keep" and head == "value":
         raise ConfigError("model.mtp=keep: a model with a scalar head has no multi-token prediction layers (drop leaves them out)")
     model = check_checkpoint(settings.path, head, mtp=settings.mtp, drop_images=settings.drop_images)
+    check_sight(settings, model)
     check_layout(model, config.layout, settings.megatron)
     check_fields(settings.megatron, fixed_fields(model, settings.dtype, config.layout), settings.recompute)
     if settings.lora is not None:
@@ -58,6 +59,16 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
         writers.check(config.log)
     check_cluster(config.cluster, demand(config))
     return model
+
+
+def check_sight(settings: ModelSettings, model: ModelDescription) -> None:
+    """Check what is set for images. Raise ConfigError for what does not apply to the model."""
+    limits = {key: value for key in ("min_pixels", "max_pixels") if (value := getattr(settings, key)) is not None}
+    if limits and model.sizes.vision is None:
+        [key, *_] = limits
+        raise ConfigError(f"model.{key}={limits[key]}: {model.architecture} sees no images")
+    if settings.drop_images and model.sizes.vision is not None:
+        raise ConfigError(f"model.drop_images=true: {model.architecture} is read whole, and what sees images is kept as it is")
 
 
 def check_lora(config: RunSettings, settings: LoraSettings, model: ModelDescription, head: HeadKind) -> None:

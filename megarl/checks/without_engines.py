@@ -11,9 +11,10 @@ from megarl.checks.model import check_model
 from megarl.checks.other_models import check_trained_head
 from megarl.config import ConfigError, DpoConfig, LearnConfig, PairSource, RmConfig, ServeConfig, SftConfig
 from megarl.data.conversations import Conversation
+from megarl.data.images import reader_of
 from megarl.data.preferences import Preference, load_preferences
 from megarl.data.prompts import Renderer
-from megarl.data.supervised import load_demonstrations
+from megarl.data.supervised import LIMIT_KEY, load_demonstrations
 from megarl.data.template import ChatTemplate
 from megarl.data.tokenizer import load_tokenizer
 from megarl.host.http_client import token_of
@@ -48,17 +49,17 @@ class Pairs:
 def check_sft(config: SftConfig) -> Conversations:
     """Make all checks of `megarl sft`; return its conversations."""
     tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
-
+    reader = reader_of(config.model, limit, LIMIT_KEY)
     held_out, train = list[Conversation](), list[Conversation]()
     if data.eval is not None:
         with where_present("data.eval"):
-            held_out = load_demonstrations(data.eval, tokenizer, data, limit, "data.eval")
+            held_out = load_demonstrations(data.eval, tokenizer, data, limit, "data.eval", reader)
             check_held_out(len(held_out), config.layout.dp)
     elif not config.sft.steps:
         raise ConfigError("sft.steps=0: nothing to learn, and no data.eval to measure")
     if config.sft.steps:
         with where_present("data.train"):
-            train = load_demonstrations(data.train, tokenizer, data, limit, "data.train")
+            train = load_demonstrations(data.train, tokenizer, data, limit, "data.train", reader)
     tell_end(config, tokenizer)
     if train:
         check_resume(config, config.section, len(train))

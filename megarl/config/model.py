@@ -64,6 +64,10 @@ class ModelSettings(Section):
     """Keep a checkpoint's multi-token prediction layers in what is saved, unchanged, or drop them; null: such a checkpoint is refused."""
     drop_images: bool = False
     """Drop what sees images of a model of text and images, which is not trained; without this, such a checkpoint is refused."""
+    min_pixels: PositiveInt | None = None
+    """Least pixels of an image, in model ranks and engines: smaller ones are enlarged; null: those of the model's own image processor."""
+    max_pixels: PositiveInt | None = None
+    """Most pixels of an image: larger ones are reduced; null: those of the model's own image processor."""
 
     @model_validator(mode="before")
     @classmethod

@@ -165,6 +165,8 @@ def read_tensor(info: TensorInfo) -> tuple[Tensor, str]:
         found = from_mxfp4(_read(info.stack.part(0)), _read(info.stack.part(1))).t().contiguous()
         return found, hash_of(found)
     found = _read(info)
+    if info.stack is not None and info.stack.turned:
+        found = found.view(info.shape[::-1]).t().contiguous()
     if info.scales is not None:
         found = dequantized(found, _read(info.scales.info), info.scales.block)
     return found, hash_of(found)

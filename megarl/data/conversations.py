@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from megarl.batch import Sample
+from megarl.data.images import ImageReader
 from megarl.data.intake import Intake, TooLong
 from megarl.data.prompts import Renderer
 from megarl.data.rendering import Reply
 from megarl.data.rows import Row
 from megarl.data.tokenizer import check_known, check_size, encode
+from megarl.images import Image, PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,12 +41,15 @@ class Conversation:
     loss_mask: np.ndarray | None = None
     place: str = field(default="", repr=False, compare=False)
     unread: str = field(default="", repr=False, compare=False)
+    images: Sequence[PlacedImage] = ()
 
 
 def sample(conversation: Conversation) -> Sample:
     """Make a training sample of a conversation that no engine has sampled."""
     nothing = np.zeros(len(conversation.tokens) - conversation.prompt_length, np.float32)
-    return Sample(conversation.tokens, conversation.prompt_length, nothing, "stop", loss_mask=conversation.loss_mask)
+    return Sample(
+        conversation.tokens, conversation.prompt_length, nothing, "stop", loss_mask=conversation.loss_mask, images=conversation.images
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Script:
     turns: Sequence[Reply]
     name: str = "conversation"  # the whole, or the one learned text after a prompt ("response"), in messages
     unread: str = ""  # as of `Conversation`
+    images: Sequence[Image] = ()
 
     def check_size(self, tokenizer: PreTrainedTokenizerBase, most: int, limit_key: str) -> None:
         """Raise TooLong if there are more characters than `most` tokens can have; see `megarl.data.tokenizer.check_size`."""
@@ -87,6 +93,7 @@ def tokenised(
     limit_key: str,
     intake: Intake,
     special: bool = False,
+    reader: ImageReader | None = None,
 ) -> list[tuple[Item, list[Conversation]]]:
     """Tokenise training samples as a rollout would have produced them: each turn after the text before it, and with its end token.
 
@@ -97,6 +104,7 @@ def tokenised(
         limit_key: the setting that gives the limit, for messages.
         intake: what to do with samples that are longer.
         special: the samples are raw texts and no rendered chats; see `encode`.
+        reader: finds the places of images; None: there are none.
     """
 
     def sized(item: tuple[Item, Sequence[Script]]) -> tuple[Item, Sequence[Script]]:
@@ -115,7 +123,8 @@ def tokenised(
         ids = [part if number % 2 == 0 else [*part, ends[script.turns[number // 2].end]] for number, part in enumerate(parts)]
         tokens = np.array(list(chain.from_iterable(ids)), dtype=np.int32)
         mask = np.repeat(np.arange(len(ids) - 1) % 2 == 0, [len(part) for part in ids[1:]])
-        return Conversation(tokens, len(ids[0]), None if mask.all() else mask, script.place, script.unread)
+        images = () if reader is None else reader.placed(tokens, script.images, script.place)
+        return Conversation(tokens, len(ids[0]), None if mask.all() else mask, script.place, script.unread, images)
 
     fitting = intake.made(items, sized)
     turns = [turn for _, group in fitting for script in group for turn in script.turns]

@@ -21,6 +21,7 @@ from megarl.data.rows import Row
 from megarl.data.template import ChatTemplate
 from megarl.data.tokenizer import first_line, unknown_characters
 from megarl.errors import ConfigError
+from megarl.images import MARK, Image
 
 THINK, THOUGHT = "<think>", "</think>"  # around reasoning that is part of a text
 PROMPT_END = 64  # characters at the end of what is read that may belong to a turn, such as an opened <think>
@@ -37,6 +38,7 @@ class Lesson:
     place: str  # its name in error messages
     chat: Chat  # the whole of it
     learned: Sequence[int]  # the assistant's messages that are learned
+    images: Sequence[Image] = ()
 
     @classmethod
     def of(cls, template: ChatTemplate, row: Row, learned: Sequence[int]) -> Lesson:
@@ -291,6 +293,7 @@ def _check_known(template: ChatTemplate, place: str, chat: Chat, *texts: str) ->
         chat: the row.
         *texts: its rendering, in parts.
     """
+    texts = tuple(text.replace(MARK, "") for text in texts) if template.sees else texts
     unknown = "".join(unknown_characters(template.tokenizer, text) for text in texts)
     if not unknown:
         return

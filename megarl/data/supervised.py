@@ -12,6 +12,7 @@ from megarl.data.answers import text_of
 from megarl.data.columns import at
 from megarl.data.conversations import Conversation, Script, plain_script, tokenised
 from megarl.data.files import taken_rows
+from megarl.data.images import COLUMN, ImageReader
 from megarl.data.intake import UNUSED, Intake
 from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
@@ -19,6 +20,7 @@ from megarl.data.prompts import Renderer, check_turn
 from megarl.data.rendering import Lesson, batches, replies, samples
 from megarl.data.rows import Row, source_rows
 from megarl.data.template import ChatTemplate
+from megarl.images import Image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,12 +30,12 @@ LIMIT_KEY = "sft.max_tokens"
 
 
 def load_demonstrations(
-    source: SftSource, tokenizer: PreTrainedTokenizerBase, data: SftData, max_tokens: int, key: str
+    source: SftSource, tokenizer: PreTrainedTokenizerBase, data: SftData, max_tokens: int, key: str, reader: ImageReader | None = None
 ) -> list[Conversation]:
     """Return the training samples of any source; see `load_conversations` and `load_answers` for arguments and errors."""
     if isinstance(source, SftMixture):
         parts = [
-            (load_demonstrations(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source"), part.weight)
+            (load_demonstrations(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source", reader), part.weight)
             for n, part in enumerate(source.parts)
         ]
         return list(Mixture(parts, source.seed, key))
@@ -41,11 +43,16 @@ def load_demonstrations(
         return load_answers(source, tokenizer, data, max_tokens, key)
     if not data.chat:
         raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
-    return load_conversations(source, tokenizer, data, max_tokens, key)
+    return load_conversations(source, tokenizer, data, max_tokens, key, reader)
 
 
 def load_conversations(
-    source: ConversationSource, tokenizer: PreTrainedTokenizerBase, data: SftData, max_tokens: int, key: str
+    source: ConversationSource,
+    tokenizer: PreTrainedTokenizerBase,
+    data: SftData,
+    max_tokens: int,
+    key: str,
+    reader: ImageReader | None = None,
 ) -> list[Conversation]:
     """Return the training samples of the conversations in a file.
 
@@ -58,6 +65,7 @@ def load_conversations(
         data: how conversations are rendered, which messages are learned, and what happens to bad rows.
         max_tokens: maximum length of one sample.
         key: the source's dotted key, such as "data.train".
+        reader: reads images for a model that sees them; None: they are refused.
 
     Raises:
         ConfigError: one line: the first row that is refused; a file without conversations; a tokenizer without a chat template.
@@ -67,18 +75,23 @@ def load_conversations(
     intake = Intake.of(data)
     template, filled = ChatTemplate(tokenizer, data, intake=intake), source.path.suffix != ".jsonl"
     used = {name.partition(".")[0] for name in (source.messages_key, *source.where)} | {source.messages_key, TOOLS, ARGUMENTS}
+    if reader is not None:
+        template.sees, used = True, used | {COLUMN}
 
     def lesson(item: tuple[str, dict[str, Any]]) -> Lesson:
         place, row = item
         intake.note(UNUSED, row.keys() - used)
-        messages = checked(at(row, source.messages_key, place, f"{key}.messages_key"), place, filled)
+        given, images = at(row, source.messages_key, place, f"{key}.messages_key"), list[Image]()
+        if reader is not None:
+            given, images = reader.take(given, row, source.path.parent, place)
+        messages = checked(given, place, filled)
         if isinstance(messages, str):
             raise ConfigError(f"{place}: a conversation is a list of chat messages, not a text")
         numbers = learned_messages(messages, data.train_on == "last", place)
         whole = Row(place, messages, "", {}, tools_of(row, place, filled), arguments_of(row, place))
-        return Lesson.of(template, whole, numbers)
+        return replace(Lesson.of(template, whole, numbers), images=images)
 
-    conversations = _learned(intake.each(taken_rows(source, key, intake.refuse), lesson), template, max_tokens, intake)
+    conversations = _learned(intake.each(taken_rows(source, key, intake.refuse), lesson), template, max_tokens, intake, reader=reader)
     if not conversations and not intake.dropped:
         raise ConfigError(f"{key}.path: {source.path} holds no conversations{f' after the first {source.skip}' if source.skip else ''}")
     intake.tell(len(conversations), key, f"{LIMIT_KEY}={max_tokens}")
@@ -173,23 +186,36 @@ def _response(row: Row, filled: bool) -> list[Message]:
 
 
 def _learned(
-    lessons: Iterable[Lesson], template: ChatTemplate, most: int, intake: Intake, name: str = "conversation"
+    lessons: Iterable[Lesson],
+    template: ChatTemplate,
+    most: int,
+    intake: Intake,
+    name: str = "conversation",
+    reader: ImageReader | None = None,
 ) -> list[Conversation]:
     conversations = list[Conversation]()
     for batch in batches(lessons, CHUNK, lambda lesson: lesson.size):
         turns = intake.taken(zip(batch, replies(template, batch), strict=True))
         scripts = list[Script]()
         for lesson, replied in turns:
-            *others, last = samples(replied)
-            scripts += [*(Script(lesson.place, sample, name) for sample in others), Script(lesson.place, last, name, lesson.unread)]
+            own = [Script(lesson.place, sample, name) for sample in samples(replied)]
+            if reader is not None:
+                written = [reader.written(script.turns, lesson.images, template) for script in own]
+                own = [replace(script, turns=turns, images=images) for script, (turns, images) in zip(own, written, strict=True)]
+            scripts += [*own[:-1], replace(own[-1], unread=lesson.unread)]
             if lesson.unread_messages:
                 intake.note_unread(lesson.place)
-        conversations += _tokenised(scripts, template.tokenizer, most, intake)
+        conversations += _tokenised(scripts, template.tokenizer, most, intake, reader=reader)
     return conversations
 
 
 def _tokenised(
-    scripts: Iterable[Script], tokenizer: PreTrainedTokenizerBase, most: int, intake: Intake, special: bool = False
+    scripts: Iterable[Script],
+    tokenizer: PreTrainedTokenizerBase,
+    most: int,
+    intake: Intake,
+    special: bool = False,
+    reader: ImageReader | None = None,
 ) -> list[Conversation]:
     items = [(None, [script]) for script in scripts]
-    return [conversation for _, [conversation] in tokenised(tokenizer, items, most, LIMIT_KEY, intake, special)]
+    return [conversation for _, [conversation] in tokenised(tokenizer, items, most, LIMIT_KEY, intake, special, reader)]

@@ -77,6 +77,9 @@ class ChatTemplate:
         tools: schemas of the tools that the assistant may call.
         intake: takes notes about rows.
 
+    Attributes:
+        sees: texts may have marks of images (`images.MARK`), which are no characters.
+
     Raises:
         ConfigError: the tokenizer has no chat template; or the template leaves out the user's message, could run forever, or does not know
             one of the arguments.
@@ -92,7 +95,7 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ConfigError("data.chat: the tokenizer has no chat template; give data.template and data.chat=false")
         self.tokenizer, self._data, self._tools = tokenizer, data, None if tools is None else list(tools)
-        self._intake = intake or Intake()
+        self._intake, self.sees = intake or Intake(), False
         self._sources = list(tokenizer.chat_template.values()) if isinstance(tokenizer.chat_template, dict) else [tokenizer.chat_template]
         self._omissions: dict[Any, Omission] = {}
         self._read: dict[str, bool] = {}  # the answers of `_reads`
@@ -202,6 +205,22 @@ class ChatTemplate:
         if header.strip() and header == closing and header.strip() != self.tokenizer.eos_token:
             raise ConfigError(f"data.chat: the chat template always ends with {header!r:.80}, even where the assistant does not speak next")
         return closing
+
+    @cached_property
+    def image_mark(self) -> str:
+        """What the template writes for an image among the parts of a message's content.
+
+        Raises ConfigError if a text with that in it is not what it writes for the parts.
+        """
+        texts = [f"{PROBE}{name}" for name in ("first", "second")]
+        parts: list[Any] = [part for text in texts for part in ({"type": "image", "image": "-"}, {"type": "text", "text": text})]
+        listed = self._rendered([{"role": "user", "content": parts}]) or ""
+        before, _, rest = listed.partition(texts[0])
+        mark = rest.partition(texts[1])[0]
+        whole = self._rendered([{"role": "user", "content": f"{mark}{texts[0]}{mark}{texts[1]}"}])
+        if not mark or not before.endswith(mark) or whole != listed:
+            raise ConfigError("data.chat: the model's chat template does not write the images of a message where its content has them")
+        return mark
 
     @cached_property
     def _around(self) -> tuple[str, str]:

@@ -32,12 +32,14 @@ from megarl.config import (
 from megarl.config.data import SourceMixture
 from megarl.config.loading import tree_of
 from megarl.data.files import each_row
+from megarl.data.images import reader_of
 from megarl.data.intake import RowReport, reported
 from megarl.data.preferences import load_preferences
 from megarl.data.shown import LEARNED, SCORED, Item, Line, coloured, place_of, row_lines, rows_of, summary
-from megarl.data.supervised import load_demonstrations
+from megarl.data.supervised import LIMIT_KEY, load_demonstrations
 from megarl.data.tokenizer import load_tokenizer
 from megarl.imports import find
+from megarl.models.hf import CONFIG
 from megarl.observe.run import Run
 from megarl.text.display import escaped
 from megarl.text.stdout import say
@@ -103,7 +105,9 @@ class Reader:
         """Return everything in a source. Raise ConfigError where the run would."""
         config, tokenizer = self.config, self.tokenizer
         if isinstance(config, SftConfig):
-            return load_demonstrations(source, tokenizer, config.data, config.sft.max_tokens, key)
+            described = (config.model.path / CONFIG).is_file()  # a tokenizer is enough to show texts
+            reader = reader_of(config.model, config.sft.max_tokens, LIMIT_KEY) if described else None
+            return load_demonstrations(source, tokenizer, config.data, config.sft.max_tokens, key, reader)
         if isinstance(config, RmConfig | DpoConfig):
             limit_key, margins = f"{config.section}.max_tokens", isinstance(config, RmConfig)
             return load_preferences(source, tokenizer, config.data, config.learn.max_tokens, key, limit_key, margins)

@@ -22,7 +22,7 @@ from megarl.models.weight_map import HeadKind, Shape
 __all__ = ["FAMILIES", "check_checkpoint", "check_layout", "check_room", "family_of"]
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # fields of Megatron's TransformerConfig
 _STORED = {"F32", "BF16", "F16"}
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+OUTPUT = "lm_head.weight"
 _ROWS = 4096  # rows compared at a time
 
 
@@ -102,7 +102,7 @@ def _check_tensors(model: ModelDescription, mtp: Mtp | None, drop_images: bool) 
             f"model.path: {path} holds the tensor {unknown[0]}, which {model.architecture} does not have ({len(unknown)} such tensors)"
         )
     if model.tied and OUTPUT in held:
-        _check_tied(path)
+        _check_tied(path, next(weight.hf[0] for weight in model.weights("lm") if weight.alias))
 
 
 def _check_tensor(path: Path, config: ConfigJson, name: str, info: directory.TensorInfo, shape: Shape) -> None:
@@ -119,18 +119,18 @@ def _check_tensor(path: Path, config: ConfigJson, name: str, info: directory.Ten
     raise ConfigError(f"model.path: {path}: {name} is stored as {info.dtype}, expected one of {', '.join(sorted(_STORED))}")
 
 
-def _check_tied(path: Path) -> None:
+def _check_tied(path: Path, embedding: str) -> None:
     """Raise ConfigError if a stored output layer is not the embedding to which config.json ties it: transformers would not tie them."""
     with directory.Checkpoint(path) as checkpoint:
 
         def difference(start: int) -> float:
-            one, two = (checkpoint.read(name, 0, start, start + _ROWS).float() for name in (EMBEDDING, OUTPUT))
+            one, two = (checkpoint.read(name, 0, start, start + _ROWS).float() for name in (embedding, OUTPUT))
             return float((one - two).abs().max())
 
-        largest = max(map(difference, range(0, checkpoint.tensors[EMBEDDING].shape[0], _ROWS)))
+        largest = max(map(difference, range(0, checkpoint.tensors[embedding].shape[0], _ROWS)))
     if largest != 0:  # NaN is not 0 either
         raise ConfigError(
-            f"model.path: {path}: config.json ties {OUTPUT} to {EMBEDDING}, but their values differ by up to {largest:.3g}, and "
+            f"model.path: {path}: config.json ties {OUTPUT} to {embedding}, but their values differ by up to {largest:.3g}, and "
             'transformers would not tie them: write "tie_word_embeddings": false into config.json to keep both, or remove the tensor'
         )
 
@@ -208,6 +208,13 @@ def check_layout(model: ModelDescription, layout: Layout, megatron: Mapping[str,
     for key, parts, count, what, by in divisions:
         if count % parts:
             raise ConfigError(f"{key}: model has {count} {what}, not divisible by {by if '=' in by else parts}")
+    if sizes.vision is not None:
+        first = (uneven.get(_UNEVEN[0]) or (sizes.layers - sum(uneven.values())) // (layout.pp - len(uneven))) // (layout.vpp or 1)
+        if first < len(sizes.vision.deepstack):  # features go no further than the ranks that compute them
+            raise ConfigError(
+                f"layout.pp={layout.pp}: the first chunk has {first} layers, and {len(sizes.vision.deepstack)} take features of images "
+                "(deepstack_visual_indexes), which do not travel between stages so far"
+            )
     if sizes.experts and layout.etp > 1 and model.fields["add_bias_linear"]:  # transformer_config.py:2280: each rank would add the bias
         raise ConfigError(f"layout.etp={layout.etp}: the experts of {model.architecture} have biases, which takes etp=1")
     if not sizes.experts and (layout.ep > 1 or layout.etp > 1):

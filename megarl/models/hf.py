@@ -88,6 +88,7 @@ class Stack:
     infos: tuple[TensorInfo, ...]
     index: int  # counts an expert's parts
     parts: int = 1  # tensors that an expert has in it, one after the other on its rows
+    turned: bool = False  # it holds the transposes of the experts' matrices
 
     def part(self, place: int) -> TensorInfo:
         """Return what the expert has of one of the tensors."""
@@ -95,6 +96,7 @@ class Stack:
         shape = info.shape[1:]
         if self.parts > 1:
             shape = (shape[0] // self.parts, *shape[1:])
+        shape = shape[::-1] if self.turned else shape
         return TensorInfo(shape, info.dtype, info.file, info.start + self.index * math.prod(shape) * _ITEM_SIZES[info.dtype])
 
 
@@ -191,7 +193,10 @@ def _as_known(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         held = {_MODEL + name.removeprefix(text) if info.name else name: info for name, info in named}
     if family.stacks:
         held = dict(pair for name, info in held.items() for pair in _parts(family.stacks, name, info))
-    return _with_stacks(held) if family.stacked else held
+    if not family.stacked:
+        return held
+    hidden = language_model(json_object(path / CONFIG)).get("hidden_size")
+    return _with_stacks(held, {name: (axis, hidden) for name, axis in family.hidden_axes.items()})
 
 
 def _parts(stacks: Mapping[str, tuple[str, ...]], name: str, info: TensorInfo) -> list[tuple[str, TensorInfo]]:
@@ -208,8 +213,13 @@ def _parts(stacks: Mapping[str, tuple[str, ...]], name: str, info: TensorInfo) -
     return found
 
 
-def _with_stacks(held: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Replace the stacks of a family that stores its experts in such by the experts' tensors; MXFP4's blocks and scales by their values."""
+def _with_stacks(held: dict[str, TensorInfo], axes: Mapping[str, tuple[int, Any]]) -> dict[str, TensorInfo]:
+    """Replace the stacks of a family that stores its experts in such by the experts' tensors; MXFP4's blocks and scales by their values.
+
+    Args:
+        held: the stored tensors.
+        axes: `Family.hidden_axes`, with the length of such an axis.
+    """
     found = dict[str, TensorInfo]()
     for name, info in held.items():
         packed = name.endswith(_BLOCKS) and name.removesuffix(_BLOCKS) + _MX_SCALES in held
@@ -220,8 +230,10 @@ def _with_stacks(held: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
             continue
         names = (name, name.removesuffix(_BLOCKS) + _MX_SCALES) if packed else (name,)
         infos = tuple(held[one] for one in names)
+        axis, hidden = axes.get(match[2], (0, 0))
+        turned = match[2] in axes and len(info.shape) == 3 and info.shape[1 + axis] != hidden == info.shape[2 - axis]
         for index in range(info.shape[0]):
-            stack = Stack(names, infos, index)
+            stack = Stack(names, infos, index, turned=turned)
             leaf = match[2].removesuffix(_BLOCKS) if packed else match[2]
             part, shape = stack.part(0), stack.part(0).shape
             if packed:  # [rows, groups, 16 bytes], stored as the transpose of what it stands for
@@ -271,6 +283,9 @@ class Checkpoint:
         stored = [self._file(one.file).get_slice(name) for name, one in zip(stack.names, stack.infos, strict=True)]
         if info.dtype != MXFP4:
             expert, place = divmod(stack.index, stack.parts)
+            if stack.turned:
+                rows, columns = (own if dim == 0 else slice(None)), (own if dim == 1 else slice(None))
+                return stored[0][expert, columns, rows].t()
             axes = [slice(None)] * len(info.shape)
             axes[dim or 0] = own
             first, size = place * info.shape[0], info.shape[0]

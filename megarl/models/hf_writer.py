@@ -15,7 +15,7 @@ from megarl.checkpoints.files import sync
 from megarl.errors import ConfigError
 from megarl.models.hf import CONFIG, CONVERSION, INDEX, RANGE_FILE, SINGLE, TOKENIZER, json_object, stack_of
 from megarl.models.quantized import QUANTIZATION
-from megarl.models.registry import language_model, sees_images
+from megarl.models.registry import described_as, sees_images
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,11 +50,13 @@ def described(
         File name -> contents; files of chat templates may lie in a folder.
     """
     given = json_object(source / CONFIG)
-    config = {**language_model(given), **changes}
+    config = {**described_as(given), **changes}
     if config.pop(QUANTIZATION, None) is not None:
         dtype = dtype or "bfloat16"
     if dtype is not None:
         config |= {"dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in config else {})}
+        for part in {"text_config", "vision_config"} & config.keys():
+            config[part] = {**config[part], **{key: dtype for key in ("dtype", "torch_dtype") if key in config[part]}}
     left_out = {CONFIG, CONVERSION} | ({RANGE_FILE} if trained else set()) | (_OF_IMAGES if sees_images(given) else set())
     kept = [file for file in sorted(source.iterdir()) if file.suffix in _COPIED and file.name not in left_out]
     kept = [file for file in kept if not any(file.match(pattern) for pattern in _OF_WEIGHTS)]

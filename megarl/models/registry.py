@@ -29,13 +29,28 @@ from megarl.models import (
     qwen3_5_text,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
+    qwen3_vl_moe,
 )
 from megarl.models.config_json import ConfigJson
 from megarl.models.weight_map import Family
 
 _MODULES = (
     *(qwen3_moe, qwen3_next, qwen3_5_moe_text, qwen3_5_text, qwen3, qwen2, qwen2_moe, llama, mistral, ministral, phi3, mixtral, olmoe),
-    *(deepseek_v3, deepseek_v32, deepseek_v2, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, minimax_m2, ernie4_5_moe, granitemoe),
+    *(
+        deepseek_v3,
+        deepseek_v32,
+        deepseek_v2,
+        glm4_moe,
+        glm4_moe_lite,
+        glm_moe_dsa,
+        gpt_oss,
+        minimax_m2,
+        ernie4_5_moe,
+        granitemoe,
+        qwen3_vl,
+        qwen3_vl_moe,
+    ),
 )
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
 # config.json's model_type, by which transformers and vLLM choose their code, is the name of the family's file, or another name of it.
@@ -75,6 +90,9 @@ def language_model(given: ConfigJson) -> dict[str, Any]:
 
     Raises ConfigError if there is no `text_config`.
     """
+    family = find_family(given)
+    if family is not None and family.nested:
+        return _flat(given)
     if not sees_images(given):
         return dict(given)
     own = given.get("text_config")
@@ -83,6 +101,31 @@ def language_model(given: ConfigJson) -> dict[str, Any]:
     architecture = _IMAGES[_architecture(given)]
     shared = {key: given[key] for key in _SHARED if key in given}
     return {"model_type": MODEL_TYPES[architecture][0], **shared, **own, "architectures": [architecture]}
+
+
+def _flat(given: ConfigJson) -> dict[str, Any]:
+    """Return a nested config.json with the keys of its language model among those of the whole model; one that is flat as it is.
+
+    Raises ConfigError if there is no `text_config`, or it ties the output layer and the whole model does not.
+    """
+    if "text_config" not in given and "hidden_size" in given:
+        return dict(given)
+    own = given.get("text_config")
+    if not isinstance(own, dict):
+        raise ConfigError(f"model.path: config.json of {_architecture(given)} has no text_config, which describes its language model")
+    tied, inner = (given.get("tie_word_embeddings") or False, own.get("tie_word_embeddings"))
+    if inner is not None and inner != tied:
+        raise ConfigError(
+            f"model.path: config.json's tie_word_embeddings={tied} is not that of its text_config, {inner}: transformers reads the first"
+        )
+    whole = {key: value for key, value in given.items() if key != "text_config"}
+    return {**own, **whole, "tie_word_embeddings": tied}
+
+
+def described_as(given: ConfigJson) -> dict[str, Any]:
+    """Return the config.json of what is written of a model: of a model of text and images that megarl reads whole, it is its own."""
+    family = find_family(given)
+    return dict(given) if family is not None and family.nested else language_model(given)
 
 
 def _architecture(config: ConfigJson) -> Any:

@@ -13,16 +13,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.errors import ConfigError
 from megarl.lazy_torch import Tensor, torch
 from megarl.models.config_json import ConfigJson
 from megarl.models.rope import Rope
 
+if TYPE_CHECKING:
+    from megarl.models.vision import VisionSizes
+
 Shape = tuple[int, ...]
 HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number per token (critic, reward model)
 INDEXER = ".core_attention.indexer."  # part of the names of an indexer's parameters in Megatron
+VISION = "vision."  # begins the names of a vision tower's parameters in Megatron
 OUTPUT = "output_layer.weight"  # Megatron's name of the single parameter of any head
 FP8_BLOCK = 128  # rows and columns of the blocks in which fp8 engines quantise matrices (sync/quantize.py)
 FP8, SCALES = "float8_e4m3fn", "_scale_inv"  # their dtype, and what the name of a matrix's scales adds to its own
@@ -247,6 +251,36 @@ class Interleaved(Op):
 
 
 @dataclass(frozen=True)
+class GateUpColumns(Op):
+    """The gate and up projections of a gated MLP, side by side in the columns of one tensor [hidden, 2 * ffn]: packed [2, ffn, hidden]."""
+
+    ffn: int
+    hidden: int
+    axis = 1
+    dim = 1
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return ((self.hidden, 2 * self.ffn),)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return (2, self.ffn, self.hidden)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].t().unflatten(0, (2, -1))
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return (packed.flatten(0, 1).t(),)
+
+    def read_shard(self, read: ReadSlice, rank: int, ranks: int) -> Tensor:
+        if ranks == 1:
+            return super().read_shard(read, rank, ranks)
+        units = self.units(ranks)
+        return self.pack([torch.cat([read(0, 1, start, start + units) for start in (rank * units, self.ffn + rank * units)], dim=1)])
+
+
+@dataclass(frozen=True)
 class Transposed(Op):
     """The matrix of a row-parallel layer, stored [columns, rows]: packed [rows, columns], split by column."""
 
@@ -420,8 +454,8 @@ class WeightMapping:
 
     @property
     def frozen(self) -> bool:
-        """Whether it is never trained: an indexer has no part in the loss."""
-        return INDEXER in self.megatron
+        """Whether it is never trained: an indexer has no part in the loss, and a vision tower is kept as it is."""
+        return never_trained(self.megatron)
 
 
 @dataclass(frozen=True)
@@ -445,11 +479,16 @@ class Weight:
         return is_linear(self.name)
 
 
+def never_trained(name: str) -> bool:
+    """Whether a parameter of this name is never trained; see `WeightMapping.frozen`."""
+    return INDEXER in name or name.startswith(VISION)
+
+
 def is_linear(name: str) -> bool:
     """See `Weight.linear`."""
     *_, module, parameter = name.split(".")
     # Published fp8 checkpoints have an indexer's weights of heads in bfloat16.
-    return module.startswith("linear_") and module != "linear_weights_proj" and parameter == "weight"
+    return module.startswith("linear_") and not name.startswith(VISION) and module != "linear_weights_proj" and parameter == "weight"
 
 
 @dataclass(frozen=True)
@@ -479,6 +518,7 @@ class Sizes:
     dense: int = 0  # number of first layers that have a dense MLP instead of experts
     linear_heads: int = 0  # key heads of its gated delta nets, which tensor and context parallelism divide; 0: it has none
     indexer: Indexer | None = None  # None: attention to all keys
+    vision: VisionSizes | None = None  # of what sees images; None: a model of text
 
     def __post_init__(self) -> None:
         """Raise ConfigError if there are too many layers and experts to list."""
@@ -559,6 +599,9 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)  # other names of these keys -> theirs
     names: tuple[str, ...] = ()  # further values of config.json's model_type
     stacked: bool = False  # checkpoints stack each tensor of a layer's experts along a first axis; see `hf.Stack`
+    # Of stacks that may be stored transposed, too: which axis of an expert's tensor is `hidden_size` where it is not.
+    hidden_axes: Mapping[str, int] = field(default_factory=dict)
+    nested: bool = False  # config.json has the language model as `text_config`, and the tower as `vision_config`
     # Stacks that checkpoints may hold in the place of experts' tensors, and what an expert has in each, one after the other on its rows.
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     images: Images | None = None  # of which models the language model is one of the family

@@ -18,12 +18,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.models.description import ModelDescription
+from megarl.models.image_processor import ImageProcessor
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.mla import LATENT_EPSILON
-from megarl.models.weight_map import INDEXER, HeadKind
+from megarl.models.weight_map import HeadKind, never_trained
 from megarl.parallel.backend import Backend
 from megarl.parallel.spec import scale_residuals
 from megarl.parallel.value_head import ValueHead
+from megarl.parallel.vision import ImageLayer, ImageModel
 from megarl.text.display import one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -90,6 +92,7 @@ def build_chunks(
     head: HeadKind = "lm",
     fp32_head: bool = False,
     adapted: bool = False,
+    images: ImageProcessor | None = None,
 ) -> list[MegatronModule]:
     """Build this rank's model chunks on the device, with weights not yet loaded. Requires the grid.
 
@@ -102,17 +105,18 @@ def build_chunks(
             float32 instead of logits [1, R, V], whole on every tensor-parallel rank. Only that head's weights are initialised.
         fp32_head: compute logits in float32, whatever the model's dtype.
         adapted: its linear layers are to have adapters (`lora.put_adapters`).
+        images: cuts images for a model that sees them; None: it is given none.
 
     Returns:
         One chunk, or one per virtual stage.
     """
     stages: list[int | None] = list(range(config.virtual_pipeline_model_parallel_size or 0)) or [None]
-    chunks = [_chunk(config, model, backend, stage, head, adapted) for stage in stages]
+    chunks = [_chunk(config, model, backend, stage, head, adapted, images) for stage in stages]
     for chunk in chunks:
         if fp32_head and head == "lm" and chunk.post_process:
             chunk.output_layer.register_forward_pre_hook(_in_float32, with_kwargs=True)
         for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(grad and INDEXER not in name)  # see `WeightMapping.frozen`
+            parameter.requires_grad_(grad and not never_trained(name))
             # Upstream marks expert weights for the expert data-parallel group where that is another one (layers.py:961,1379). Marking them
             # always gives the optimizer the same two parts (dense, experts) in every layout, which resharding its state needs.
             # Their biases are not summed over the sequence's shards, as layers.py:1413 asks for, since experts see whole tokens of all.
@@ -123,7 +127,13 @@ def build_chunks(
 
 
 def _chunk(
-    config: TransformerConfig, model: ModelDescription, backend: Backend, stage: int | None, head: HeadKind, adapted: bool
+    config: TransformerConfig,
+    model: ModelDescription,
+    backend: Backend,
+    stage: int | None,
+    head: HeadKind,
+    adapted: bool,
+    images: ImageProcessor | None,
 ) -> GPTModel:
     rope, scale, spec = model.rope, model.multipliers, backend.layer_spec(config, stage, adapted=adapted)
     for layer in spec.layer_specs:
@@ -131,8 +141,10 @@ def _chunk(
         scale_residuals(layer, scale.residual)
         if model.sizes.indexer is not None:
             backend.put_sparse_attention(layer, model.sizes.indexer, rope)
+        if model.sizes.vision is not None:
+            layer.module = ImageLayer
     with _no_fusion(config):
-        chunk = GPTModel(
+        chunk = (GPTModel if model.sizes.vision is None else ImageModel)(
             config=config,
             transformer_layer_spec=spec,
             vocab_size=padded_vocabulary(model.vocab, config.tensor_model_parallel_size),
@@ -154,6 +166,8 @@ def _chunk(
         assert chunk.rotary_pos_emb.inv_freq.shape == own.shape
     if chunk.pre_process and scale.embedding != 1.0:
         chunk.embedding.register_forward_hook(_scaled(scale.embedding))
+    if model.sizes.vision is not None:
+        chunk.add_vision(model.sizes.vision, images)
     chunk.head = head  # read by `weights`, on every stage
     if head == "value" and chunk.post_process:
         chunk.output_layer = ValueHead(config, chunk.pg_collection.tp)  # upstream always creates its own first

@@ -8,14 +8,17 @@ of 2 * cp tokens; one more dummy sequence fills the row up to a multiple of tp o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.batch import Batch
+from megarl.images import PlacedImage, axes_of
 from megarl.parallel.attention import zigzag
+from megarl.parallel.vision import ImageSeqParams
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,10 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
     entry = order_T[source[real]]
     row_T = real.nonzero().squeeze(1)
     bounds = torch.tensor([0, *padded, *([fill] if fill else [])]).cumsum(0)
+    params = _params(bounds.to(torch.int32).to(device), max([*padded, fill]))
+    if batch.images_N is not None and any(images := [batch.images_N[n] for n in contexts.tolist()]):
+        assert batch.begin_T is None, "images in sequences of several contexts"
+        params = _with_images(params, images, lengths, [*padded, fill], source, device)
     ids = torch.zeros(len(source), dtype=torch.int64)
     ids[real] = batch.input_T[entry]
     positions = torch.zeros(len(source), dtype=torch.int64)
@@ -69,7 +76,7 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
         input_ids=ids[None].to(device),
         position_ids=positions[None].to(device),
         padding_mask=(~real)[None].to(device) if sum(padded) + fill > sum(lengths) else None,
-        params=_params(bounds.to(torch.int32).to(device), max([*padded, fill])),
+        params=params,
         entry_T=entry,
         row_T=row_T.to(device),
     )
@@ -88,6 +95,44 @@ def _source(lengths: list[int], padded: list[int], fill: int, cp_rank: int, cp_s
         rows.append(torch.where(position < length, position + start, -1))
         start += length
     return torch.cat(rows)
+
+
+def _with_images(
+    params: PackedSeqParams,
+    images_C: list[Sequence[PlacedImage]],
+    lengths: list[int],
+    padded: list[int],
+    source: Tensor,
+    device: torch.device,
+) -> ImageSeqParams:
+    """Add the images of a row's contexts.
+
+    Args:
+        params: the bounds of the contexts.
+        images_C: the images of each.
+        lengths: its entries.
+        padded: its rows on all context-parallel ranks, and those that fill the row.
+        source: for each local row, the index of its entry, or -1.
+        device: device of the model's inputs.
+    """
+    axes_3A, feature_T, count = torch.zeros((3, sum(padded)), dtype=torch.int64), torch.full((sum(lengths),), -1), 0
+    row = entry = 0
+    for images, length, rows in zip(images_C, lengths, padded, strict=False):
+        axes_3A[:, row : row + length] = torch.from_numpy(axes_of(length, images))
+        for one in images:
+            end = min(one.end, length)
+            feature_T[entry + one.start : entry + end] = torch.arange(count, count + end - one.start)
+            count += one.image.tokens
+        row, entry = row + rows, entry + length
+    feature_R = torch.where(source >= 0, feature_T[source], -1)
+    row_F = (feature_R >= 0).nonzero().squeeze(1)
+    return ImageSeqParams(
+        **{one.name: getattr(params, one.name) for one in fields(PackedSeqParams)},
+        images=[one.image for images in images_C for one in images],
+        axes_3A=axes_3A.to(device),
+        row_F=row_F.to(device),
+        feature_F=feature_R[row_F].to(device),
+    )
 
 
 def _params(bounds: Tensor, longest: int) -> PackedSeqParams:

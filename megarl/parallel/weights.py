@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.models.description import ModelDescription
 from megarl.models.hf import Checkpoint
 from megarl.models.te_names import from_te
-from megarl.models.weight_map import OUTPUT, HeadKind, Weight
+from megarl.models.weight_map import OUTPUT, VISION, HeadKind, Weight
 from megarl.parallel.grid import Grid
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -128,7 +128,7 @@ def _required(chunks: list[Any], weights: Iterable[Weight], grid: Grid) -> set[s
     def here(weight: Weight) -> bool:
         if weight.layer is not None:
             return weight.layer in layers and (weight.expert is None or weight.expert in experts)
-        return not weight.alias and (first if weight.name.startswith("embedding.") else last)
+        return not weight.alias and (first if weight.name.startswith(("embedding.", VISION)) else last)
 
     return {weight.name for weight in weights if here(weight)}
 

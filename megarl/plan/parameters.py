@@ -13,7 +13,7 @@ from typing import Any
 from megarl.config import Layout, LoraSettings
 from megarl.models.adapters import adapted_matrices, factor_ops
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import OUTPUT, HeadKind, WeightMapping
+from megarl.models.weight_map import OUTPUT, VISION, HeadKind, WeightMapping
 
 ALIGNED, BUCKET = 64, 128  # elements: alignment of each parameter in Megatron's buffer, and what the buffer's end is a multiple of
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -101,7 +101,7 @@ def _chunk(
     for one in mappings:
         if "{layer}" in one.megatron:
             times = len(layers) if one.layers is None else sum(layer in one.layers for layer in layers)
-        elif one.megatron == EMBEDDING:
+        elif one.megatron == EMBEDDING or one.megatron.startswith(VISION):
             times = int(first)
         elif one.megatron == OUTPUT and one.alias and first:  # tied, and the embedding is in this chunk
             times = 0

@@ -19,6 +19,7 @@ from megarl.config import Layout, LoraSettings, ModelSettings, OptimizerSettings
 from megarl.host.parking import Parking
 from megarl.models.description import ModelDescription
 from megarl.models.hf_writer import described
+from megarl.models.image_processor import ImageProcessor
 from megarl.models.predictors import KEPT
 from megarl.observe.metrics import Max, Metric
 from megarl.parallel import schedule
@@ -75,6 +76,7 @@ class Model:
         self._head = head
         self.description = ModelDescription.read(path, keeps_mtp=settings.mtp == "keep" and head == "lm")
         self._config = transformer_config(self.description, settings, layout, backend)
+        sees = self.description.sizes.vision is not None
         self._modules: list[Any] = build_chunks(
             self._config,
             self.description,
@@ -83,6 +85,7 @@ class Model:
             head=head,
             fp32_head=settings.fp32_head,
             adapted=lora is not None,
+            images=ImageProcessor(path, settings.min_pixels, settings.max_pixels) if sees else None,
         )
         if blank and lora is None:
             for module in self._modules:

@@ -35,6 +35,11 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
             f"model.path: config.json's index_topk={model.sizes.indexer.topk}: engines with sparse attention run on CPUs alone, without "
             "rollout.quantization: on GPUs their indexers compute in fp8, and choose other keys than the ranks'"
         )
+    if model.sizes.vision is not None:
+        raise ConfigError(
+            f"model.path: {model.architecture} sees images, and engines do not run such models so far: `megarl sft` trains it, and what "
+            "that saves runs in vLLM"
+        )
     _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350
         raise ConfigError("model.path: config.json has sliding windows in some layers only, which vLLM's Qwen2 does not support")

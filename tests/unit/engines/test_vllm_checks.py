@@ -19,7 +19,7 @@ from megarl.engines.vllm.launch import engine_arguments, vllm_names
 from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES
 from megarl.models.hf import read_config
-from tests.published_models import MODELS, config_of, description_of
+from tests.published_models import MODELS, QWEN3_VL_30B_A3B, config_of, description_of
 
 
 def test_the_head_sizes_are_those_of_vllm() -> None:
@@ -61,8 +61,16 @@ def test_an_architecture_that_vllm_has_no_code_of_its_own_for_is_refused(tiny_mo
 
 
 def test_vllm_has_code_of_its_own_for_every_family() -> None:
-    policies = {family.heads["lm"].architecture for family in FAMILIES.values()}
+    policies = {family.heads["lm"].architecture for family in FAMILIES.values() if not family.nested}
     assert set(vllm_names(policies)) <= native_architectures()
+
+
+def test_a_model_that_sees_images_is_refused() -> None:
+    model = ModelDescription.of(QWEN3_VL_30B_A3B)
+    with pytest.raises(
+        ConfigError, match=r"^model\.path: Qwen3VLMoeForConditionalGeneration sees images, and engines do not run such models"
+    ):
+        check(model, "bfloat16", RolloutSettings(), gpu=True)
 
 
 def test_the_architectures_are_read_without_importing_vllm() -> None:

@@ -16,7 +16,8 @@ from megarl.models.registry import FAMILIES, MODEL_TYPES, completed
 from tools.make_tiny_model import FAMILIES as TINY
 from tools.make_tiny_model import configuration
 
-KINDS = {head.architecture: MODEL_TYPES[head.architecture][0] for family in FAMILIES.values() if (head := family.heads["lm"])}
+PLAIN = [family.heads["lm"].architecture for family in FAMILIES.values() if not family.nested]  # the others: test_vision.py
+KINDS = {architecture: MODEL_TYPES[architecture][0] for architecture in PLAIN}
 # What transformers has no key for: it knows only these values.
 FIXED = {"scoring_func", "topk_method", "use_routing_bias"}
 WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}

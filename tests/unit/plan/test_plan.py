@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megarl.checks.memory import check_fits, warnings
 from megarl.cli import main
-from megarl.config import ConfigError, Layout, ModelSettings, TrainConfig, load, optimizers
+from megarl.config import ConfigError, Layout, ModelSettings, SftConfig, TrainConfig, load, optimizers
 from megarl.models.description import ModelDescription
 from megarl.models.hf import stack_of
 from megarl.plan.activations import MicroBatchShape, layer_bytes
@@ -32,7 +32,7 @@ from megarl.plan.states import states
 from megarl.plan.times import StepTimes
 from megarl.plan.whole import Plan, build, models_of
 from tests.e2e.test_environments import REWRITES
-from tests.published_models import MODELS, config_of, description_of
+from tests.published_models import MODELS, QWEN3_VL_30B_A3B, config_of, description_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSPO = EXAMPLES / "qwen3_30b_a3b" / "gspo.yaml"
@@ -441,3 +441,15 @@ def test_a_teachers_engines_take_gpus_memory_and_time(published: Path) -> None:
     ]
     assert two.times is not None and four.times is not None and served.times is not None
     assert two.times.score >= four.times.score >= served.times.score
+
+
+def test_a_model_that_sees_images_is_planned_with_its_tower(tmp_path: Path) -> None:
+    """In bfloat16 without gradients, on the ranks of the first stage; the example fits."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_30B_A3B))
+    model, text = ModelDescription.read(tmp_path), description_of(MODELS["Qwen3-30B-A3B"])
+    for layout in (Layout(ranks=8, tp=2, ep=4), Layout(ranks=16, pp=2, vpp=2, ep=8)):
+        [first, *rest], [one, *others] = (shards(which, "lm", layout, {}) for which in (model, text))
+        assert first[0] == replace(one[0], frozen=538_631_408) and first[1:] == one[1:] and rest == others
+    config = load(EXAMPLES / "qwen3_vl_30b_a3b" / "sft.yaml", [f"model.path={tmp_path}"], SftConfig)
+    plan = build(config, models_of(config), device_of(80, config.cluster.gpus_per_node), 80, None)
+    assert plan.faults == []

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "qwen3_30b_a3b",
     "qwen3_235b_a22b",
     "qwen3_5_35b_a3b",
+    "qwen3_vl_30b_a3b",
     "deepseek_v3",
     "gpt_oss_120b",
     "kimi_k2",

@@ -1,0 +1,212 @@
+"""Images in chat messages: parts of a content that are read from files, checked, and written as the chat template writes them.
+
+A message's content is then a text with a mark for each image. The template renders it as any text, after a check that it would render the
+list of parts alike; marks become the image's tokens when the text is tokenised.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.config import ModelSettings
+from megarl.data.intake import TooLong
+from megarl.data.rendering import Reply
+from megarl.errors import ConfigError
+from megarl.images import MARK, Image, PlacedImage
+from megarl.models.description import ModelDescription
+from megarl.models.image_processor import BadImage, ImageProcessor
+
+if TYPE_CHECKING:
+    from megarl.data.template import ChatTemplate
+
+MOST_BYTES = 64 << 20  # of an image's file
+COLUMN = "images"  # of a row: the images of parts that name none
+_PARTS = {"text": ("text",), "image": ("image", "path", "url"), "image_url": ("image_url",)}  # type of a part -> keys of what it holds
+
+
+class ImageReader:
+    """Reads the images of a source's rows for one model.
+
+    Args:
+        processor: counts an image's tokens.
+        token: the model's image token.
+        most: maximum number of tokens of a sample.
+        limit_key: the setting that gives it, for messages.
+    """
+
+    def __init__(self, processor: ImageProcessor, token: int, most: int, limit_key: str) -> None:
+        self._processor, self._token, self._most, self._limit_key = processor, token, most, limit_key
+
+    def take(self, messages: Any, row: Mapping[str, Any], folder: Path, place: str) -> tuple[Any, list[Image]]:
+        """Return the messages with marks in the place of images, and the images in order.
+
+        Args:
+            messages: as the row has them; what is no list of parts is left as it is.
+            row: its columns, of which `images` holds those of parts that name none.
+            folder: of the file, from which paths start.
+            place: the start of an error's message.
+
+        Raises:
+            ConfigError: a part or an image that is not taken, or images that no part stands for.
+            TooLong: the images alone have too many tokens.
+        """
+        if not isinstance(messages, list):
+            return messages, []
+        column = row.get(COLUMN)
+        rest, images, total, changed = list(column if isinstance(column, list) else []), list[Image](), 0, list[Any]()
+        for number, message in enumerate(messages):
+            content = message.get("content") if isinstance(message, dict) else None
+            where = f"{place}: message {number}"
+            if isinstance(content, str) and MARK in content:
+                raise ConfigError(f"{where}: its content has U+{ord(MARK):04X}, which stands for images here")
+            if not isinstance(content, list):
+                changed.append(message)
+                continue
+            texts = list[str]()
+            for index, part in enumerate(content):
+                kind, value = _part(part, f"{where}: part {index}")
+                if kind == "text":
+                    texts.append(value)
+                    continue
+                if message.get("role") == "assistant":
+                    raise ConfigError(f"{where}: part {index}: images of the assistant are not learned")
+                if value is None:
+                    if not rest:
+                        raise ConfigError(f"{where}: part {index}: names no image, and the column {COLUMN!r} has no more")
+                    value = rest.pop(0)
+                image = self._read(value, folder, f"{where}: part {index}")
+                total += image.tokens
+                if total > self._most:
+                    raise TooLong(f"{place}: {len(images) + 1} images have {total} tokens, more than {self._limit_key}={self._most}")
+                images.append(image)
+                texts.append(MARK)
+            changed.append({**message, "content": "".join(texts)})
+        if rest:
+            raise ConfigError(f"{place}: the column {COLUMN!r} has {len(rest)} images that no part stands for")
+        return changed, images
+
+    def written(self, turns: Sequence[Reply], images: Sequence[Image], template: ChatTemplate) -> tuple[list[Reply], list[Image]]:
+        """Return the turns of a sample with what the template writes for its images, and these images.
+
+        Args:
+            turns: the sample's turns, which read a beginning of the conversation.
+            images: those of the conversation.
+            template: the chat template.
+        """
+        if not images:
+            return list(turns), []
+        piece = template.tokenizer.convert_ids_to_tokens(self._token)
+        mark, count, changed = template.image_mark, 0, list[Reply]()
+        for turn in turns:
+            first, *others = turn.read.split(MARK)
+            for image, text in zip(images[count:], others, strict=False):
+                first += mark.replace(piece, piece * image.tokens) + text
+            count += len(others)
+            changed.append(replace(turn, read=first))
+        return changed, list(images[:count])
+
+    def placed(self, tokens: np.ndarray, images: Sequence[Image], place: str) -> list[PlacedImage]:
+        """Return where the images of a sample stand.
+
+        Args:
+            tokens: the sample's tokens.
+            images: its images.
+            place: the start of an error's message.
+
+        Raises:
+            ConfigError: the image tokens are not exactly theirs.
+        """
+        found, expected = np.flatnonzero(tokens == self._token), sum(image.tokens for image in images)
+        if len(found) != expected:
+            raise ConfigError(f"{place}: {len(found)} image tokens, and its {len(images)} images have {expected}")
+        first, placed = 0, list[PlacedImage]()
+        for image in images:
+            one = PlacedImage(int(found[first]), image)
+            if found[first + image.tokens - 1] != one.end - 1:
+                raise ConfigError(f"{place}: the tokens of an image do not follow each other")
+            placed.append(one)
+            first += image.tokens
+        return placed
+
+    def _read(self, value: Any, folder: Path, place: str) -> Image:
+        try:
+            return self._processor.read(_bytes(value, folder))
+        except BadImage as error:
+            raise ConfigError(f"{place}: the image is refused: {error}") from None
+
+
+def reader_of(settings: ModelSettings, most: int, limit_key: str) -> ImageReader | None:
+    """Return the reader of a model's images; None for a model of text.
+
+    Args:
+        settings: the section `model`.
+        most: as of `ImageReader`, like `limit_key`.
+        limit_key: the limit's setting.
+
+    Raises:
+        ConfigError: the model has no image processor, or limits that contradict each other.
+    """
+    vision = ModelDescription.read(settings.path).sizes.vision
+    if vision is None:
+        return None
+    processor = ImageProcessor(settings.path, settings.min_pixels, settings.max_pixels)
+    _ = processor.inner  # an error of no row's
+    return ImageReader(processor, vision.image_token, most, limit_key)
+
+
+def _part(part: Any, place: str) -> tuple[str, Any]:
+    """Return whether a part is a text or an image, and what it holds; None: an image that it does not name."""
+    if isinstance(part, dict):
+        part = {key: value for key, value in part.items() if value is not None}
+        kind = part.get("type")
+        if kind in _PARTS and not (others := part.keys() - {"type", *_PARTS[kind]}):
+            [value, *more] = [part[key] for key in _PARTS[kind] if key in part] or [None]
+            if kind == "text" and isinstance(value, str) and MARK not in value:
+                return "text", value
+            if kind != "text" and not more:
+                return "image", value.get("url") if kind == "image_url" and isinstance(value, dict) else value
+        elif kind in _PARTS:
+            raise ConfigError(f"{place}: a part of type {kind!r} has {', '.join(sorted(others))}, which is not taken")
+    raise ConfigError(f"{place}: must be a text or an image, with its type, and is {part!r:.80}")
+
+
+def _bytes(value: Any, folder: Path) -> bytes:
+    """Return the bytes of an image's file. Raise BadImage if they are not there."""
+    if isinstance(value, dict):  # as the library datasets writes images
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, bytes):
+        return _bounded(value)
+    if not isinstance(value, str) or not value:
+        raise BadImage(f"neither a path nor bytes but {value!r:.80}")
+    if value.startswith("data:"):
+        head, _, body = value.partition(",")
+        if not head.endswith(";base64") or len(body) > 2 * MOST_BYTES:
+            raise BadImage(f"a data URL of at most {MOST_BYTES} bytes in base64 is taken, not {value!r:.40}")
+        try:
+            return _bounded(base64.b64decode(body, validate=True))
+        except binascii.Error as error:
+            raise BadImage(f"not base64: {error}") from None
+    if "://" in value:
+        raise BadImage(f"{value!r:.80} is an address, and nothing is fetched: give the file's path or bytes")
+    path = folder / value
+    try:
+        if not path.is_file():
+            raise BadImage(f"no such file: {path}")
+        if path.stat().st_size > MOST_BYTES:
+            raise BadImage(f"{path} has {path.stat().st_size} bytes, more than {MOST_BYTES}")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise BadImage(f"{path}: {error}") from None
+
+
+def _bounded(data: bytes) -> bytes:
+    if len(data) > MOST_BYTES:
+        raise BadImage(f"{len(data)} bytes, more than {MOST_BYTES}")
+    return data

@@ -1,0 +1,76 @@
+"""The image as data, engines and ranks share it: a file's bytes by content hash, and where its tokens stand in a sequence.
+
+What travels is the file, a tenth of its pixels: whoever computes with it cuts it into patches with the model's own processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+MARK = "\ufdd0"  # stands for an image in a text: Unicode guarantees that it is no character
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image. Two of the same digest and grid are the same."""
+
+    digest: str  # SHA-256 of the file's bytes, in hexadecimal
+    grid: tuple[int, int, int]  # patches: frames, rows, columns
+    merge: int  # patches of the side of a square that becomes one token
+    data: bytes = field(repr=False, compare=False)  # the file: PNG, JPEG, ...
+
+    @property
+    def tokens(self) -> int:
+        """The number of its tokens."""
+        frames, rows, columns = self.grid
+        return frames * rows * columns // self.merge**2
+
+    @property
+    def extent(self) -> int:
+        """By how much the positions of the text after it are further than those of the text before it."""
+        return max(self.grid[1:]) // self.merge
+
+    def positions(self) -> np.ndarray:
+        """The place of each token by frame, row and column, int64 [3, tokens]."""
+        frames, rows, columns = self.grid
+        return np.indices((frames, rows // self.merge, columns // self.merge)).reshape(3, -1)
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """An image in a sequence: its tokens are those from `start` on."""
+
+    start: int
+    image: Image
+
+    @property
+    def end(self) -> int:
+        """The place of the first token after it."""
+        return self.start + self.image.tokens
+
+
+def axes_of(length: int, images: Sequence[PlacedImage]) -> np.ndarray:
+    """Return the positions of a sequence's tokens on the three axes of multimodal RoPE.
+
+    A token of text has the same position on all axes, one further than all tokens before it. An image's tokens count frames, rows and
+    columns from there.
+
+    Args:
+        length: the number of tokens.
+        images: the images, in order.
+
+    Returns:
+        int64 [3, length].
+    """
+    parts, place, position = list[np.ndarray](), 0, 0
+    for one in images:
+        parts.append(np.broadcast_to(np.arange(position, position + one.start - place), (3, one.start - place)))
+        position += one.start - place
+        parts.append(one.image.positions() + position)
+        place, position = one.end, position + one.image.extent
+    rest = max(0, length - place)
+    parts.append(np.broadcast_to(np.arange(position, position + rest), (3, rest)))
+    return np.concatenate(parts, axis=1)[:, :length]

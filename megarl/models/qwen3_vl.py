@@ -1,0 +1,57 @@
+"""Qwen3-VL, dense (https://arxiv.org/abs/2511.21631): Qwen3 with multimodal RoPE, after a vision tower (`vision`).
+
+Refused: what `qwen3` refuses, towers and positions of other kinds (`vision.vision_sizes`), and a `tie_word_embeddings` of text_config that
+is not that of the whole model, which transformers reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models import decoder_blocks as blocks
+from megarl.models import qwen3, vision
+from megarl.models.config_json import ConfigJson
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+
+DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLConfig and Qwen3VLTextConfig
+    **qwen3.DEFAULTS,
+    "hidden_size": 4096,
+    "max_position_embeddings": 128000,
+    "rope_theta": 500000.0,
+    "image_token_id": 151655,
+}
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
+    return vision.with_vision(qwen3.sizes(config), config)
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
+    n = sizes(config)
+    assert n.vision is not None
+    return [*vision.tower(n.vision), *vision.in_language_model(qwen3.weight_map(config))]
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig. Raise ConfigError as `sizes` does."""
+    sizes(config)
+    return {**qwen3.fields(config), **vision.FIELDS}
+
+
+FAMILY = Family(
+    heads={
+        "lm": vision.lm_head("Qwen3VLForConditionalGeneration", blocks.lm_head("", sizes)),
+        "value": scalar_head("Qwen3VLForSequenceClassification", sizes, known=False),
+    },
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=rope,
+    fields=fields,
+    defaults=DEFAULTS,
+    nullable=("num_key_value_heads",),
+    optional=blocks.unused,
+    nested=True,
+)

@@ -1,0 +1,85 @@
+"""Qwen3-VL-MoE (https://arxiv.org/abs/2511.21631): Qwen3-MoE with multimodal RoPE, after a vision tower (`vision`).
+
+Published models stack each layer's experts in two tensors, whose matrices are transposed: [experts, hidden, 2 ffn], gate before up, and
+[experts, ffn, hidden]. That is what vLLM reads, and what is written. transformers 5 saves [experts, 2 ffn, hidden] and
+[experts, hidden, ffn], which are read, too; matrices that are square, where the two cannot be told apart, are refused.
+
+Refused: dense layers, probabilities that are not normalised (transformers' class always does), and what `qwen3_vl` refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import ConfigError
+from megarl.models import decoder_blocks as blocks
+from megarl.models import qwen3_moe, vision
+from megarl.models.config_json import ConfigJson
+from megarl.models.decoder_blocks import BLOCK, EXPERT, LAYER
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, GateUpColumns, Plain, Sizes, Transposed, WeightMapping, scalar_head
+
+DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLMoeConfig and Qwen3VLMoeTextConfig
+    **qwen3_moe.DEFAULTS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 128000,
+    "rope_theta": 500000.0,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "norm_topk_prob": True,
+    "image_token_id": 151655,
+}
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
+    blocks.refuse("Qwen3-VL-MoE", config, norm_topk_prob=True)
+    n = qwen3_moe.sizes(config)
+    if n.hidden in (n.expert_ffn, 2 * n.expert_ffn):
+        raise ConfigError(
+            f"model.path: config.json's hidden_size={n.hidden} and moe_intermediate_size={n.expert_ffn} give square stacks of experts, in "
+            "which transformers 4 and 5 write rows and columns the other way round, and nobody can tell which"
+        )
+    return vision.with_vision(n, config)
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
+    n = sizes(config)
+    assert n.vision is not None
+    router, expert = BLOCK + "mlp.gate.weight", BLOCK + "mlp.experts.{expert}."
+    backbone = [
+        blocks.embedding(n),
+        *blocks.attention(n, norm=True),
+        WeightMapping(LAYER + "mlp.router.weight", (router,), Plain((n.experts, n.hidden))),
+        WeightMapping(EXPERT + "linear_fc1.weight", (expert + "gate_up_proj",), GateUpColumns(n.expert_ffn, n.hidden)),
+        WeightMapping(EXPERT + "linear_fc2.weight", (expert + "down_proj",), Transposed(n.hidden, n.expert_ffn)),
+        blocks.final_norm(n),
+    ]
+    return [*vision.tower(n.vision), *vision.in_language_model(backbone)]
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig. Raise ConfigError as `sizes` does."""
+    sizes(config)
+    return {**qwen3_moe.fields(config), **vision.FIELDS}
+
+
+FAMILY = Family(
+    heads={
+        "lm": vision.lm_head("Qwen3VLMoeForConditionalGeneration", blocks.lm_head("", sizes)),
+        "value": scalar_head("Qwen3VLMoeForSequenceClassification", sizes, known=False),
+    },
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=rope,
+    fields=fields,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+    spellings={"num_local_experts": "num_experts"},
+    stacked=True,
+    nested=True,
+    hidden_axes={"gate_up_proj": 0, "down_proj": 1},
+)

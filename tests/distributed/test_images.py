@@ -1,0 +1,155 @@
+"""A model that sees images is transformers' on every layout, and so is its gradient, which does not depend on the layout.
+
+Axes: T tokens fed, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.batch import Batch, Sample, pack
+from megarl.config import ConfigError, Layout, ModelSettings, OptimizerSettings
+from megarl.models.description import ModelDescription
+from megarl.models.families import check_checkpoint, check_layout
+from megarl.models.image_processor import ImageProcessor
+from megarl.parallel import schedule
+from megarl.parallel.backend import choose
+from megarl.parallel.build import build_chunks, transformer_config
+from megarl.parallel.grid import Grid
+from megarl.parallel.logprobs import logprob_entropy
+from megarl.parallel.optimizer import make_trainable
+from megarl.parallel.weights import load_hf
+from tests.distributed.exported import tensors_of
+from tests.distributed.tiny_families import Make
+from tests.distributed.tiny_training import BY_GRADIENTS, assert_same_gradients, moved
+from tests.image_samples import PAD, inverted, samples
+from tests.rank_pool import Pool
+from tests.rows import rows
+from tools.check_logits import Part, joined, transformers_model
+from tools.make_tiny_model import SEEING
+
+BOUND = 1e-5  # of a logit
+LAYOUTS = {
+    "tp2_ep2": Layout(ranks=2, tp=2, ep=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "cp2": Layout(ranks=2, cp=2),
+    "cp2_tp2": Layout(ranks=4, cp=2, tp=2),
+    "pp2_ep2_cp2": Layout(ranks=4, pp=2, ep=2, cp=2),
+    "dp2_ep2": Layout(ranks=2, ep=2),
+}
+
+
+def built(grid: Grid, path: Path, recompute: str = "none") -> tuple[list[Any], ModelDescription]:
+    model = ModelDescription.read(path)
+    settings = ModelSettings(path=path, dtype="float32", recompute=recompute)  # type: ignore[arg-type]
+    config = transformer_config(model, settings, grid.layout, choose())
+    chunks = build_chunks(config, model, choose(), grad=True, images=ImageProcessor(path))
+    load_hf(chunks, model, grid)
+    return chunks, model
+
+
+def logits(grid: Grid, path: Path, micro_batches: list[Batch]) -> list[Part | None]:
+    """This rank's part of the logits of each micro-batch."""
+    chunks, _ = built(grid, path)
+
+    def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, Part]:
+        return torch.zeros(()), Part(grid.tp_rank, batch.extra_T["entry"].numpy(), logits_RV[row_T].numpy())
+
+    numbered = [batch.with_extra(entry=torch.arange(len(batch))) for batch in micro_batches]
+    found = schedule.run(chunks, numbered, loss_fn, grid, forward_only=True)
+    return found if found and not grid.dp_rank else [None] * len(micro_batches)
+
+
+def theirs(path: Path, several: list[Sample]) -> Tensor:
+    """transformers' logits [T, V] of the samples, one after the other."""
+    model, processor = transformers_model(path).eval(), ImageProcessor(path)
+    found = []
+    for sample in several:
+        tokens, given = torch.from_numpy(sample.tokens[None, :-1].astype(np.int64)), dict[str, Tensor]()
+        if sample.images:
+            given["pixel_values"] = torch.cat([processor.pixels(one.image) for one in sample.images])
+            given["image_grid_thw"] = torch.tensor([one.image.grid for one in sample.images])
+            given["mm_token_type_ids"] = (tokens == PAD).int()
+        with torch.no_grad():
+            found.append(model(tokens, **given).logits[0])
+    return torch.cat(found)
+
+
+def assert_logits(pool: Pool, path: Path, layout: Layout) -> None:
+    """Of micro-batches with different numbers of images, one of them without any, are transformers'."""
+    several = [samples(path), samples(path, (0, 0), seed=4), samples(path, (1,), seed=5)]
+    micro_batches = [pack(own) for own in several]
+    check_layout(check_checkpoint(path), layout)
+    parts = pool.run(logits, layout, path, micro_batches)
+    for index, (own, batch) in enumerate(zip(several, micro_batches, strict=True)):
+        ours_TV, theirs_TV = joined([part[index] for part in parts], batch, 129), theirs(path, own)
+        assert 0.3 < theirs_TV.std() < 5
+        torch.testing.assert_close(ours_TV, theirs_TV, rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_logits_of_images_equal_those_of_transformers(pool: Pool, make: Make, family: str) -> None:
+    assert_logits(pool, make(family), Layout())
+
+
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["tp2_ep2", "pp2", "cp2_tp2"]))
+def test_logits_of_images_equal_those_of_transformers_on_every_layout(pool: Pool, make: Make, name: str) -> None:
+    assert_logits(pool, make("qwen3_vl_moe"), LAYOUTS[name])
+
+
+def test_an_image_changes_what_follows_it_and_nothing_else(pool: Pool, make: Make) -> None:
+    path = make("qwen3_vl_moe")
+    one, two = samples(path, (2, 1))
+    first, last = one.images
+    other = replace(last, image=replace(last.image, digest="another", data=inverted(last.image.data)))
+    batch = pack([one, two])
+    [[seen, altered]] = pool.run(logits, Layout(), path, [batch, pack([replace(one, images=[first, other]), two])])
+    gap_T = (joined([seen], batch, 129) - joined([altered], batch, 129)).abs().amax(-1)
+    assert (gap_T[(batch.seq_T == 1) | (batch.position_T < last.start)] < BOUND).all()  # rounding: experts get other tokens beside
+    assert (gap_T[(batch.seq_T == 0) & (batch.position_T >= last.start)] > 1e-3).all()
+
+
+def gradients(grid: Grid, path: Path, several: list[Sample], count: int, recompute: str) -> dict[str, Tensor]:
+    """On rank 0, a thousand times the gradient of every weight by Hugging Face's name, through the real optimizer and export."""
+    chunks, model = built(grid, path, recompute)
+    policy = make_trainable(chunks, OptimizerSettings(**BY_GRADIENTS), total_steps=10)  # type: ignore[arg-type]
+    batch = pack(several)
+    weight_T = torch.from_numpy(np.random.default_rng(1).normal(size=len(batch)).astype(np.float32)) / len(batch)
+    batch = batch.with_extra(weight=weight_T)  # of every token, so that every expert has a gradient
+
+    def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, None]:
+        logp_T, _ = logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, grid.groups.tp, model.vocab)
+        return (batch.extra_T["weight"] * logp_T).sum(), None
+
+    before = tensors_of(policy.chunks, model, grid, torch.float32)
+    policy.zero_grad()
+    parts = [batch.take((batch.seq_T % count == part).nonzero().squeeze(1)) for part in range(count)]
+    schedule.run(policy.chunks, parts[grid.dp_rank :: grid.dp_size], loss_fn, grid, forward_only=False)
+    policy.step()
+    return moved(before, tensors_of(policy.chunks, model, grid, torch.float32))
+
+
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["pp2_ep2_cp2", "tp2_ep2"]))
+@pytest.mark.parametrize("recompute", rows(["none", "full"], ["full"]))
+def test_gradients_are_independent_of_layout_and_recomputation(pool: Pool, make: Make, name: str, recompute: str) -> None:
+    path, layout = make("qwen3_vl_moe"), LAYOUTS[name]
+    several = samples(path, (2, 0, 1, 3))
+    one = pool.run(gradients, Layout(), path, several, 1, "none")[0]
+    many = pool.run(gradients, layout, path, several, 4, recompute)[0]
+    tower = {key for key in one if key.startswith("model.visual.")}
+    assert tower and all(not one[key].any() and not many[key].any() for key in tower)  # frozen
+    assert_same_gradients(*({key: value for key, value in own.items() if key not in tower} for own in (many, one)))
+
+
+def test_a_first_chunk_too_small_for_the_features_is_refused(make: Make) -> None:
+    model = check_checkpoint(make("qwen3_vl_moe"))
+    for layout in (Layout(ranks=4, pp=4), Layout(ranks=2, pp=2, vpp=2)):
+        with pytest.raises(ConfigError, match=r"^layout\.pp=\d: the first chunk has 1 layers, and 2 take features of images"):
+            check_layout(model, layout)

@@ -1,0 +1,91 @@
+"""`megarl sft` learns from conversations with images; what it saves is transformers' model, and sees what it saw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from megarl.batch import pack
+from megarl.checks.without_engines import check_sft
+from megarl.config import SftConfig, load
+from megarl.data.conversations import sample
+from megarl.loops.sft import sft
+from megarl.models.image_processor import ImageProcessor
+from tests.e2e.lab import Lab
+from tests.image_samples import PAD
+from tools.check_logits import transformers_model
+from tools.make_tiny_model import build
+
+CONFIG = """
+name: seeing
+model: {path: model, dtype: float32, max_pixels: 1024}
+cluster: {gpus: false}
+layout: {ranks: 2, tp: 2, ep: 2}
+optimizer: {lr: 5.0e-3}
+data:
+  train: {type: conversations, path: train.jsonl}
+  eval: {type: conversations, path: eval.jsonl}
+sft: {steps: 8, batch_size: 8, micro_batch_tokens: 512, max_tokens: 160, eval_every: 4}
+"""
+
+
+def conversations(folder: Path, name: str, count: int, seed: int) -> None:
+    """Rows that ask for the colours of one to three pictures, or of none."""
+    rng, rows = np.random.default_rng(seed), list[str]()
+    for number in range(count):
+        parts, answer = list[dict[str, str]](), ""
+        for index in range(number % 4):
+            colour = int(rng.integers(3))
+            file = f"{name}-{number}-{index}.png"
+            pixels = np.zeros((int(rng.integers(20, 50)), int(rng.integers(20, 50)), 3), np.uint8)
+            pixels[..., colour] = 255
+            Image.fromarray(pixels).save(folder / file)
+            parts.append({"type": "image", "image": file})
+            answer += "rgb"[colour]
+        parts.append({"type": "text", "text": "which?"})
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer or "none"}]
+        rows.append(json.dumps({"messages": messages}))
+    (folder / f"{name}.jsonl").write_text("\n".join(rows))
+
+
+def test_sft_learns_from_images_and_what_it_saves_sees_them(lab: Lab, tmp_path: Path) -> None:
+    build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    conversations(tmp_path, "train", 64, seed=1)
+    conversations(tmp_path, "eval", 8, seed=2)
+    (tmp_path / "sft.yaml").write_text(CONFIG)
+    places = [f"{key}={tmp_path / name}" for key, name in (("run_dir", ""), ("model.path", "model"))]
+    places += [f"data.{name}.path={tmp_path / name}.jsonl" for name in ("train", "eval")]
+    config = load(tmp_path / "sft.yaml", places, SftConfig)
+    with lab.stage():
+        sft(config)
+    rows = [json.loads(line) for line in (tmp_path / "seeing" / "metrics.jsonl").read_text().splitlines()]
+    measured = [row["eval/heldout/sft/loss"] for row in rows if "eval/heldout/sft/loss" in row]
+    assert len(measured) == 3 and measured[-1] < 0.7 * measured[0]
+    for directory, loss in ((tmp_path / "model", measured[0]), (tmp_path / "seeing" / "model", measured[-1])):
+        assert abs(transformers_loss(directory, config) - loss) < 1e-4
+    before, after = (load_file(place / "model.safetensors") for place in (tmp_path / "model", tmp_path / "seeing" / "model"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys() and changed and not any(name.startswith("model.visual.") for name in changed)
+    assert (tmp_path / "seeing" / "model" / "preprocessor_config.json").is_file()
+
+
+def transformers_loss(directory: Path, config: SftConfig) -> float:
+    """transformers' loss of a learned token of the held-out conversations."""
+    model, processor = transformers_model(directory).eval(), ImageProcessor(directory, most=config.model.max_pixels)
+    total = count = 0.0
+    for one in check_sft(config).held_out:
+        batch, given = pack([sample(one)]), dict[str, torch.Tensor]()
+        if one.images:
+            given["pixel_values"] = torch.cat([processor.pixels(placed.image) for placed in one.images])
+            given["image_grid_thw"] = torch.tensor([placed.image.grid for placed in one.images])
+            given["mm_token_type_ids"] = (batch.input_T[None] == PAD).int()
+        with torch.no_grad():
+            logp_TV = model(batch.input_T[None], **given).logits[0].log_softmax(-1)
+        logp_T = logp_TV.gather(1, batch.target_T[:, None])[:, 0]
+        total, count = total - float(logp_T[batch.mask_T].sum()), count + float(batch.mask_T.sum())
+    return total / count

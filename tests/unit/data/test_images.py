@@ -1,0 +1,184 @@
+"""Images of conversations: read, placed among the tokens as transformers' processor does, and refused by name where they are bad."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pillow
+
+from megarl.config import ConfigError, ConversationSource, SftData
+from megarl.data.conversations import Conversation
+from megarl.data.images import MOST_BYTES, ImageReader
+from megarl.data.supervised import LIMIT_KEY, load_conversations
+from megarl.data.tokenizer import load_tokenizer
+from megarl.images import MARK, axes_of
+from megarl.models.description import ModelDescription
+from megarl.models.image_processor import MOST_PIXELS, ImageProcessor
+from tests.image_samples import END, PAD, START, picture
+from tools.make_tiny_model import build
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("seeing") / "model"
+    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    return out
+
+
+def load(path: Path, folder: Path, rows: list[dict[str, Any]], most: int = 400, **data: Any) -> list[Conversation]:
+    """The conversations of rows in a JSONL file of the folder."""
+    file = folder / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = ConversationSource(type="conversations", path=file)
+    vision = ModelDescription.read(path).sizes.vision
+    assert vision is not None
+    reader = ImageReader(ImageProcessor(path), vision.image_token, most, LIMIT_KEY)
+    return load_conversations(source, load_tokenizer(path), SftData(train=source, **data), most, "data.train", reader)
+
+
+def asked(*parts: Any, answer: str = "two", **more: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}], **more}
+
+
+def test_images_are_where_the_template_has_them_and_no_image_token_is_learned(path: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    files = [picture(rng), picture(rng, "JPEG"), picture(rng, "WEBP")]
+    for number, data in enumerate(files):
+        (tmp_path / f"{number}.img").write_bytes(data)
+    url = "data:image/png;base64," + base64.b64encode(files[2]).decode()
+    image = {"type": "image", "image": "0.img"}
+    row = asked("see ", image, {"type": "image"}, " and ", {"type": "image_url", "image_url": {"url": url}}, "?", images=["1.img"])
+    turns = [*row["messages"], {"role": "user", "content": [image, "again"]}, {"role": "assistant", "content": "yes"}]
+    turns[2]["content"][1] = {"type": "text", "text": "again"}
+    one, text = load(path, tmp_path, [{**row, "messages": turns}, asked("no image at all")])
+    assert text.images == () or text.images == []
+    assert [placed.image.data for placed in one.images] == [*files, files[0]]
+    for placed in one.images:
+        assert (one.tokens[placed.start : placed.end] == PAD).all()
+        assert one.tokens[placed.start - 1] == START and one.tokens[placed.end] == END
+    learned = one.tokens[one.prompt_length :][one.loss_mask]
+    assert load_tokenizer(path).decode(learned) == "two<|end|>yes<|end|>" and MARK not in load_tokenizer(path).decode(one.tokens)
+
+
+def test_positions_and_patches_are_those_of_transformers(path: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    rng = np.random.default_rng(2)
+    data = [picture(rng) for _ in range(3)]
+    for number, one in enumerate(data):
+        (tmp_path / str(number)).write_bytes(one)
+    images = [{"type": "image", "image": str(number)} for number in range(3)]
+    [one] = load(path, tmp_path, [asked("a", images[0], images[1], "b c", images[2])])
+    tokens = torch.from_numpy(one.tokens[None].astype(np.int64))
+    grids = torch.tensor([placed.image.grid for placed in one.images])
+    theirs, _ = AutoModelForImageTextToText.from_pretrained(path).model.get_rope_index(tokens, (tokens == PAD).int(), grids)
+    assert np.array_equal(axes_of(len(one.tokens), one.images), theirs[:, 0].numpy())
+    assert np.array_equal(axes_of(40, one.images), theirs[:, 0, :40].numpy())
+    processor = ImageProcessor(path)
+    assert processor.pixels(one.images[0].image) is processor.pixels(one.images[0].image)
+
+
+def bomb(side: int = 100_000) -> bytes:
+    """A PNG of a kilobyte with so many pixels a side."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
+
+    header = side.to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1 << 20), 9)) + chunk(b"IEND", b"")
+
+
+def narrow() -> bytes:
+    file = io.BytesIO()
+    Pillow.new("RGB", (4000, 4)).save(file, "PNG")
+    return file.getvalue()
+
+
+BAD: dict[str, tuple[bytes | str, str]] = {
+    "truncated": (picture(np.random.default_rng(3))[:900], "damaged: "),
+    "truncated_jpeg": (picture(np.random.default_rng(3), "JPEG")[:600], "damaged: "),
+    "bomb": (bomb(), f"more than {MOST_PIXELS} pixels"),
+    "less_of_a_bomb": (bomb(9000), f"more than {MOST_PIXELS} pixels"),
+    "narrow": (narrow(), "absolute aspect ratio must be smaller than 200"),
+    "text": (b"no image", "no image in one of the formats PNG, JPEG"),
+    "empty": (b"", "no image in one of the formats"),
+    "large": (b"\x89PNG" + bytes(MOST_BYTES), f"bytes, more than {MOST_BYTES}"),
+    "absent": ("nowhere.png", "no such file: "),
+    "address": ("https://example.com/a.png", "is an address, and nothing is fetched"),
+    "base64": ("data:image/png;base64,%%%", "not base64: "),
+    "null": ("a\0b", "no such file|embedded null"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_refuses_its_row_by_name_or_is_left_out(
+    path: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, message = BAD[name]
+    (tmp_path / "good").write_bytes(picture(np.random.default_rng(4)))
+    if isinstance(data, bytes):
+        (tmp_path / "bad").write_bytes(data)
+    good, bad = asked({"type": "image", "image": "good"}), asked({"type": "image", "image": "bad" if isinstance(data, bytes) else data})
+    with pytest.raises(ConfigError, match=rf"train\.jsonl:2: message 0: part 0: the image is refused: [^\n]*({message})[^\n]*$"):
+        load(path, tmp_path, [good, bad])
+    assert len(load(path, tmp_path, [good, bad, good], on_bad_row="drop")) == 2
+    assert "1 bad row is left out" in capsys.readouterr().err
+
+
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "no_more": (asked({"type": "image"}), "names no image, and the column 'images' has no more"),
+    "unused": (asked("a", images=["good"]), "the column 'images' has 1 images that no part stands for"),
+    "video": (asked({"type": "video", "video": "good"}), "must be a text or an image, with its type"),
+    "resized": (asked({"type": "image", "image": "good", "max_pixels": 9}), "a part of type 'image' has max_pixels, which is not taken"),
+    "mark": (asked(f"a{MARK}"), "must be a text or an image"),
+    "token": (asked("<|image_pad|>", {"type": "image", "image": "good"}), "has the control token '<|image_pad|>'"),
+    "said": (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "image", "image": "good"}]}]},
+        "images of the assistant are not learned",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_part_that_is_not_taken_is_named(path: Path, tmp_path: Path, name: str) -> None:
+    row, message = ROWS[name]
+    (tmp_path / "good").write_bytes(picture(np.random.default_rng(4)))
+    with pytest.raises(ConfigError, match=rf"^[^\n]*train\.jsonl:1: [^\n]*{message}"):
+        load(path, tmp_path, [row], control_tokens="refuse")
+
+
+def test_image_tokens_that_are_not_an_image_s_are_refused(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "good").write_bytes(picture(np.random.default_rng(4)))
+    row = asked("<|image_pad|>", {"type": "image", "image": "good"})
+    with pytest.raises(ConfigError, match=r"train\.jsonl:1: \d+ image tokens, and its 1 images have \d+$"):
+        load(path, tmp_path, [row], control_tokens="allow")
+
+
+def test_images_that_alone_are_too_long_are_not_all_read(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "good").write_bytes(picture(np.random.default_rng(4)))
+    image = {"type": "image", "image": "good"}
+    many = asked(*[image] * 20, *[{"type": "image", "image": "never read"}] * 10_000)
+    with pytest.raises(ConfigError, match=r"train\.jsonl:1: \d+ images have \d+ tokens, more than sft\.max_tokens=60$"):
+        load(path, tmp_path, [many], most=60)
+    assert len(load(path, tmp_path, [many, asked(image)], most=80, overlong="drop")) == 1
+
+
+def test_limits_of_pixels_change_the_number_of_tokens_and_not_what_is_cut(path: Path) -> None:
+    data = picture(np.random.default_rng(5))
+    small, large = ImageProcessor(path, most=300), ImageProcessor(path, least=3000)
+    one, two = small.read(data), large.read(data)
+    assert one.digest == two.digest and one.tokens < two.tokens
+    assert len(small.pixels(one)) == 4 * one.tokens and len(large.pixels(two)) == 4 * two.tokens
+    with pytest.raises(ValueError, match=r"^image [0-9a-f]{12}: cut into \(1, \d+, \d+\) patches here, and counted as"):
+        small.pixels(two)
+    with pytest.raises(ConfigError, match=r"^model\.min_pixels=5000: more than model\.max_pixels=4096$"):
+        ImageProcessor(path, least=5000).read(data)
