@@ -64,6 +64,8 @@ class ModelSettings(Section):
     """Keep a checkpoint's multi-token prediction layers in what is saved, unchanged, or drop them; null: such a checkpoint is refused."""
     drop_images: bool = False
     """Drop what sees images of a model of text and images, which is not trained; without this, such a checkpoint is refused."""
+    vision: Literal["frozen", "train"] = "frozen"
+    """Whether the vision tower of a model that sees images is trained with its language model."""
     min_pixels: PositiveInt | None = None
     """Least pixels of an image, in model ranks and engines: smaller ones are enlarged; null: those of the model's own image processor."""
     max_pixels: PositiveInt | None = None

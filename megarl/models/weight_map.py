@@ -454,8 +454,8 @@ class WeightMapping:
 
     @property
     def frozen(self) -> bool:
-        """Whether it is never trained: an indexer has no part in the loss, and a vision tower is kept as it is."""
-        return never_trained(self.megatron)
+        """Whether it is not trained: an indexer has no part in the loss, and a vision tower is frozen unless `model.vision` trains it."""
+        return is_frozen(self.megatron)
 
 
 @dataclass(frozen=True)
@@ -479,9 +479,9 @@ class Weight:
         return is_linear(self.name)
 
 
-def never_trained(name: str) -> bool:
-    """Whether a parameter of this name is never trained; see `WeightMapping.frozen`."""
-    return INDEXER in name or name.startswith(VISION)
+def is_frozen(name: str, tower: bool = False) -> bool:
+    """Whether a parameter of this name is not trained; see `WeightMapping.frozen`. `tower`: the vision tower is."""
+    return INDEXER in name or (name.startswith(VISION) and not tower)
 
 
 def is_linear(name: str) -> bool:

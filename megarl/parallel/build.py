@@ -21,7 +21,7 @@ from megarl.models.description import ModelDescription
 from megarl.models.image_processor import ImageProcessor
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.mla import LATENT_EPSILON
-from megarl.models.weight_map import HeadKind, never_trained
+from megarl.models.weight_map import HeadKind, is_frozen
 from megarl.parallel.backend import Backend
 from megarl.parallel.spec import scale_residuals
 from megarl.parallel.value_head import ValueHead
@@ -93,6 +93,7 @@ def build_chunks(
     fp32_head: bool = False,
     adapted: bool = False,
     images: ImageProcessor | None = None,
+    tower: bool = False,
 ) -> list[MegatronModule]:
     """Build this rank's model chunks on the device, with weights not yet loaded. Requires the grid.
 
@@ -106,6 +107,7 @@ def build_chunks(
         fp32_head: compute logits in float32, whatever the model's dtype.
         adapted: its linear layers are to have adapters (`lora.put_adapters`).
         images: cuts images for a model that sees them; None: it is given none.
+        tower: with `grad`, its vision tower is trained, too.
 
     Returns:
         One chunk, or one per virtual stage.
@@ -116,7 +118,7 @@ def build_chunks(
         if fp32_head and head == "lm" and chunk.post_process:
             chunk.output_layer.register_forward_pre_hook(_in_float32, with_kwargs=True)
         for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(grad and not never_trained(name))
+            parameter.requires_grad_(grad and not is_frozen(name, tower))
             # Upstream marks expert weights for the expert data-parallel group where that is another one (layers.py:961,1379). Marking them
             # always gives the optimizer the same two parts (dense, experts) in every layout, which resharding its state needs.
             # Their biases are not summed over the sequence's shards, as layers.py:1413 asks for, since experts see whole tokens of all.

@@ -1,6 +1,6 @@
 """A language model that sees images: Qwen3-VL's vision tower, its features in the sequence, and multimodal RoPE.
 
-The tower is on every rank of the first pipeline stage, whole, and frozen: each of these computes the features of all images of the
+The tower is on every rank of the first pipeline stage, whole: each of these computes the features of all images of the
 micro-batch, and takes those of its own rows (its share of the sequence under sequence and context parallelism). Features of the tower's
 last block replace the embeddings of the image's tokens; those of earlier blocks (deepstack) are added to the output of the first language
 layers, which `check_layout` keeps on the first chunk. What belongs to a micro-batch travels in its `ImageSeqParams`, which layers see in
@@ -173,15 +173,23 @@ class ImageModel(GPTModel):
         self.sections, self.images = sizes.sections, images
         if self.pre_process:
             self.vision = Tower(sizes, self.config.params_dtype)
+            for parameter in self.vision.parameters():  # each rank has the gradient of its own rows: summed over their shards
+                parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *given: Any, packed_seq_params: Any = None, **named: Any) -> Any:
-        found = super()._preprocess(input_ids, position_ids, *given, packed_seq_params=packed_seq_params, **named)
+        hidden, rotation, *rest = super()._preprocess(input_ids, position_ids, *given, packed_seq_params=packed_seq_params, **named)
         if not isinstance(packed_seq_params, ImageSeqParams):
-            return found
-        hidden, _, *rest = found
+            if self.pre_process and self._is_trained:  # every micro-batch gives every parameter a gradient, as Megatron's overlaps need
+                hidden = hidden + sum(parameter.sum() for parameter in self.vision.parameters()) * 0
+            return hidden, rotation, *rest
         if self.pre_process:
             hidden = self._with_features(hidden, packed_seq_params)
         return hidden, self._rotation(packed_seq_params), *rest
+
+    @property
+    def _is_trained(self) -> bool:
+        """Whether this pass computes gradients of the tower."""
+        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.vision.parameters())
 
     def _with_features(self, hidden: Tensor, params: ImageSeqParams) -> Tensor:
         """Put features into the embeddings [R / tp, 1, D] of this rank's share of the rows, and the deepstack features into `params`."""
@@ -190,12 +198,14 @@ class ImageModel(GPTModel):
         first = share * group.rank() if self.config.sequence_parallel else 0
         own = (params.row_F >= first) & (params.row_F < first + share)
         params.share_F = params.row_F[own] - first
-        with torch.no_grad():
+        trained = self._is_trained
+        with torch.set_grad_enabled(trained):
             pixels = torch.cat([self.images.pixels(image) for image in params.images]).to(hidden.device)
             features = self.vision(pixels, [image.grid for image in params.images])
             last, *taken = (feature_FD[params.feature_F[own], None].to(hidden.dtype) for feature_FD in features)
-        params.deepstack = taken
-        return hidden.index_copy(0, params.share_F, last)
+        params.deepstack = [feature.detach().requires_grad_() for feature in taken] if trained else taken
+        hidden = hidden.index_copy(0, params.share_F, last)
+        return _Late.apply(hidden, params.deepstack, *taken) if trained else hidden
 
     def _rotation(self, params: ImageSeqParams) -> Tensor:
         """The angles of each row of the whole packed sequence, float32 [A, 1, 1, head]: every pair of a head's dimensions has its axis.
@@ -210,6 +220,23 @@ class ImageModel(GPTModel):
             own = slice(axis, 3 * self.sections[axis], 3)
             turned[:, own] = angle_3AS[axis, :, own]
         return torch.cat([turned, turned], dim=-1)[:, None, None]
+
+
+class _Late(torch.autograd.Function):
+    """The embeddings as they are.
+
+    The backward pass, which comes after that of all layers, gives the tower's deepstack features the gradient that layers have left in
+    leaves: a recomputed layer runs a backward pass of its own, which must end there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, leaves: Sequence[Tensor], *features: Tensor) -> Tensor:
+        ctx.leaves = leaves
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return *gradients, None, *(leaf.grad for leaf in ctx.leaves)
 
 
 class ImageLayer(TransformerLayer):

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.config import Layout, LoraSettings
 from megarl.models.adapters import adapted_matrices, factor_ops
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import OUTPUT, VISION, HeadKind, WeightMapping
+from megarl.models.weight_map import OUTPUT, VISION, HeadKind, WeightMapping, is_frozen
 
 ALIGNED, BUCKET = 64, 128  # elements: alignment of each parameter in Megatron's buffer, and what the buffer's end is a multiple of
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -78,7 +78,12 @@ def _number(fields: Mapping[str, Any], key: str) -> int:
 
 
 def shards(
-    model: ModelDescription, head: HeadKind, layout: Layout, megatron: Mapping[str, Any], lora: LoraSettings | None = None
+    model: ModelDescription,
+    head: HeadKind,
+    layout: Layout,
+    megatron: Mapping[str, Any],
+    lora: LoraSettings | None = None,
+    tower: bool = False,
 ) -> list[list[ChunkParameters]]:
     """What a rank of each pipeline stage holds, chunk by chunk.
 
@@ -88,14 +93,27 @@ def shards(
         layout: the layout of its ranks.
         megatron: `model.megatron`, for stages of unequal size.
         lora: `model.lora` of a trained model: then only adapters are trained, and a value head.
+        tower: its vision tower is trained.
     """
     mappings, stages, experts = model.mappings(head), stage_layers(model.sizes.layers, layout, megatron), model.sizes.experts
     first, last = stages[0][0], stages[-1][-1]
-    return [[_chunk(mappings, experts, layout, part, lora, first=part is first, last=part is last) for part in stage] for stage in stages]
+
+    def chunk(part: range) -> ChunkParameters:
+        return _chunk(mappings, experts, layout, part, lora, first=part is first, last=part is last, tower=tower)
+
+    return [[chunk(part) for part in stage] for stage in stages]
 
 
 def _chunk(
-    mappings: list[WeightMapping], experts: int, layout: Layout, layers: range, lora: LoraSettings | None, *, first: bool, last: bool
+    mappings: list[WeightMapping],
+    experts: int,
+    layout: Layout,
+    layers: range,
+    lora: LoraSettings | None,
+    *,
+    first: bool,
+    last: bool,
+    tower: bool,
 ) -> ChunkParameters:
     dense, routed, buffers, frozen = list[tuple[int, int]](), list[tuple[int, int]](), 0, 0
     for one in mappings:
@@ -117,7 +135,7 @@ def _chunk(
             routed.append((prod(one.op.shard_shape(layout.etp)), times * experts // layout.ep))
         elif one.float32:
             buffers += 2 * times * experts  # the bias, and the number of tokens that each expert was given
-        elif one.frozen:
+        elif is_frozen(one.megatron, tower):
             frozen += prod(one.op.packed_shape) * times
         else:
             dense.append((prod(one.op.shard_shape(layout.tp)), times))

@@ -96,9 +96,8 @@ class _Model:
 
     def __init__(self, role: PlannedModel, layout: Layout, settings: ModelSettings) -> None:
         self.role, self.facts = role, facts(role.model)
-        self.chunks = shards(
-            role.model, "value" if role.value else "lm", layout, settings.megatron, settings.lora if role.trained else None
-        )
+        lora, tower = (settings.lora, settings.vision == "train") if role.trained else (None, False)
+        self.chunks = shards(role.model, "value" if role.value else "lm", layout, settings.megatron, lora, tower)
         self.layers = stage_layers(self.facts.n.layers, layout, settings.megatron)
 
 

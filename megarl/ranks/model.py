@@ -86,6 +86,7 @@ class Model:
             fp32_head=settings.fp32_head,
             adapted=lora is not None,
             images=ImageProcessor(path, settings.min_pixels, settings.max_pixels) if sees else None,
+            tower=settings.vision == "train",
         )
         if blank and lora is None:
             for module in self._modules:

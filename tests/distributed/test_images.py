@@ -46,11 +46,11 @@ LAYOUTS = {
 }
 
 
-def built(grid: Grid, path: Path, recompute: str = "none") -> tuple[list[Any], ModelDescription]:
+def built(grid: Grid, path: Path, recompute: str = "none", tower: bool = False) -> tuple[list[Any], ModelDescription]:
     model = ModelDescription.read(path)
     settings = ModelSettings(path=path, dtype="float32", recompute=recompute)  # type: ignore[arg-type]
     config = transformer_config(model, settings, grid.layout, choose())
-    chunks = build_chunks(config, model, choose(), grad=True, images=ImageProcessor(path))
+    chunks = build_chunks(config, model, choose(), grad=True, images=ImageProcessor(path), tower=tower)
     load_hf(chunks, model, grid)
     return chunks, model
 
@@ -69,17 +69,22 @@ def logits(grid: Grid, path: Path, micro_batches: list[Batch]) -> list[Part | No
 
 def theirs(path: Path, several: list[Sample]) -> Tensor:
     """transformers' logits [T, V] of the samples, one after the other."""
-    model, processor = transformers_model(path).eval(), ImageProcessor(path)
-    found = []
+    model, found = transformers_model(path).eval(), list[Tensor]()
     for sample in several:
-        tokens, given = torch.from_numpy(sample.tokens[None, :-1].astype(np.int64)), dict[str, Tensor]()
-        if sample.images:
-            given["pixel_values"] = torch.cat([processor.pixels(one.image) for one in sample.images])
-            given["image_grid_thw"] = torch.tensor([one.image.grid for one in sample.images])
-            given["mm_token_type_ids"] = (tokens == PAD).int()
+        tokens, given = as_inputs(path, sample)
         with torch.no_grad():
             found.append(model(tokens, **given).logits[0])
     return torch.cat(found)
+
+
+def as_inputs(path: Path, sample: Sample) -> tuple[Tensor, dict[str, Tensor]]:
+    """The tokens of a sample that are fed [1, T], and its images as transformers' class takes them."""
+    tokens, processor, given = torch.from_numpy(sample.tokens[None, :-1].astype(np.int64)), ImageProcessor(path), dict[str, Tensor]()
+    if sample.images:
+        given["pixel_values"] = torch.cat([processor.pixels(one.image) for one in sample.images])
+        given["image_grid_thw"] = torch.tensor([one.image.grid for one in sample.images])
+        given["mm_token_type_ids"] = (tokens == PAD).int()
+    return tokens, given
 
 
 def assert_logits(pool: Pool, path: Path, layout: Layout) -> None:
@@ -116,13 +121,18 @@ def test_an_image_changes_what_follows_it_and_nothing_else(pool: Pool, make: Mak
     assert (gap_T[(batch.seq_T == 0) & (batch.position_T >= last.start)] > 1e-3).all()
 
 
-def gradients(grid: Grid, path: Path, several: list[Sample], count: int, recompute: str) -> dict[str, Tensor]:
+def weights_of(several: list[Sample]) -> Tensor:
+    """A weight in the loss for every token, so that every expert has a gradient."""
+    count = sum(len(sample.tokens) - 1 for sample in several)
+    return torch.from_numpy(np.random.default_rng(1).normal(size=count).astype(np.float32)) / count
+
+
+def gradients(grid: Grid, path: Path, several: list[Sample], count: int, recompute: str, tower: bool) -> dict[str, Tensor]:
     """On rank 0, a thousand times the gradient of every weight by Hugging Face's name, through the real optimizer and export."""
-    chunks, model = built(grid, path, recompute)
+    chunks, model = built(grid, path, recompute, tower)
     policy = make_trainable(chunks, OptimizerSettings(**BY_GRADIENTS), total_steps=10)  # type: ignore[arg-type]
     batch = pack(several)
-    weight_T = torch.from_numpy(np.random.default_rng(1).normal(size=len(batch)).astype(np.float32)) / len(batch)
-    batch = batch.with_extra(weight=weight_T)  # of every token, so that every expert has a gradient
+    batch = batch.with_extra(weight=weights_of(several))
 
     def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, None]:
         logp_T, _ = logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, grid.groups.tp, model.vocab)
@@ -136,16 +146,34 @@ def gradients(grid: Grid, path: Path, several: list[Sample], count: int, recompu
     return moved(before, tensors_of(policy.chunks, model, grid, torch.float32))
 
 
-@pytest.mark.parametrize("name", rows(LAYOUTS, ["pp2_ep2_cp2", "tp2_ep2"]))
-@pytest.mark.parametrize("recompute", rows(["none", "full"], ["full"]))
-def test_gradients_are_independent_of_layout_and_recomputation(pool: Pool, make: Make, name: str, recompute: str) -> None:
-    path, layout = make("qwen3_vl_moe"), LAYOUTS[name]
-    several = samples(path, (2, 0, 1, 3))
-    one = pool.run(gradients, Layout(), path, several, 1, "none")[0]
-    many = pool.run(gradients, layout, path, several, 4, recompute)[0]
-    tower = {key for key in one if key.startswith("model.visual.")}
-    assert tower and all(not one[key].any() and not many[key].any() for key in tower)  # frozen
-    assert_same_gradients(*({key: value for key, value in own.items() if key not in tower} for own in (many, one)))
+CASES = [(name, recompute, tower) for name in LAYOUTS for recompute in ("none", "full") for tower in (False, True)]
+SHORT = [("pp2_ep2_cp2", "full", True), ("tp2_ep2", "none", False), ("tp2_ep2", "full", True)]
+
+
+@pytest.mark.parametrize(("name", "recompute", "tower"), rows(CASES, SHORT))
+def test_gradients_are_independent_of_layout_and_recomputation(pool: Pool, make: Make, name: str, recompute: str, tower: bool) -> None:
+    """With the tower frozen or trained. One of the micro-batches has no image."""
+    path, several = make("qwen3_vl_moe"), samples(make("qwen3_vl_moe"))
+    one = pool.run(gradients, Layout(), path, several, 1, "none", tower)[0]
+    many = pool.run(gradients, LAYOUTS[name], path, several, 4, recompute, tower)[0]
+    frozen = {key for key in one if key.startswith("model.visual.") and not tower}
+    assert bool(frozen) != tower and all(not one[key].any() and not many[key].any() for key in frozen)
+    assert_same_gradients(*({key: value for key, value in own.items() if key not in frozen} for own in (many, one)))
+
+
+def test_gradients_of_the_tower_are_those_of_transformers(pool: Pool, make: Make) -> None:
+    path, several = make("qwen3_vl_moe"), samples(make("qwen3_vl_moe"))
+    ours, model, weights = pool.run(gradients, Layout(), path, several, 1, "full", True)[0], transformers_model(path), weights_of(several)
+    first = 0
+    for sample in several:
+        inputs, given = as_inputs(path, sample)
+        logp_T = (
+            model(inputs, **given).logits[0].log_softmax(-1).gather(1, torch.from_numpy(sample.tokens[1:, None].astype(np.int64)))[:, 0]
+        )
+        (logp_T * weights[first : first + len(logp_T)]).sum().backward()
+        first += len(logp_T)
+    theirs = {name: 1e3 * parameter.grad for name, parameter in model.named_parameters() if name.startswith("model.visual.")}
+    assert_same_gradients({name: ours[name] for name in theirs}, theirs)
 
 
 def test_a_first_chunk_too_small_for_the_features_is_refused(make: Make) -> None:
