@@ -74,8 +74,8 @@ def test_positions_and_patches_are_those_of_transformers(path: Path, tmp_path: P
 
     rng = np.random.default_rng(2)
     data = [picture(rng) for _ in range(3)]
-    for number, one in enumerate(data):
-        (tmp_path / str(number)).write_bytes(one)
+    for number, file in enumerate(data):
+        (tmp_path / str(number)).write_bytes(file)
     images = [{"type": "image", "image": str(number)} for number in range(3)]
     [one] = load(path, tmp_path, [asked("a", images[0], images[1], "b c", images[2])])
     tokens = torch.from_numpy(one.tokens[None].astype(np.int64))
