@@ -24,6 +24,7 @@ from megarl.config.data import (
     SourceFormat,
 )
 from megarl.config.environment import (
+    AgentEnvironment,
     EnvironmentSettings,
     FunctionEnvironment,
     GymEnvironment,

@@ -63,6 +63,28 @@ class HttpEnvironment(Section):
     """Maximum number of concurrent requests of one engine."""
 
 
+class AgentEnvironment(Section):
+    """A program of your own that asks the policy through an OpenAI or Anthropic client (see megarl/environments/agents.md)."""
+
+    type: Literal["agent"] = "agent"
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """module:function; called with the task, it returns the reward. Give this or `command`."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """A program and its arguments. It reads the task from its standard input, and prints the reward on its last line."""
+    model: str = "policy"
+    """The model's name that the agent asks for. Requests for another one are refused."""
+    rewards: bool = True
+    """Whether the agent gives the reward; false: only `reward.source` scores, by the policy's last answer."""
+    processes: PositiveInt = 64
+    """Maximum number of concurrent agents per engine, each of which is a process; further episodes wait."""
+
+    @model_validator(mode="after")
+    def _one_program(self) -> AgentEnvironment:
+        if (self.function is None) == (self.command is None):
+            raise ValueError("environment.source: give either function or command")
+        return self
+
+
 def _tool(given: str) -> str:
     if given not in ("calculator", "python") and not re.fullmatch(r"[\w.]+:\w+", given):
         raise ValueError(f"{given!r:.80} is neither calculator nor python nor a function of yours, as module:function")
@@ -85,7 +107,13 @@ class ToolsEnvironment(Section):
 
 
 EnvironmentSource = Annotated[
-    FunctionEnvironment | GymnasiumEnvironment | GymEnvironment | TextArenaEnvironment | HttpEnvironment | ToolsEnvironment,
+    FunctionEnvironment
+    | GymnasiumEnvironment
+    | GymEnvironment
+    | TextArenaEnvironment
+    | HttpEnvironment
+    | ToolsEnvironment
+    | AgentEnvironment,
     Field(discriminator="type"),
 ]
 
@@ -101,18 +129,20 @@ class EnvironmentSettings(Section):
     """Maximum length of one turn of the policy, in tokens; null: what is left of rollout.max_response_tokens, which covers all turns and
     answers."""
     step_s: Seconds = 30.0
-    """Time limit of an answer or a tool call. An environment that exceeds it ends its episode; a tool that does returns an error to the
-    model."""
+    """Time limit of an answer or a tool call, and of what an agent does between two calls. An environment that exceeds it ends its episode;
+    a tool that does returns an error to the model."""
     max_concurrent: PositiveInt | None = None
-    """Maximum number of concurrent episodes per engine, from reset to close; null: no limit."""
+    """Maximum number of concurrent episodes per engine, from reset to close; null: no limit. Agents have source.processes."""
     workers: Annotated[int, Field(gt=0, le=4096)] = 2
     """Processes per engine for environments or tools; each computes one answer at a time."""
     sandbox: SandboxSettings = SandboxSettings()
     """What these processes may do."""
 
     @model_validator(mode="after")
-    def _tools_once(self) -> EnvironmentSettings:
+    def _consistent(self) -> EnvironmentSettings:
         names = [tool.rpartition(":")[2] for tool in self.source.tools] if isinstance(self.source, ToolsEnvironment) else []
         if isinstance(self.source, ToolsEnvironment) and len(set(names)) < len(names):
             raise ValueError(f"environment.source.tools: {', '.join(self.source.tools)}: one of them is listed twice")
+        if isinstance(self.source, AgentEnvironment) and self.max_concurrent is not None:
+            raise ValueError(f"environment.max_concurrent={self.max_concurrent}: the limit of agents is environment.source.processes")
         return self

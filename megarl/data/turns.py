@@ -10,6 +10,7 @@ tokens are those that it sampled as such (see `megarl.data.spelled`).
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -59,6 +60,15 @@ class TurnForm:
     separator: str = ""  # between reasoning and content
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A turn of the policy, taken apart by the conventions of its template."""
+
+    content: str
+    reasoning: str | None  # None: there is none that is told apart
+    calls: Sequence[dict[str, Any]]  # as a message has them; none unless all that is written as a call is one, and nothing follows
+
+
 class TurnTokens:
     """Makes conversations, with what a run adds to each.
 
@@ -97,17 +107,23 @@ class TurnTokens:
         """The tokenizer's chat template."""
         return ChatTemplate(self.tokenizer, self._data, self._tools)
 
-    def opened(self, messages: Sequence[Message], arguments: Mapping[str, Any] = MappingProxyType({})) -> Dialogue:
+    def opened(
+        self,
+        messages: Sequence[Message],
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Dialogue:
         """Return the conversation that begins with these messages of an environment.
 
         Args:
             messages: the messages.
             arguments: the conversation's own arguments of the chat template.
+            tools: the conversation's own schemas of tools.
 
         Raises:
             ValueError: the template refuses them.
         """
-        return Dialogue(self, self.template.chat(list(messages), "the opening", arguments=arguments))
+        return Dialogue(self, self.template.chat(list(messages), "the opening", None if tools is None else list(tools), arguments))
 
     def prompted(self, task: Mapping[str, Any]) -> Dialogue:
         """Return the conversation that begins with a prompt of the data; `task`: its parts, as in `Prompt.task`."""
@@ -170,6 +186,10 @@ class Dialogue:
             self._text = self._rendered(self._chat)
         return self._text
 
+    def branch(self) -> Dialogue:
+        """Return a conversation that has been the same so far."""
+        return copy.copy(self)
+
     def opening(self) -> list[int]:
         """Return the tokens of the opening; raises as `context`."""
         return self._encoded(self.context)
@@ -190,6 +210,7 @@ class Dialogue:
         before = self.context + turn_text
         candidate: tuple[Chat, str] | None = None
         goes_on = False
+        messages = [self._turns.template.adapted(one) if one["role"] == "assistant" else one for one in messages]
         for message in self._forms(*(self._turns.spelled.turn(tokens, form) for form in (text, turn_text))):
             chat = replace(self._chat, messages=[*self._chat.messages, message, *messages])
             with suppress(Exception):  # what a policy writes may be anything
@@ -238,22 +259,35 @@ class Dialogue:
         plain: Message = {"role": "assistant", "content": text}
         for content in dict.fromkeys((text.lstrip(), text, turn_text.removesuffix(self._turns.template.end))):
             yield {**plain, "content": content}
-        form, parsed = self._turns.form(self._chat.arguments), dict(plain)
-        head, marker, content = text.partition(form.separator) if form.separator else (text, "", "")
-        if form.key is not None and marker:
-            thought = head.strip()
-            opening = next(filter(thought.startswith, form.openings), "")
-            parsed |= {form.key: thought.removeprefix(opening).strip(), "content": content.strip()}
-        elif form.header and text.lstrip().startswith(form.header):
-            parsed["content"] = text.lstrip().removeprefix(form.header).lstrip()
-        written_calls = CALL.findall(parsed["content"])
-        calls = [call for one in written_calls if (call := _call(one, self._turns.spelled)) is not None]
-        rest = CALL.sub("", parsed["content"]).strip()
-        if calls and parsed["content"].strip().startswith(rest) and len(calls) == len(written_calls):
-            with_calls = parsed | {"tool_calls": calls, "content": rest or None}
+        parts, key = self.parts(text), self._turns.form(self._chat.arguments).key
+        parsed: Message = {**plain, "content": parts.content, **({} if parts.reasoning is None else {str(key): parts.reasoning})}
+        if parts.calls:
+            with_calls = parsed | {"tool_calls": parts.calls, "content": parts.content or None}
             yield self._turns.template.adapted({key: value for key, value in with_calls.items() if value is not None})
         elif parsed != plain:
             yield parsed
+
+    def parts(self, text: str, calling: bool = True) -> Parts:
+        """Take the text of a turn of the policy apart.
+
+        Args:
+            text: the text, which may have marks. In calls, which are data, all that spells a control token is marked.
+            calling: tell calls apart.
+        """
+        form, thought, content = self._turns.form(self._chat.arguments), None, text
+        head, marker, rest = text.partition(form.separator) if form.separator else (text, "", "")
+        if form.key is not None and marker:
+            bare = head.strip()
+            opening = next(filter(bare.startswith, form.openings), "")
+            thought, content = bare.removeprefix(opening).strip(), rest.strip()
+        elif form.header and text.lstrip().startswith(form.header):
+            content = text.lstrip().removeprefix(form.header).lstrip()
+        written_calls = CALL.findall(content) if calling else []
+        calls = [call for one in written_calls if (call := _call(one, self._turns.spelled)) is not None]
+        rest = CALL.sub("", content).strip()
+        if calls and content.strip().startswith(rest) and len(calls) == len(written_calls):
+            return Parts(rest, thought, calls)
+        return Parts(content, thought, [])
 
     def _rendered(self, chat: Chat) -> str:
         [text] = prompt_texts(self._turns.template, [(PLACE, chat)])

@@ -21,6 +21,7 @@ from megarl.engines.engine import Request, RolloutTimeout
 from megarl.engines.generate import Sampling, TokenPrompt, request_for, request_seed
 from megarl.engines.parts import versions
 from megarl.engines.responder import Responder
+from megarl.environments.agents.host import AgentHost
 from megarl.environments.hosts import Episode, Host, Rendered, in_tokens
 from megarl.environments.protocol import EnvironmentFailed, Turn
 
@@ -59,7 +60,7 @@ class Played:
 
 async def play(
     responder: Responder,
-    host: Host,
+    host: Host | AgentHost,
     tokens: TurnTokens,
     text_of: Callable[[Sample], str],
     starts: Sequence[Start],
@@ -101,6 +102,10 @@ async def play(
             asking -= 1
 
     async def one(start: Start, number: int) -> Played:
+        if isinstance(host, AgentHost):
+            from megarl.engines.agents import AgentPlayer
+
+            return await AgentPlayer(ask, tokens, text_of, start, number, sampling, limits).play(host)
         player = _Player(ask, tokens, text_of, start, number, sampling, limits)
         episode = host.open()
         try:
@@ -211,13 +216,13 @@ class _Player:
     def _played(self, finish_reason: str, error: str | None = None) -> Played:
         reward = 0.0 if error is not None else sum(reward for _, reward in self._rewards)
         contexts = [turns for turns in self._contexts if turns]
-        sample = chained([joined(turns, finish_reason) for turns in contexts]) if contexts else _NOTHING
+        sample = chained([joined(turns, finish_reason) for turns in contexts]) if contexts else NOTHING
         sample = replace(sample, turn_rewards=() if error is not None else tuple(self._rewards))
         turns = sum(map(len, contexts))
         return Played(sample, self._text, reward, turns, error, self._unreadable, self._follows[: len(contexts) - 1], self._info)
 
 
-_NOTHING = Sample(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), "abort", loss_mask=np.zeros(1, np.bool_))
+NOTHING = Sample(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), "abort", loss_mask=np.zeros(1, np.bool_))
 
 
 def chained(contexts: Sequence[Sample]) -> Sample:

@@ -26,6 +26,7 @@ from megarl.engines.generate import Sampling, generate, request_for, request_see
 from megarl.engines.member import MemberToStart
 from megarl.engines.parts import added, whole
 from megarl.engines.responder import Responder
+from megarl.environments.agents.host import AgentHost
 from megarl.environments.hosts import Host, guarantee, open_host
 from megarl.host.network import choose_nccl_interface, interface_towards, reserved_ports
 from megarl.imports import find
@@ -159,7 +160,7 @@ class RolloutWorker:
         keep_output(run, label)
         os.environ.update(environment)
         self._engine: Engine = find(engine)(label)
-        self._host: tuple[EnvironmentSettings, Host] | None = None
+        self._host: tuple[EnvironmentSettings, Host | AgentHost] | None = None
         self._turns: tuple[Playing, TurnTokens] | None = None
 
     async def open(self, setup: Setup, devices: Sequence[str], members: Sequence[MemberToStart]) -> None:

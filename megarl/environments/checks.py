@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import (
+    AgentEnvironment,
     ConfigError,
     EnvironmentReward,
     EnvironmentSettings,
@@ -21,6 +22,8 @@ from megarl.data.prompts import Prompt
 from megarl.data.template import render_chats
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTokens, check_turns
+from megarl.environments.agents.host import AgentHost
+from megarl.environments.agents.host import check as check_reach
 from megarl.environments.hosts import in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
 from megarl.host.http_client import unanswered
@@ -64,6 +67,10 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
             if isinstance(source, EnvironmentReward):
                 raise ConfigError(f"{key}.type=environment: there is no environment")
         return
+    if isinstance(settings.source, AgentEnvironment) and not settings.source.rewards:
+        for key, source in alone(reward.source).items():
+            if isinstance(source, EnvironmentReward):
+                raise ConfigError(f"{key}.type=environment: the agent gives no reward ({KEY}.rewards=false)")
     if not data.chat:
         raise ConfigError("data.chat=false: the turns of an environment go through the tokenizer's chat template")
     with where_present("the environment's processes"):
@@ -73,6 +80,8 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
             http.check(settings.source)
         else:
             process.check(settings.sandbox, "environment.sandbox")
+        if isinstance(settings.source, AgentEnvironment):
+            check_reach(settings.sandbox)
     with where_present("the environment's turns"):
         _check_template(settings, data, load_tokenizer(model))
 
@@ -134,8 +143,18 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
         return
     first = prompts[0]
 
+    async def imported(host: AgentHost) -> None:
+        try:
+            await host.try_()
+        except EnvironmentFailed as failure:
+            raise ConfigError(f"{KEY}: {failure}") from None
+        finally:
+            host.close()
+
     async def trial() -> None:
         host = open_host(settings.model_copy(update={"workers": 1}))
+        if isinstance(host, AgentHost):
+            return await imported(host)
         called = f"reset(seed={first.seed})"
         try:
             episode = host.open()

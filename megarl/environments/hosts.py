@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from megarl.config import EnvironmentSettings, HttpEnvironment, ToolsEnvironment
+from megarl.config import AgentEnvironment, EnvironmentSettings, HttpEnvironment, ToolsEnvironment
 from megarl.data.tokenizer import first_line
+from megarl.environments.agents.host import AgentHost
+from megarl.environments.agents.host import check as check_reach
 from megarl.environments.processes import ProcessHost, code_of
 from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.sandbox import process
@@ -61,8 +63,11 @@ class Host(Protocol):
         """End everything that it has started. Can be called twice."""
 
 
-def open_host(settings: EnvironmentSettings) -> Host:
+def open_host(settings: EnvironmentSettings) -> Host | AgentHost:
     """Return the host of `settings.source`, with at most `settings.max_concurrent` concurrent episodes. It starts processes as needed."""
+    if isinstance(settings.source, AgentEnvironment):
+        process.check(settings.sandbox, "environment.sandbox")
+        return AgentHost(settings.source, settings)
     host = _host(settings)
     return host if settings.max_concurrent is None else BoundedHost(host, settings.max_concurrent)
 
@@ -87,6 +92,8 @@ def guarantee(settings: EnvironmentSettings) -> str | None:
     """
     if isinstance(settings.source, HttpEnvironment):
         return None
+    if isinstance(settings.source, AgentEnvironment):
+        check_reach(settings.sandbox)
     return process.guarantee(settings.sandbox, "environment.sandbox", code_of(settings.source))
 
 

@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any
 
 from megarl.config import (
+    AgentEnvironment,
     ConfigError,
     EnvironmentSettings,
     FunctionEnvironment,
@@ -124,6 +125,8 @@ def code_of(source: Any) -> list[str]:
     """Return the names of the user's modules that a process of `environment.source` imports."""
     if isinstance(source, ToolsEnvironment):
         return [path.partition(":")[0] for path in source.own]
+    if isinstance(source, AgentEnvironment):
+        return [] if source.function is None else [source.function.partition(":")[0]]
     return [source.path.partition(":")[0]] if isinstance(source, FunctionEnvironment | GymnasiumEnvironment) else []
 
 

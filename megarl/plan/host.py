@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil
 from pathlib import Path
 
-from megarl.config import ConfigError, PromptFormat, RolloutSettings, TrainConfig
+from megarl.config import AgentEnvironment, ConfigError, PromptFormat, RolloutSettings, TrainConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import check_turns
 from megarl.environments.checks import answering_role
@@ -117,12 +117,13 @@ def payload(config: TrainConfig, policy: Facts, node: int) -> Payload:
 def contexts(config: TrainConfig) -> int:
     """The most contexts of a response, each of the greatest length.
 
-    Where the chat template rewrites turns, or is not there to be asked, an episode reads a new one before every turn; else there is one.
+    An agent may read a new one before every turn, and so does an episode where the chat template rewrites turns, or is not there to be
+    asked; else there is one.
     """
     if config.environment is None:
         return 1
     role, arguments = answering_role(config.environment), json.dumps(config.data.template_args, default=str)
-    rewrites = _rewrites(config.model.path, role, config.data.system, arguments)
+    rewrites = isinstance(config.environment.source, AgentEnvironment) or _rewrites(config.model.path, role, config.data.system, arguments)
     return min(config.environment.max_turns, config.rollout.max_response_tokens) if rewrites else 1
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import resource
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -21,20 +20,15 @@ from typing import Any, NoReturn, Protocol, Self
 
 from aiohttp import web
 
+from megarl.host.http_server import BoundedServer, Refused, receive
 from megarl.text.display import one_line
 
-CONNECTIONS = 1024  # most at a time; fewer if that is more than half of the process's file descriptors
 BACKLOG = 4096  # connections that wait in the kernel to be accepted (the kernel may have a lower limit)
-HEADERS_S, BODY_S = 30.0, 60.0  # longest time from a connection to the end of the headers, and for the body
-UNREAD_S = 60.0  # longest time that a client may leave its answer unread
 LARGEST, LARGEST_ALL = 64 << 20, 256 << 20  # bytes of a body, and of all bodies being received or waiting for their scores
-HEADER_BYTES, HEADERS = 4096, 64  # most bytes of a header, and most headers
-READ_AHEAD = 1 << 16  # bytes of a body that are buffered before they are read
 TOGETHER = 1024  # samples in a batch from which on no further request joins it
 SHOWN = 500  # characters of an error
-LINGER_S = 2.0  # to receive the rest of a refused body: a client may read the answer only once it has sent everything
 WAKE_S = 1.0  # between looks, and checks for a signal: one that arrives just before a wait, or in another thread, does not end the wait
-ACCEPT_S, END_S = 0.1, 2.0  # pause after an accept that failed, such as for lack of descriptors; longest time for the last answers
+END_S = 2.0  # longest time for the last answers
 
 
 class ServedModel(Protocol):
@@ -47,14 +41,6 @@ class ServedModel(Protocol):
     def scores(self, inputs: Sequence[Any]) -> list[float]:
         """Return one score per sample; the samples may be those of several requests. An error ends the server."""
         ...
-
-
-class Refused(Exception):
-    """A refused request: the HTTP status, and the reason in one line."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +105,8 @@ class RewardServer:
         self._socket.close()
 
     async def _serve(self) -> NoReturn:
-        http = _Http(self._answer, handler_cancellation=True)
-        accepting = asyncio.create_task(self._accept(http))
+        http = BoundedServer(self._answer, _error)
+        accepting = asyncio.create_task(http.accept(self._socket))
         end = Refused(503, "the server has been stopped")
         try:
             await self._score()
@@ -133,19 +119,7 @@ class RewardServer:
             for request in [*self._scoring, *self._waiting]:
                 if not request.scores.done():
                     request.scores.set_exception(end)
-            http.pre_shutdown()
-            await http.shutdown(END_S)
-
-    async def _accept(self, http: _Http) -> NoReturn:
-        while True:
-            await http.free.acquire()
-            try:
-                connection, _ = await self._loop.sock_accept(self._socket)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
-                await self._loop.connect_accepted_socket(http.connection, connection)
-            except OSError:  # no descriptor is left, or the client has already disconnected
-                http.free.release()
-                await asyncio.sleep(ACCEPT_S)
+            await http.end(END_S)
 
     async def _score(self) -> NoReturn:
         """Score the waiting requests in order of arrival, for ever."""
@@ -207,24 +181,14 @@ class RewardServer:
 
     async def _receive(self, request: web.BaseRequest, body: bytearray) -> None:
         """Receive the body within the limits of size and time. Raises Refused."""
-        if (request.content_length or 0) > LARGEST:
-            raise Refused(413, f"a request has at most {LARGEST} bytes")
-        if request.headers.get("Expect", "").lower() == "100-continue":
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0  # of the answer alone, as aiohttp's router does (web_urldispatcher.py, _default_expect_handler)
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in request.content.iter_any():
-                    if len(body) + len(part) > LARGEST:
-                        raise Refused(413, f"a request has at most {LARGEST} bytes")
-                    if self._held + len(part) > LARGEST_ALL:
-                        raise Refused(503, f"all requests together have at most {LARGEST_ALL} bytes")
-                    body += part
-                    self._held += len(part)
-        except TimeoutError:
-            raise Refused(408, f"the request was not complete within {BODY_S:g} s") from None
-        except web.RequestPayloadError as error:
-            raise Refused(400, str(error)) from None
+
+        def take(part: bytes) -> None:
+            if self._held + len(part) > LARGEST_ALL:
+                raise Refused(503, f"all requests together have at most {LARGEST_ALL} bytes")
+            body.extend(part)
+            self._held += len(part)
+
+        await receive(request, LARGEST, take)
 
     def _read(self, body: bytearray) -> list[Any]:
         request = json.loads(body)
@@ -232,46 +196,6 @@ class RewardServer:
         if not isinstance(samples, list):
             raise ValueError("the request has no list `samples`")
         return self._model.read(samples)
-
-
-class _Http(web.Server):
-    """aiohttp's server without its own listener, and with a limit on connections."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.free = asyncio.Semaphore(min(CONNECTIONS, max(1, descriptors // 2)) if descriptors > 0 else CONNECTIONS)
-
-    def connection(self) -> web.RequestHandler:
-        """Return the protocol of a new connection."""
-        return _Connection(
-            self,
-            loop=asyncio.get_running_loop(),
-            keepalive_timeout=HEADERS_S,
-            lingering_time=LINGER_S,
-            access_log=None,  # type: ignore[arg-type]  # as aiohttp documents it
-            auto_decompress=False,  # a small body must not become a large one
-            read_bufsize=READ_AHEAD,
-            max_field_size=HEADER_BYTES,
-            max_headers=HEADERS,
-        )
-
-    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        super().connection_lost(handler, exc)
-        self.free.release()
-
-
-class _Connection(web.RequestHandler):
-    """A connection that answers invalid HTTP with an error in JSON, and logs nothing."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
-    ) -> web.StreamResponse:
-        if status >= 500:
-            return super().handle_error(request, status, exc, message)
-        return _error(status, message or "")
 
 
 class _Lane:

@@ -46,6 +46,24 @@ class Channel:
                 return message
             self._wait(select.POLLIN, None)
 
+    def send_descriptor(self, descriptor: int) -> None:
+        """Send a duplicate of a file descriptor. The other end must not have messages that it has not received yet."""
+        socket.send_fds(self._end, [b"."], [descriptor])
+
+    def receive_descriptor(self, within_s: float | None = None) -> int:
+        """Wait for a file descriptor and return it. Nothing else may have been sent before it since the last message was received.
+
+        Raises TimeoutError if it does not come in time, EOFError if the other end is closed, and BadMessage if something else came.
+        """
+        if not self._wait(select.POLLIN, None if within_s is None else time.monotonic() + within_s):
+            raise TimeoutError
+        data, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
+        if not data:
+            raise EOFError
+        if not descriptors:
+            raise BadMessage("no descriptor")
+        return descriptors[0]
+
     def arrived(self, most: int | None = None) -> Iterator[bytes]:
         """Yield arrived messages, at most `most`, without waiting. Raises EOFError if all are read and the other end is closed."""
         while most is None or most > 0:

@@ -24,6 +24,7 @@ from megarl.sandbox.signals import kept_inside
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+RESOLVER = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl")  # what a process with a network reads: names and certificates
 ROOT_OF_ALL = ["0", "0", "4294967295"]  # the uid_map of the initial user namespace, in which root is the machine's own
 SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
 TRIAL_S = 20.0
@@ -117,7 +118,7 @@ def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, director
         directory: the directory in which the process starts.
     """
     privileges = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if program.drops else ("--unshare-user-try",)
-    resolver = [word for place in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl") for word in ("--ro-bind-try", place, place)]
+    resolver = [word for place in RESOLVER for word in ("--ro-bind-try", place, place)]
     share = resolver if network else ["--unshare-net"]
     scratch = ["--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs"]
     ways = sorted({way for place in places for way in place.parents} - set(places) - {Path("/"), Path("/tmp")})

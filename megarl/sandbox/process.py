@@ -26,7 +26,7 @@ from megarl.host.termination import withheld
 from megarl.sandbox.calls import INTERNET, filtered
 from megarl.sandbox.channel import ANSWER_BYTES, Channel
 from megarl.sandbox.inside import END, Confinement
-from megarl.sandbox.level import PACKAGE, Bubblewrap, Level, bubblewrap, closed, exempt, level, meaning, readable, shut_in
+from megarl.sandbox.level import PACKAGE, RESOLVER, Bubblewrap, Level, bubblewrap, closed, exempt, level, meaning, readable, shut_in
 from megarl.sandbox.signals import kept_inside
 from megarl.text.display import printable
 
@@ -70,7 +70,8 @@ class _Way:
 
 
 def _way(settings: SandboxSettings, code: Sequence[str]) -> _Way:
-    places, description = readable(code, settings.readable), meaning(level(), settings.network)
+    network = map(Path, RESOLVER) if settings.network and level() < Level.NAMESPACES else ()  # bubblewrap shows them by itself
+    places, description = readable(code, [*settings.readable, *network]), meaning(level(), settings.network)
     program = bubblewrap() if level() == Level.NAMESPACES else None
     if program is None:
         return _Way(places, None, description)

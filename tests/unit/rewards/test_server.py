@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from megarl.config import HttpReward
+from megarl.host import http_server
 from megarl.rewards import server as module
 from megarl.rewards.http import HttpScorer
 from megarl.rewards.score import RewardUnavailable, Score, ScoreRequest
@@ -125,8 +126,8 @@ def test_hundreds_of_clients_at_a_time_are_answered(model: Lengths) -> None:
 
 
 def test_connections_beyond_the_limit_wait(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CONNECTIONS", 3)
-    monkeypatch.setattr(module, "HEADERS_S", 0.5)
+    monkeypatch.setattr(http_server, "CONNECTIONS", 3)
+    monkeypatch.setattr(http_server, "HEADERS_S", 0.5)
     with serving(model) as server, ExitStack() as stack:
         before = time.monotonic()
         for _ in range(5):
@@ -136,7 +137,7 @@ def test_connections_beyond_the_limit_wait(model: Lengths, monkeypatch: pytest.M
 
 
 def test_a_100_continue_is_sent_only_after_the_token(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LINGER_S", 0.1)
+    monkeypatch.setattr(http_server, "LINGER_S", 0.1)
     body = asking("abc")
     head = HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n" % len(body)
     with serving(model, TOKEN) as server:
@@ -147,7 +148,7 @@ def test_a_100_continue_is_sent_only_after_the_token(model: Lengths, monkeypatch
 
 def test_our_client_and_our_server_understand_each_other(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", TOKEN)
-    monkeypatch.setattr(module, "LINGER_S", 20.0)
+    monkeypatch.setattr(http_server, "LINGER_S", 20.0)
     requests = [ScoreRequest("question", "x" * n, "", {}, True) for n in range(200)]
     model.read = lambda samples: [sample["response"] for sample in samples]  # type: ignore[method-assign]
     with serving(model, TOKEN) as server:

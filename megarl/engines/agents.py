@@ -1,0 +1,253 @@
+"""The policy's side of an agent's episode: every request of the agent is a turn, in one of the episode's contexts.
+
+A request's conversation goes on from an earlier answer of the same episode if it begins with what was asked then and with what was
+answered. There the tokens that were read and sampled are kept, as in episodes of environments (see `megarl.data.turns`). A turn whose
+prompt extends the tokens of a context joins it, and each sampled token is in one context alone; any other turn begins a context of the same
+episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megarl.batch import Sample
+from megarl.data.messages import arguments_of
+from megarl.data.spelled import unmarked
+from megarl.data.tokenizer import check_size, decode, encode, first_line
+from megarl.data.turns import Dialogue, TurnTokens
+from megarl.engines.engine import Request, RolloutError
+from megarl.engines.episodes import NOTHING, Limits, Played, Start, chained, joined
+from megarl.engines.generate import Sampling, request_for, request_seed
+from megarl.environments.agents.host import AgentHost
+from megarl.environments.agents.questions import Answer, Call, Question, Refusal, heard
+from megarl.environments.protocol import EnvironmentFailed, Turn
+
+NO_CALL = "no call: the agent ended without asking the policy"
+TOO_LONG = "context_length_exceeded"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What the policy reads before an answer."""
+
+    tokens: list[int]
+    dialogue: Dialogue | None  # None: a text or tokens, and no conversation
+    text: str
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A finished turn."""
+
+    read: _Read
+    sample: Sample
+    text: str
+    tools: Sequence[dict[str, Any]] | None
+    conversation: Sequence[Any]  # what was heard and, at last, said
+
+
+class AgentPlayer:
+    """Answers the agent of one episode, within the limits of the configuration, and keeps what was sampled.
+
+    Args:
+        ask: samples the answer to a request.
+        tokens: tokenises conversations.
+        text_of: returns the text of a turn.
+        start: the start of the episode.
+        number: the number of the episode among those of this start.
+        sampling: how the policy is sampled; `max_tokens` is ignored.
+        limits: the limits of the episode.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Request], Awaitable[Sample]],
+        tokens: TurnTokens,
+        text_of: Callable[[Sample], str],
+        start: Start,
+        number: int,
+        sampling: Sampling,
+        limits: Limits,
+    ) -> None:
+        self._ask, self._tokens, self._text_of = ask, tokens, text_of
+        self._start, self._number, self._sampling, self._limits = start, number, sampling, limits
+        self._said: dict[int, _Said] = {}  # by the number of the call
+        self._asked, self._written = 0, 0
+        self._longest: int | None = None  # tokens of a context
+        self._draws = Counter[bytes]()  # requests by their tokens
+        self._cut = self._unreadable = self._over = False
+        self._failure: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+
+    async def play(self, host: AgentHost) -> Played:
+        """Play the whole episode. Raises what the engine raises."""
+        task = None if self._start.task is None else dict(self._start.task)
+        playing = asyncio.create_task(host.play(self._start.seed, task, self))
+        try:
+            await asyncio.wait({playing, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            turn = self._failure.result() if self._failure.done() else playing.result()
+            error = None if self._said else NO_CALL
+        except EnvironmentFailed as failure:
+            # An agent that fails since a limit has ended its episode has not earned anything; it has not failed to be scored.
+            turn, error = Turn(None), None if self._cut and self._said else str(failure)
+        finally:
+            self._over = True
+            playing.cancel()
+            await asyncio.wait({playing})
+        return self._played(turn, error)
+
+    async def answer(self, question: Question) -> Answer:
+        """Answer a request of the agent. Raises Refusal."""
+        read = await self._tokens.apart(self._read, question)
+        most = self._room(read.tokens)
+        limit = min(most, question.max_tokens or most)
+        number, self._asked = self._asked, self._asked + 1
+        sampling = replace(self._sampling, stop=(*self._sampling.stop, *question.stop))
+        draw = self._draw(read.tokens)
+        seed = request_seed(self._sampling.seed, self._start.id, self._number, draw)
+        try:
+            sample = await self._ask(request_for((self._start.id, self._number, draw), read.tokens, limit, sampling, seed))
+        except RolloutError as error:
+            if not self._failure.done():
+                self._failure.set_exception(error)
+            raise Refusal(500, "engine_failed", "the engine has failed") from None
+        if self._over:
+            raise Refusal(401, "episode_ended", "the episode has ended")
+        said, answer = await self._tokens.apart(self._taken, number, question, read, sample)
+        self._written += sample.response_length
+        self._cut = sample.finish_reason == "length" and limit == most
+        self._said[number] = said
+        return answer
+
+    def _room(self, context: Sequence[int]) -> int:
+        """Return how many tokens may follow a context. Raises Refusal if there is no room for any."""
+        try:
+            if self._asked == self._limits.turns:
+                raise Refusal(400, "max_turns", f"the episode has had its environment.max_turns={self._asked} answers")
+            if self._longest is None:
+                if len(context) > self._limits.prompt_tokens:
+                    raise Refusal(
+                        400, TOO_LONG, f"{len(context)} tokens are more than rollout.max_prompt_tokens={self._limits.prompt_tokens}"
+                    )
+                self._longest = len(context) + self._limits.response_tokens
+            room, left = self._longest - len(context), self._limits.response_tokens - self._written
+            if room < 1:
+                raise Refusal(400, TOO_LONG, f"{len(context)} tokens leave no room for an answer: a context has at most {self._longest}")
+            if left < 1:
+                raise Refusal(
+                    400, "max_response_tokens", f"the episode has had its rollout.max_response_tokens={self._limits.response_tokens}"
+                )
+        except Refusal:
+            self._cut = self._longest is not None
+            raise
+        return min(self._limits.turn_tokens or room, room, left)
+
+    def _draw(self, tokens: Sequence[int]) -> int:
+        """Return the number of a request's draws: they depend on its tokens and on how many requests had the same, not on when it came."""
+        digest = hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=8).digest()
+        self._draws[digest] += 1
+        return (int.from_bytes(digest, "big") << 16) + self._draws[digest]
+
+    def _read(self, question: Question) -> _Read:
+        """Return what the policy reads. Raises Refusal if the chat template refuses the conversation."""
+        try:
+            return self._read_prompt(question.prompt) if question.prompt is not None else self._read_messages(question)
+        except Refusal:
+            raise
+        except Exception as error:  # a template may raise anything
+            raise Refusal(400, "invalid_messages", f"the model's chat template refuses it: {first_line(error)}") from None
+
+    def _read_prompt(self, prompt: str | Sequence[int]) -> _Read:
+        vocabulary = len(self._tokens.tokenizer)
+        if not isinstance(prompt, str):
+            if not all(0 <= token < vocabulary for token in prompt):
+                raise Refusal(400, "invalid_prompt", f"tokens are from 0 to {vocabulary - 1}")
+            return _Read(list(prompt), None, "")
+        self._check_size(prompt)
+        before = max(
+            (one for one in self._said.values() if one.text and prompt.startswith(one.text)), key=lambda one: len(one.text), default=None
+        )
+        known, text = ([], "") if before is None else (before.sample.tokens.tolist(), before.text)
+        return _Read([*known, *encode(self._tokens.tokenizer, [prompt[len(text) :]], special=False)[0]], None, prompt)
+
+    def _read_messages(self, question: Question) -> _Read:
+        conversation = list(map(heard, question.messages))
+        self._check_size(json.dumps([question.messages, question.tools], ensure_ascii=False))
+        before = [
+            one
+            for one in self._said.values()
+            if one.read.dialogue is not None and one.tools == question.tools and one.conversation == conversation[: len(one.conversation)]
+        ]
+        if not before:
+            arguments = arguments_of((self._start.task or {}).get("meta", {}), "the row")
+            dialogue = self._tokens.opened(question.messages, arguments, question.tools)
+            return _Read(dialogue.opening(), dialogue, "")
+        last = max(before, key=lambda one: len(one.conversation))
+        assert last.read.dialogue is not None
+        dialogue, spoken = last.read.dialogue.branch(), last.sample.tokens[last.sample.prompt_length :].tolist()
+        reading = dialogue.after(spoken, last.text, question.messages[len(last.conversation) :])
+        if reading is None:
+            self._cut = self._unreadable = True
+            raise Refusal(400, "unreadable", "template and tokenizer cannot write what the policy wrote as plain text")
+        return _Read(reading.tokens if reading.anew else [*last.read.tokens, *spoken, *reading.tokens], dialogue, "")
+
+    def _check_size(self, text: str) -> None:
+        """Refuse what cannot fit, before the chat template and the tokenizer take their time."""
+        most = self._limits.prompt_tokens + self._limits.response_tokens
+        try:
+            check_size(self._tokens.tokenizer, text, most, "the request", "rollout.max_prompt_tokens + max_response_tokens")
+        except ValueError as error:
+            raise Refusal(400, TOO_LONG, str(error)) from None
+
+    def _taken(self, number: int, question: Question, read: _Read, sample: Sample) -> tuple[_Said, Answer]:
+        """Take a turn apart for the client."""
+        spoken = sample.tokens[sample.prompt_length :].tolist()
+        whole = decode(self._tokens.tokenizer, spoken, finished=False)
+        stop = min((whole.find(stop) for stop in question.stop if stop in whole), default=None)
+        text = self._text_of(sample) if stop is None else whole
+        shown, reasoning, calls = text[:stop], None, list[Call]()
+        if read.dialogue is not None:
+            parts = read.dialogue.parts(shown, question.calls)
+            shown, reasoning = parts.content, parts.reasoning
+            for index, call in enumerate(parts.calls):
+                arguments = unmarked(json.dumps(call["function"]["arguments"], ensure_ascii=False))
+                calls.append(Call(f"call_{number}_{index}", unmarked(call["function"]["name"]), arguments))
+        finished = sample.finish_reason == "stop"
+        answer = Answer(number, shown, reasoning, calls, finished, sample.prompt_length, len(spoken))
+        conversation = [*map(heard, question.messages), heard(answer.message)]
+        return _Said(read, sample, text if read.dialogue is not None else read.text + whole, question.tools, conversation), answer
+
+    def _played(self, turn: Turn, error: str | None) -> Played:
+        said = [self._said[number] for number in sorted(self._said)]
+        reason = "abort" if error is not None else "length" if self._cut else "stop"
+        turns = contexts([one.sample for one in said])
+        sample = chained([joined(one, reason) for one in turns]) if turns else NOTHING
+        rewards = () if error is not None else ((sample.response_length, turn.reward),)
+        follows = [
+            f"\n\n{decode(self._tokens.tokenizer, one[0].tokens[: one[0].prompt_length].tolist(), finished=False)}" for one in turns[1:]
+        ]
+        reward, text = 0.0 if error is not None else turn.reward, said[-1].text if said else ""
+        return Played(replace(sample, turn_rewards=rewards), text, reward, len(said), error, self._unreadable, follows, turn.info)
+
+
+def contexts(turns: Sequence[Sample]) -> list[list[Sample]]:
+    """Group the turns of an episode, in the order in which they were asked, into contexts.
+
+    A turn joins the context whose tokens, all of them, its prompt begins with (the longest such context); else it begins one.
+    """
+    grouped: list[list[Sample]] = []
+    for turn in turns:
+        prompt = turn.tokens[: turn.prompt_length]
+        begun = [one for one in grouped if np.array_equal(one[-1].tokens, prompt[: len(one[-1].tokens)])]
+        if begun:
+            max(begun, key=lambda one: len(one[-1].tokens)).append(turn)
+        else:
+            grouped.append([turn])
+    return grouped

@@ -1,0 +1,187 @@
+"""The HTTP endpoint at which the agents of one sandbox ask the policy, each with a key of its own.
+
+Its server is aiohttp's with bounded resources. A streamed answer has the events of the client's format, and is sent when it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from megarl.environments.agents import chat
+from megarl.environments.agents.questions import Answer, Policy, Question, Refusal
+from megarl.host.http_server import BoundedServer, Refused, receive
+from megarl.text.display import printable
+
+LARGEST = 16 << 20  # bytes of a request
+MOST_REFUSED = 100  # requests of one episode that may be refused; it ends with the next one
+OPEN = 16  # requests of one agent that are open; the connections of further ones wait
+END_S = 0.1  # for answers to agents that have ended
+
+
+@dataclass(frozen=True)
+class Format:
+    """One of the endpoint's formats."""
+
+    read: Callable[[Mapping[str, Any]], Question]
+    write: Callable[[Answer, str], dict[str, Any]]
+    events: Callable[[Answer, str, Mapping[str, Any]], Iterator[chat.Event]]
+    last: str | None = "[DONE]"  # what ends a stream, as data
+    error: Callable[[int, str, str], dict[str, Any]] = lambda status, code, reason: {
+        "error": {"message": reason, "type": code, "code": code, "param": None}
+    }
+
+
+FORMATS = {
+    "/v1/chat/completions": Format(chat.read_chat, chat.write_chat, chat.chat_events),
+    "/v1/completions": Format(chat.read_text, chat.write_text, chat.text_events),
+}
+
+
+class Line:
+    """What connects an agent with the policy.
+
+    Args:
+        policy: the policy in its episode.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.open = 0  # requests that are being answered
+        self.refused = 0
+        self.begin()
+        self.flooded = asyncio.Event()  # set when too many requests were refused
+
+    def begin(self) -> None:
+        """Note that the agent begins, or got an answer."""
+        self.last = asyncio.get_running_loop().time()
+
+    async def ask(self, question: Question) -> Answer:
+        """Return the policy's answer. Raises Refusal."""
+        self.open += 1
+        try:
+            return await self.policy.answer(question)
+        finally:
+            self.open -= 1
+            self.begin()
+
+    def idle(self) -> float:
+        """Return the seconds since the agent had something to wait for."""
+        return 0.0 if self.open else asyncio.get_running_loop().time() - self.last
+
+    def refuse(self) -> None:
+        """Count a refused request."""
+        self.refused += 1
+        if self.refused > MOST_REFUSED:
+            self.flooded.set()
+
+
+class Endpoint:
+    """Answers the requests of agents; `lines` has the keys of those that run.
+
+    Args:
+        model: the name of the policy.
+        listener: a listening socket.
+        agents: the most agents that ask at a time.
+        notes: what agents have asked for in vain, by name, shared by all endpoints of a run.
+    """
+
+    def __init__(self, model: str, listener: socket.socket, agents: int, notes: set[str]) -> None:
+        self.lines: dict[str, Line] = {}
+        self._model, self._listener, self._notes = model, listener, notes
+        listener.setblocking(False)
+        self._server = BoundedServer(
+            self._answer,
+            lambda status, text: _json(status, FORMATS["/v1/completions"].error(status, "invalid_request", text)),
+            OPEN * agents,
+        )
+        self._accepting = asyncio.create_task(self._server.accept(listener))
+
+    async def close(self) -> None:
+        """Close the listener and every connection."""
+        self.stop()
+        await self._server.end(END_S)
+        self._listener.close()
+
+    def stop(self) -> None:
+        """Accept no further connection."""
+        self._accepting.cancel()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        kind, line = FORMATS.get(request.path, FORMATS["/v1/chat/completions"]), self._line(request)
+        try:
+            if line is None:
+                raise Refusal(401, "invalid_api_key", "this is not the key of an episode that runs here")
+            if request.path == "/v1/models":
+                return _json(200, {"object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "megarl"}]})
+            if request.path not in FORMATS:
+                raise Refusal(404, "not_found", f"there are {', '.join(FORMATS)}")
+            if request.method != "POST":
+                raise Refusal(405, "method_not_allowed", "a completion is asked for with POST")
+            body = await _body(request)
+            if body.get("model") != self._model:
+                raise Refusal(
+                    404, "model_not_found", f"there is no model {body.get('model')!r:.80}: environment.source.model={self._model}"
+                )
+            question = kind.read(body)
+            self._note(question)
+            answer = await line.ask(question)
+        except (Refusal, Refused) as refusal:
+            if line is not None:
+                line.refuse()
+            code = refusal.code if isinstance(refusal, Refusal) else "invalid_request"
+            return _json(refusal.status, kind.error(refusal.status, code, str(refusal)))
+        return (
+            await _stream(request, kind, kind.events(answer, self._model, body))
+            if question.stream
+            else _json(200, kind.write(answer, self._model))
+        )
+
+    def _line(self, request: web.BaseRequest) -> Line | None:
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        return self.lines.get(bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
+
+    def _note(self, question: Question) -> None:
+        for name, value in question.unused.items():
+            if name not in self._notes and len(self._notes) < MOST_REFUSED:
+                self._notes.add(name)
+                shown = printable(f"{name}={value!r:.60}")
+                print(f"megarl: warning: an agent asks for {shown}: not used; sampling is the configuration's", file=sys.stderr, flush=True)
+
+
+async def _body(request: web.BaseRequest) -> dict[str, Any]:
+    read = bytearray()
+    await receive(request, LARGEST, read.extend)
+    try:
+        body = json.loads(read)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise Refusal(400, "invalid_json", "the body must be a JSON object")
+    return body
+
+
+async def _stream(request: web.BaseRequest, kind: Format, events: Iterator[chat.Event]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response.force_close()
+    await response.prepare(request)
+    for name, data in events:
+        await response.write((f"event: {name}\n" if name else "").encode() + f"data: {json.dumps(data)}\n\n".encode())
+    if kind.last is not None:
+        await response.write(f"data: {kind.last}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def _json(status: int, answer: dict[str, Any]) -> web.Response:
+    """Return a response that closes the connection, so that idle ones take no room."""
+    response = web.json_response(answer, status=status)
+    response.force_close()
+    return response

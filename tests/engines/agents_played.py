@@ -1,0 +1,57 @@
+"""Agents as people have them: loops over OpenAI's client, which know nothing of megarl."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from openai import BadRequestError, OpenAI
+
+MODEL = "tiny-agent"
+
+
+def ask(client: OpenAI, messages: list[dict[str, Any]], **more: Any) -> str:
+    """One answer, added to the conversation as most loops do."""
+    answer = client.chat.completions.create(model=MODEL, messages=messages, **more).choices[0].message  # type: ignore[call-overload]
+    messages.append({"role": "assistant", "content": answer.content})
+    return str(answer.content)
+
+
+def branching(task: dict[str, Any]) -> dict[str, float]:
+    """Two turns; a fork of the first; a conversation that forgets its beginning; two sub-agents at once."""
+    client = OpenAI()
+    messages = [{"role": "user", "content": f"begin {task['seed']}"}]
+    ask(client, messages)
+    forked = [*messages]
+    ask(client, [*messages, {"role": "user", "content": "go on"}])
+    ask(client, [*forked, {"role": "user", "content": "or so"}], temperature=0.0, seed=1)
+    compacted = [{"role": "user", "content": "in short"}]
+    ask(client, compacted)
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda name: ask(OpenAI(), [{"role": "user", "content": name}]), ("left", "right")))
+    ask(client, [*compacted, {"role": "user", "content": "end"}])
+    return {"reward": task["seed"] / 100, "said": float(sum(map(len, said)))}
+
+
+def until_refused(task: dict[str, Any]) -> float:
+    """Asks until a limit refuses, and is none the wiser."""
+    messages = [{"role": "user", "content": "begin"}]
+    while True:
+        ask(OpenAI(), messages)
+        messages.append({"role": "user", "content": "on"})
+
+
+def forgetful(task: dict[str, Any]) -> float:
+    """Forgets what it has said when its context is full, and goes on."""
+    messages = [{"role": "user", "content": "begin"}]
+    forgot = 0
+    for _ in range(8):
+        try:
+            ask(OpenAI(), messages)
+        except BadRequestError as error:
+            assert json.loads(error.response.text)["error"]["code"] == "context_length_exceeded"
+            messages, forgot = [{"role": "user", "content": "again"}], forgot + 1
+            ask(OpenAI(), messages)
+        messages.append({"role": "user", "content": "on and on and on"})
+    return forgot
