@@ -27,7 +27,7 @@ from megarl.engines.engine import Request, RolloutError
 from megarl.engines.episodes import NOTHING, Limits, Played, Start, chained, joined
 from megarl.engines.generate import Sampling, request_for, request_seed
 from megarl.environments.agents.host import AgentHost
-from megarl.environments.agents.questions import Answer, Call, Question, Refusal, heard
+from megarl.environments.agents.questions import Answer, Call, ChatRequest, Refusal, heard
 from megarl.environments.protocol import EnvironmentFailed, Turn
 
 NO_CALL = "no call: the agent ended without asking the policy"
@@ -103,7 +103,7 @@ class AgentPlayer:
             await asyncio.wait({playing})
         return self._played(turn, error)
 
-    async def answer(self, question: Question) -> Answer:
+    async def answer(self, question: ChatRequest) -> Answer:
         """Answer a request of the agent. Raises Refusal."""
         read = await self._tokens.apart(self._read, question)
         most = self._room(read.tokens)
@@ -155,7 +155,7 @@ class AgentPlayer:
         self._draws[digest] += 1
         return (int.from_bytes(digest, "big") << 16) + self._draws[digest]
 
-    def _read(self, question: Question) -> _Read:
+    def _read(self, question: ChatRequest) -> _Read:
         """Return what the policy reads. Raises Refusal if the chat template refuses the conversation."""
         try:
             return self._read_prompt(question.prompt) if question.prompt is not None else self._read_messages(question)
@@ -177,7 +177,7 @@ class AgentPlayer:
         known, text = ([], "") if before is None else (before.sample.tokens.tolist(), before.text)
         return _Read([*known, *encode(self._tokens.tokenizer, [prompt[len(text) :]], special=False)[0]], None, prompt)
 
-    def _read_messages(self, question: Question) -> _Read:
+    def _read_messages(self, question: ChatRequest) -> _Read:
         conversation = list(map(heard, question.messages))
         self._check_size(json.dumps([question.messages, question.tools], ensure_ascii=False))
         before = [
@@ -206,7 +206,7 @@ class AgentPlayer:
         except ValueError as error:
             raise Refusal(400, TOO_LONG, str(error)) from None
 
-    def _taken(self, number: int, question: Question, read: _Read, sample: Sample) -> tuple[_Said, Answer]:
+    def _taken(self, number: int, question: ChatRequest, read: _Read, sample: Sample) -> tuple[_Said, Answer]:
         """Take a turn apart for the client."""
         spoken = sample.tokens[sample.prompt_length :].tolist()
         whole = decode(self._tokens.tokenizer, spoken, finished=False)

@@ -27,7 +27,7 @@ from megarl.engines.member import MemberToStart
 from megarl.engines.parts import added, whole
 from megarl.engines.responder import Responder
 from megarl.environments.agents.host import AgentHost
-from megarl.environments.hosts import Host, guarantee, open_host
+from megarl.environments.hosts import Host, guarantee, host_of
 from megarl.host.network import choose_nccl_interface, interface_towards, reserved_ports
 from megarl.imports import find
 from megarl.models.hf import end_tokens
@@ -288,7 +288,7 @@ class RolloutWorker:
         if self._host is None or self._host[0] != playing.environment:
             if self._host is not None:
                 self._host[1].close()
-            self._host = playing.environment, open_host(playing.environment)
+            self._host = playing.environment, host_of(playing.environment)
         if self._turns is None or self._turns[0] != playing:
             self._turns = playing, TurnTokens(self._tokenizer, playing.data, playing.tools)
 

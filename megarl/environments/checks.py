@@ -22,9 +22,8 @@ from megarl.data.prompts import Prompt
 from megarl.data.template import render_chats
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTokens, check_turns
-from megarl.environments.agents.host import AgentHost
 from megarl.environments.agents.host import check as check_reach
-from megarl.environments.hosts import in_tokens, open_host
+from megarl.environments.hosts import agent_host, in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
 from megarl.host.http_client import unanswered
 from megarl.host.unchecked import where_present
@@ -143,7 +142,8 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
         return
     first = prompts[0]
 
-    async def imported(host: AgentHost) -> None:
+    async def imported() -> None:
+        host = agent_host(settings.model_copy(update={"workers": 1}))
         try:
             await host.try_()
         except EnvironmentFailed as failure:
@@ -153,8 +153,6 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
 
     async def trial() -> None:
         host = open_host(settings.model_copy(update={"workers": 1}))
-        if isinstance(host, AgentHost):
-            return await imported(host)
         called = f"reset(seed={first.seed})"
         try:
             episode = host.open()
@@ -179,4 +177,4 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
         finally:
             host.close()
 
-    asyncio.run(trial())
+    asyncio.run(imported() if isinstance(settings.source, AgentEnvironment) else trial())

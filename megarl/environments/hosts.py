@@ -63,11 +63,20 @@ class Host(Protocol):
         """End everything that it has started. Can be called twice."""
 
 
-def open_host(settings: EnvironmentSettings) -> Host | AgentHost:
+def host_of(settings: EnvironmentSettings) -> Host | AgentHost:
+    """Return the host of `settings.source`, agent or environment. It starts processes as needed."""
+    return agent_host(settings) if isinstance(settings.source, AgentEnvironment) else open_host(settings)
+
+
+def agent_host(settings: EnvironmentSettings) -> AgentHost:
+    """Return the host of `settings.source`, an agent."""
+    assert isinstance(settings.source, AgentEnvironment)
+    process.check(settings.sandbox, "environment.sandbox")
+    return AgentHost(settings.source, settings)
+
+
+def open_host(settings: EnvironmentSettings) -> Host:
     """Return the host of `settings.source`, with at most `settings.max_concurrent` concurrent episodes. It starts processes as needed."""
-    if isinstance(settings.source, AgentEnvironment):
-        process.check(settings.sandbox, "environment.sandbox")
-        return AgentHost(settings.source, settings)
     host = _host(settings)
     return host if settings.max_concurrent is None else BoundedHost(host, settings.max_concurrent)
 

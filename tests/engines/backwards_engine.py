@@ -65,7 +65,7 @@ class BackwardsEngine(Engine):
                 return []
             await asyncio.sleep(0.005)
         request = self.open.pop(min(ready, key=lambda one: len(one.tokens)).id)
-        response = [] if request.id in self._aborted else request.tokens[::-1][: request.max_tokens]
+        response = [] if request.id in self._aborted else self.response(request)[: request.max_tokens]
         tokens = np.array([*request.tokens, *response], dtype=np.int32)
         reason = "stop" if response else "abort"
         return [
@@ -74,6 +74,10 @@ class BackwardsEngine(Engine):
                 Sample(tokens, len(request.tokens), np.zeros(len(response), np.float32), reason, (VersionSpan(0, self.version),)),
             )
         ]
+
+    def response(self, request: Request) -> list[int]:
+        """The tokens of an answer."""
+        return request.tokens[::-1]
 
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         self._aborted |= set(ids)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.data.messages import Message, checked_chat
-from megarl.environments.agents.questions import Answer, Question, Refusal
+from megarl.environments.agents.questions import Answer, ChatRequest, Refusal
 
 Event = tuple[str | None, dict[str, Any]]  # an event of a stream: its name, and its data
 USED = {"model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"}
@@ -41,7 +41,7 @@ def read_messages(messages: Any, tools: Any) -> tuple[list[Message], list[dict[s
 
 
 def read_limits(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the arguments of Question that all formats share. `names`: the keys of the client's limit. Raises Refusal."""
+    """Return the arguments of ChatRequest that all formats share. `names`: the keys of the client's limit. Raises Refusal."""
     most = next((body[name] for name in names if body.get(name) is not None), None)
     stop = body.get("stop", body.get("stop_sequences")) or []
     stops = [stop] if isinstance(stop, str) else stop
@@ -57,7 +57,7 @@ def unused(body: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in used and value is not None}
 
 
-def read_chat(body: Mapping[str, Any]) -> Question:
+def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Read a request to `/v1/chat/completions`. Raises Refusal."""
     if body.get("n") not in (None, 1):
         raise Refusal(400, "invalid_n", f"n={body['n']!r:.40}: a request has one answer")
@@ -66,10 +66,10 @@ def read_chat(body: Mapping[str, Any]) -> Question:
     if choice not in (None, "auto", "none"):
         more["tool_choice"] = choice
     limits = read_limits(body, "max_completion_tokens", "max_tokens")
-    return Question(messages, tools=tools, calls=tools is not None and choice != "none", unused=more, **limits)
+    return ChatRequest(messages, tools=tools, calls=tools is not None and choice != "none", unused=more, **limits)
 
 
-def read_text(body: Mapping[str, Any]) -> Question:
+def read_text(body: Mapping[str, Any]) -> ChatRequest:
     """Read a request to `/v1/completions`. Raises Refusal."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -81,7 +81,7 @@ def read_text(body: Mapping[str, Any]) -> Question:
         if body.get(name) not in (None, default, ""):
             raise Refusal(400, f"invalid_{name}", f"{name}={body[name]!r:.40}: a request has one answer, without its prompt")
     more = unused(body, USED | {"n", "best_of", "echo", "suffix"})
-    return Question(prompt=prompt, calls=False, unused=more, **read_limits(body, "max_tokens"))
+    return ChatRequest(prompt=prompt, calls=False, unused=more, **read_limits(body, "max_tokens"))
 
 
 def usage(answer: Answer) -> dict[str, int]:
@@ -111,9 +111,9 @@ def write_chat(answer: Answer, model: str) -> dict[str, Any]:
     return {**_head(answer, model, "chatcmpl", "chat.completion"), "choices": [choice], "usage": usage(answer)}
 
 
-def chat_events(answer: Answer, model: str, body: Mapping[str, Any]) -> Iterator[Event]:
+def chat_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[Event]:
     """Yield the events of a streamed answer to `/v1/chat/completions`."""
-    head = _head(answer, model, "chatcmpl", "chat.completion.chunk")
+    head = _head(answer, body["model"], "chatcmpl", "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], reason: str | None = None) -> Event:
         return None, {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
@@ -136,10 +136,15 @@ def write_text(answer: Answer, model: str) -> dict[str, Any]:
     return {**_head(answer, model, "cmpl", "text_completion"), "choices": [choice], "usage": usage(answer)}
 
 
-def text_events(answer: Answer, model: str, body: Mapping[str, Any]) -> Iterator[Event]:
+def text_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[Event]:
     """Yield the events of a streamed answer to `/v1/completions`."""
-    yield None, write_text(answer, model)
+    yield None, write_text(answer, body["model"])
 
 
 def _head(answer: Answer, model: str, prefix: str, kind: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{answer.number}", "object": kind, "created": 0, "model": model}
+
+
+def error(refusal: Refusal) -> dict[str, Any]:
+    """Write the answer to a refused request."""
+    return {"error": {"message": str(refusal), "type": refusal.code, "code": refusal.code, "param": None}}

@@ -15,14 +15,15 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.environments.agents import chat
-from megarl.environments.agents.questions import Answer, Policy, Question, Refusal
+from megarl.environments.agents import chat, messages, responses
+from megarl.environments.agents.questions import Answer, ChatRequest, Policy, Refusal
 from megarl.host.http_server import BoundedServer, Refused, receive
 from megarl.text.display import printable
 
 LARGEST = 16 << 20  # bytes of a request
 MOST_REFUSED = 100  # requests of one episode that may be refused; it ends with the next one
 OPEN = 16  # requests of one agent that are open; the connections of further ones wait
+SHOWN = 500  # characters of an error
 END_S = 0.1  # for answers to agents that have ended
 
 
@@ -30,18 +31,18 @@ END_S = 0.1  # for answers to agents that have ended
 class Format:
     """One of the endpoint's formats."""
 
-    read: Callable[[Mapping[str, Any]], Question]
+    read: Callable[[Mapping[str, Any]], ChatRequest]
     write: Callable[[Answer, str], dict[str, Any]]
-    events: Callable[[Answer, str, Mapping[str, Any]], Iterator[chat.Event]]
+    events: Callable[[Answer, Mapping[str, Any]], Iterator[chat.Event]]
     last: str | None = "[DONE]"  # what ends a stream, as data
-    error: Callable[[int, str, str], dict[str, Any]] = lambda status, code, reason: {
-        "error": {"message": reason, "type": code, "code": code, "param": None}
-    }
+    error: Callable[[Refusal], dict[str, Any]] = chat.error
 
 
 FORMATS = {
     "/v1/chat/completions": Format(chat.read_chat, chat.write_chat, chat.chat_events),
     "/v1/completions": Format(chat.read_text, chat.write_text, chat.text_events),
+    "/v1/responses": Format(responses.read, responses.write, responses.events, last=None),
+    "/v1/messages": Format(messages.read, messages.write, messages.events, last=None, error=messages.error),
 }
 
 
@@ -63,7 +64,7 @@ class Line:
         """Note that the agent begins, or got an answer."""
         self.last = asyncio.get_running_loop().time()
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: ChatRequest) -> Answer:
         """Return the policy's answer. Raises Refusal."""
         self.open += 1
         try:
@@ -97,11 +98,7 @@ class Endpoint:
         self.lines: dict[str, Line] = {}
         self._model, self._listener, self._notes = model, listener, notes
         listener.setblocking(False)
-        self._server = BoundedServer(
-            self._answer,
-            lambda status, text: _json(status, FORMATS["/v1/completions"].error(status, "invalid_request", text)),
-            OPEN * agents,
-        )
+        self._server = BoundedServer(self._answer, _malformed, OPEN * agents)
         self._accepting = asyncio.create_task(self._server.accept(listener))
 
     async def close(self) -> None:
@@ -127,28 +124,22 @@ class Endpoint:
                 raise Refusal(405, "method_not_allowed", "a completion is asked for with POST")
             body = await _body(request)
             if body.get("model") != self._model:
-                raise Refusal(
-                    404, "model_not_found", f"there is no model {body.get('model')!r:.80}: environment.source.model={self._model}"
-                )
-            question = kind.read(body)
+                other = f"{body.get('model')!r:.80}"
+                raise Refusal(404, "model_not_found", f"there is no model {other}: environment.source.model={self._model}")
+            question = _question(kind, body)
             self._note(question)
             answer = await line.ask(question)
-        except (Refusal, Refused) as refusal:
+        except Refusal as refusal:
             if line is not None:
                 line.refuse()
-            code = refusal.code if isinstance(refusal, Refusal) else "invalid_request"
-            return _json(refusal.status, kind.error(refusal.status, code, str(refusal)))
-        return (
-            await _stream(request, kind, kind.events(answer, self._model, body))
-            if question.stream
-            else _json(200, kind.write(answer, self._model))
-        )
+            return _json(refusal.status, kind.error(refusal))
+        return await _stream(request, kind, kind.events(answer, body)) if question.stream else _json(200, kind.write(answer, self._model))
 
     def _line(self, request: web.BaseRequest) -> Line | None:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        return self.lines.get(bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
+        return self.lines.get(bearer.strip() if bearer and scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
 
-    def _note(self, question: Question) -> None:
+    def _note(self, question: ChatRequest) -> None:
         for name, value in question.unused.items():
             if name not in self._notes and len(self._notes) < MOST_REFUSED:
                 self._notes.add(name)
@@ -158,7 +149,10 @@ class Endpoint:
 
 async def _body(request: web.BaseRequest) -> dict[str, Any]:
     read = bytearray()
-    await receive(request, LARGEST, read.extend)
+    try:
+        await receive(request, LARGEST, read.extend)
+    except Refused as refused:
+        raise Refusal(refused.status, "invalid_request", str(refused)) from None
     try:
         body = json.loads(read)
     except (ValueError, RecursionError):
@@ -166,6 +160,20 @@ async def _body(request: web.BaseRequest) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Refusal(400, "invalid_json", "the body must be a JSON object")
     return body
+
+
+def _malformed(status: int, text: str) -> web.Response:
+    """Answer what is no valid HTTP."""
+    return _json(status, chat.error(Refusal(status, "invalid_request", text)))
+
+
+def _question(kind: Format, body: dict[str, Any]) -> ChatRequest:
+    try:
+        return kind.read(body)
+    except Refusal:
+        raise
+    except Exception as error:  # a client may send anything anywhere
+        raise Refusal(400, "invalid_request", f"{type(error).__name__}: {error}"[:SHOWN]) from None
 
 
 async def _stream(request: web.BaseRequest, kind: Format, events: Iterator[chat.Event]) -> web.StreamResponse:

@@ -11,7 +11,7 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
@@ -76,12 +76,12 @@ class AgentHost:
             number, key = next(self._count), secrets.token_hex(16)
             own_end, agents_end = socket.socketpair()
             own_end.setblocking(False)
-            with own_end:
+            with own_end, agents_end:
                 async with self._sandbox(number) as sandbox:
                     line = sandbox.endpoint.lines[key] = Line(policy)
                     try:
-                        with agents_end:
-                            await self._apart(sandbox.process.start, agents_end.fileno(), number, seed, task, key)
+                        await self._apart(sandbox.process.start, agents_end.fileno(), number, seed, task, key)
+                        agents_end.close()  # so that only the agent holds it
                         line.begin()
                         outcome = await self._outcome(own_end, line)
                     finally:
@@ -117,7 +117,7 @@ class AgentHost:
         yield shared
 
     async def _opened(self) -> _Sandbox:
-        process = await self._apart(lambda: AgentProcess(self._source, self._settings))
+        process = await self._apart(lambda: AgentProcess(self._source, self._settings), unwanted=AgentProcess.kill)
         agents = 1 if self._source.command is not None else self._source.processes
         return _Sandbox(process, Endpoint(self._source.model, process.listener, agents, self._notes))
 
@@ -125,13 +125,15 @@ class AgentHost:
         await self._apart(sandbox.process.kill)
         await sandbox.endpoint.close()
 
-    async def _apart(self, work: Any, *given: Any) -> Any:
-        """Return `work(*given)`, called in a thread of the pool, and finished also if this is cancelled meanwhile."""
+    async def _apart(self, work: Callable[..., Any], *given: Any, unwanted: Callable[[Any], object] = lambda _: None) -> Any:
+        """Return `work(*given)`, called in a thread of the pool. If this is cancelled meanwhile, `unwanted` gets what it returns."""
         doing = asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
         try:
             return await asyncio.shield(doing)
         except asyncio.CancelledError:
             await asyncio.wait([doing])
+            if doing.exception() is None:
+                unwanted(doing.result())
             raise
         except Gone as gone:
             raise EnvironmentFailed(str(gone)) from None

@@ -11,7 +11,7 @@ from megarl.data.messages import Message
 
 
 @dataclass(frozen=True)
-class Question:
+class ChatRequest:
     """One request for a completion."""
 
     messages: Sequence[Message] = ()  # a conversation that the chat template renders
@@ -72,7 +72,7 @@ class Refusal(Exception):
 class Policy(Protocol):
     """The policy in one episode."""
 
-    async def answer(self, question: Question) -> Answer:
+    async def answer(self, question: ChatRequest) -> Answer:
         """Answer a question; several may be open. Raises Refusal."""
         ...
 

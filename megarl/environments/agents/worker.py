@@ -93,7 +93,7 @@ def work(channel: Channel, answer: Answer) -> None:
                         _play(agent, outcome, {**(task or {}), "seed": seed}, _variables(url, key, source["model"]))
                 answer("started")
             case "end", episode:
-                answer("ended", _end(pids.pop(episode)))
+                answer("ended", _end(pids.pop(episode)) if episode in pids else "before it began")
 
 
 def _variables(url: str, key: str, model: str) -> dict[str, str]:

@@ -1,0 +1,156 @@
+"""Agents over public clients: each format says what the policy said; whatever an agent does ends its own episode, and says why."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megarl.batch import Sample
+from megarl.config import ConfigError, EnvironmentSettings
+from megarl.data.tokenizer import decode, encode, load_tokenizer
+from megarl.data.turns import TurnTokens
+from megarl.engines.engine import Request
+from megarl.engines.episodes import Limits, Played, Start, play
+from megarl.engines.generate import Sampling
+from megarl.engines.responder import Responder
+from megarl.environments.hosts import agent_host
+from tests.engines.backwards_engine import BackwardsEngine
+from tests.real_tokenizers import real_tokenizers
+
+AGENTS = "tests.unit.environments.agents"
+LIMITS = Limits(prompt_tokens=2000, response_tokens=2000, turns=40)
+
+
+class Parrot(BackwardsEngine):
+    """Says what follows the last "say" of what it reads. An answer that it is to say slowly never comes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__("engine 0")
+        self._tokenizer = tokenizer
+
+    def response(self, request: Request) -> list[int]:
+        text = decode(self._tokenizer, request.tokens, finished=False).rpartition("say ")[2]
+        text = re.split(r"<\|im_end\|>|\n</tool_response>", text)[0]
+        stop = min((text.find(one) + len(one) for one in request.stop if one in text), default=None)
+        [tokens] = encode(self._tokenizer, [text[:stop] + ("" if stop else "<|im_end|>")], special=False)
+        return tokens
+
+    async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
+        await super().submit([one for one in requests if "slowly" not in decode(self._tokenizer, one.tokens, finished=False)], timeout_s)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return load_tokenizer(real_tokenizers(tmp_path_factory.mktemp("tokenizers"))["qwen3"])
+
+
+def settings(step_s: float = 30.0, **source: Any) -> EnvironmentSettings:
+    tree = {"source": {"type": "agent", "model": "parrot", **source}, "step_s": step_s, "workers": 1}
+    return EnvironmentSettings.model_validate({**tree, "sandbox": {"network": True, "memory_gb": 4}})
+
+
+def played(
+    tokenizer: PreTrainedTokenizerBase, setting: EnvironmentSettings, starts: Sequence[Start], limits: Limits = LIMITS, n: int = 1
+) -> list[Played]:
+    def text_of(turn: Sample) -> str:
+        return decode(tokenizer, turn.tokens[turn.prompt_length :].tolist(), finished=turn.finish_reason == "stop")
+
+    async def body() -> list[list[Played]]:
+        host, responder = agent_host(setting), Responder(Parrot(tokenizer), 60.0)
+        try:
+            return await play(responder, host, TurnTokens(tokenizer), text_of, starts, Sampling(n, 1.0, 99, 1), limits, 100.0)
+        finally:
+            host.close()
+
+    return [one for episodes in asyncio.run(body()) for one in episodes]
+
+
+def one(tokenizer: PreTrainedTokenizerBase, name: str, limits: Limits = LIMITS, **more: Any) -> Played:
+    [episode] = played(tokenizer, settings(function=f"{AGENTS}:{name}", **more), [Start(0, [], seed=7)], limits)
+    return episode
+
+
+def test_a_call_and_its_result_go_on_with_the_very_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The client sends back content and calls, without reasoning; the policy reads what it sampled, as one context."""
+    episode = one(tokenizer, "tools_in_chat")
+    assert (episode.error, episode.reward, episode.turns, len(episode.sample.starts)) == (None, 1.0, 3, 1)
+    sample, mask = episode.sample, episode.sample.loss_mask
+    first = sample.tokens[: sample.starts[0]]
+    text = decode(tokenizer, first.tolist(), finished=False)
+    assert text.count("<think>\nhm\n</think>\n\nso <tool_call>") == 2, (
+        "what was asked and what was sampled, not a rendering without reasoning"
+    )
+    assert (
+        text.endswith("<tool_response>\nsay 5\n</tool_response><|im_end|>\n<|im_start|>assistant\n5<|im_end|>") and '"name": "add"' in text
+    )
+    assert mask is not None
+    sampled = np.split(first[sample.prompt_length :], np.flatnonzero(np.diff(mask[: len(first) - sample.prompt_length].astype(int))) + 1)
+    assert [decode(tokenizer, part.tolist(), finished=False) for part in sampled[::2]][1] == "5<|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["streams", "responses", "messages_by_hand", "anthropic"])
+def test_each_format_says_what_the_policy_said(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    if name == "anthropic" and find_spec("anthropic") is None:
+        pytest.skip("the package anthropic is not installed")
+    episode = one(tokenizer, name)
+    assert (episode.error, episode.reward) == (None, 1.0)
+    assert len(episode.sample.starts) == {"streams": 3, "responses": 0, "messages_by_hand": 0, "anthropic": 0}[name]
+
+
+def test_bad_requests_are_refused_by_name_and_the_episode_goes_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    episode = one(tokenizer, "refused")
+    assert (episode.error, episode.reward, episode.turns, episode.info) == (None, 0.5, 1, {"cases": 19.0})
+
+
+FAILURES = {
+    "no_call": "no call: the agent ended without asking the policy",
+    "another_model": r"NotFoundError: .*there is no model 'gpt-9': environment\.source\.model=parrot",
+    "raises": "ValueError: mine",
+    "killed": "worker died: SIGKILL",
+    "hangs": "timeout",
+    "no_reward": "bad return: reward=None",
+    "not_a_number": "bad return: reward='much'",
+    "too_much": "bad return: 1048594 bytes, more than 65536",
+    "floods": "flood: more than 100 of its requests were refused",
+}
+
+
+def test_what_an_agent_does_ends_its_own_episode_and_says_why(tokenizer: PreTrainedTokenizerBase) -> None:
+    """All run at once, in one sandbox, beside one that does its work."""
+    names = [*FAILURES, "half_open", "goes_away"]
+    starts = [Start(number, [], seed=number, task={"prompt": name, "answer": "", "meta": {}}) for number, name in enumerate(names)]
+    episodes = played(tokenizer, settings(function=f"{AGENTS}:by_name", step_s=5.0), starts)
+    for name, episode in zip(names, episodes, strict=True):
+        if name in FAILURES:
+            assert episode.error is not None and re.match(FAILURES[name], episode.error), (name, episode.error)
+            assert episode.reward == 0 and episode.sample.finish_reason == "abort"
+        else:
+            assert (episode.error, episode.reward, episode.turns) == (None, 1.0, 1), name
+
+
+def test_limits_refuse_and_what_an_agent_makes_of_it_is_cut_or_goes_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    cut = one(tokenizer, "until_refused", Limits(100, 2000, turns=5))
+    assert (cut.error, cut.reward, cut.turns, cut.sample.finish_reason) == (None, 0.0, 5, "length")
+    full = one(tokenizer, "until_refused", Limits(100, 60, turns=40))
+    assert (full.error, full.sample.finish_reason) == (None, "length") and len(full.sample.tokens) <= full.sample.prompt_length + 60
+    again = one(tokenizer, "forgets", Limits(100, 70, turns=40))
+    assert again.error is None and again.reward >= 1 and again.sample.finish_reason == "stop" and len(again.sample.starts) >= 1
+
+
+def test_a_command_is_an_agent(tokenizer: PreTrainedTokenizerBase) -> None:
+    tasks: list[dict[str, Any]] = [{"prompt": text, "answer": "", "meta": {}} for text in ("good", "bad")]
+    starts = [Start(number, [], seed=number + 5, task=task) for number, task in enumerate(tasks)]
+    command = ["python", str(Path(__file__).with_name("agents.py"))]
+    good, bad = played(tokenizer, settings(command=command), starts)
+    assert (good.error, good.reward, good.info, good.text) == (None, 0.25, {"seed": 5.0}, "good")
+    assert bad.error == "RuntimeError: the command ended with exit status 3"
+    with pytest.raises(ConfigError, match=r"^environment\.source\.command: no-such-agent: no such program in the sandbox"):
+        played(tokenizer, settings(command=["no-such-agent"]), starts)
