@@ -28,7 +28,7 @@ MAY_DIFFER = (
     *("rollout.replicas", "rollout.tp", "rollout.dp", "rollout.expert_parallel", "rollout.max_num_seqs", "rollout.kv_cache_mb"),
     *("rollout.gpu_memory_fraction", "rollout.timeout_s", "rollout.engine.args", "reward.workers", "reward.timeout_s", "reward.sandbox"),
     *(f"{source}.{key}" for source in ("reward.source", "reward.source.parts.*.source") for key in _SERVER),
-    *("environment.workers", "environment.max_concurrent", "environment.sandbox"),
+    *("environment.workers", "environment.max_concurrent", "environment.source.processes", "environment.sandbox"),
     *("environment.source.url", "environment.source.token_env", "environment.source.connections"),
     # how long the run takes (a cosine schedule then ends at the new last step), and what is evaluated and monitored
     *(

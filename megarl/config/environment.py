@@ -81,7 +81,7 @@ class AgentEnvironment(Section):
     @model_validator(mode="after")
     def _one_program(self) -> AgentEnvironment:
         if (self.function is None) == (self.command is None):
-            raise ValueError("environment.source: give either function or command")
+            raise ValueError("give either function or command")
         return self
 
 
@@ -137,6 +137,11 @@ class EnvironmentSettings(Section):
     """Processes per engine for environments or tools; each computes one answer at a time."""
     sandbox: SandboxSettings = SandboxSettings()
     """What these processes may do."""
+
+    @property
+    def concurrent(self) -> int | None:
+        """Maximum number of concurrent episodes per engine; None: no limit."""
+        return self.source.processes if isinstance(self.source, AgentEnvironment) else self.max_concurrent
 
     @model_validator(mode="after")
     def _consistent(self) -> EnvironmentSettings:

@@ -90,7 +90,7 @@ class Dispatcher:
         self, group: ActorGroup, settings: RolloutSettings, playing: Playing | None, starting: Container[int] = frozenset()
     ) -> None:
         self._group, self._settings, self._playing, self._starting = group, settings, playing, starting
-        episodes, sequences = None if playing is None else playing.environment.max_concurrent, settings.dp * settings.max_num_seqs
+        episodes, sequences = None if playing is None else playing.environment.concurrent, settings.dp * settings.max_num_seqs
         self._together = min(sequences, episodes or sequences)  # responses that an engine can work on at once
         self._queue: deque[Wanted] = deque()
         self._calls: dict[Any, _EngineCall] = {}  # by the reference that becomes ready with the responses

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,9 +21,11 @@ from megarl.engines.engine import Request, RolloutTimeout
 from megarl.engines.generate import Sampling, TokenPrompt, request_for, request_seed
 from megarl.engines.parts import versions
 from megarl.engines.responder import Responder
-from megarl.environments.agents.host import AgentHost
 from megarl.environments.hosts import Episode, Host, Rendered, in_tokens
 from megarl.environments.protocol import EnvironmentFailed, Turn
+
+if TYPE_CHECKING:
+    from megarl.environments.agents.host import AgentHost
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ async def play(
         RolloutError: any other failure of the engine.
     """
 
+    from megarl.engines import agents  # and with it aiohttp, which only engines need
+
     asking = 0
 
     async def ask(request: Request) -> Sample:
@@ -102,10 +106,8 @@ async def play(
             asking -= 1
 
     async def one(start: Start, number: int) -> Played:
-        if isinstance(host, AgentHost):
-            from megarl.engines.agents import AgentPlayer
-
-            return await AgentPlayer(ask, tokens, text_of, start, number, sampling, limits).play(host)
+        if isinstance(host, agents.AgentHost):
+            return await agents.AgentPlayer(ask, tokens, text_of, start, number, sampling, limits).play(host)
         player = _Player(ask, tokens, text_of, start, number, sampling, limits)
         episode = host.open()
         try:

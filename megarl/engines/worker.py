@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -26,7 +26,6 @@ from megarl.engines.generate import Sampling, generate, request_for, request_see
 from megarl.engines.member import MemberToStart
 from megarl.engines.parts import added, whole
 from megarl.engines.responder import Responder
-from megarl.environments.agents.host import AgentHost
 from megarl.environments.hosts import Host, guarantee, host_of
 from megarl.host.network import choose_nccl_interface, interface_towards, reserved_ports
 from megarl.imports import find
@@ -34,6 +33,9 @@ from megarl.models.hf import end_tokens
 from megarl.observe.output import keep_output
 from megarl.response import EpisodeSummary, Response
 from megarl.sync.fingerprint import Print
+
+if TYPE_CHECKING:
+    from megarl.environments.agents.host import AgentHost
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.template import render_chats
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTokens, check_turns
-from megarl.environments.agents.host import check as check_reach
-from megarl.environments.hosts import agent_host, in_tokens, open_host
+from megarl.environments.hosts import agent_host, check_reach, in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
 from megarl.host.http_client import unanswered
 from megarl.host.unchecked import where_present

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from megarl.config import AgentEnvironment, EnvironmentSettings, HttpEnvironment, ToolsEnvironment
+from megarl.config import AgentEnvironment, EnvironmentSettings, HttpEnvironment, SandboxSettings, ToolsEnvironment
 from megarl.data.tokenizer import first_line
-from megarl.environments.agents.host import AgentHost
-from megarl.environments.agents.host import check as check_reach
 from megarl.environments.processes import ProcessHost, code_of
 from megarl.environments.protocol import EnvironmentFailed, Turn
+from megarl.errors import Absent
 from megarl.sandbox import process
+from megarl.sandbox.level import Level, level
+
+if TYPE_CHECKING:
+    from megarl.environments.agents.host import AgentHost
 
 Rendered = TypeVar("Rendered")
 
@@ -70,8 +73,11 @@ def host_of(settings: EnvironmentSettings) -> Host | AgentHost:
 
 def agent_host(settings: EnvironmentSettings) -> AgentHost:
     """Return the host of `settings.source`, an agent."""
+    from megarl.environments.agents.host import AgentHost
+
     assert isinstance(settings.source, AgentEnvironment)
     process.check(settings.sandbox, "environment.sandbox")
+    check_reach(settings.sandbox)
     return AgentHost(settings.source, settings)
 
 
@@ -104,6 +110,15 @@ def guarantee(settings: EnvironmentSettings) -> str | None:
     if isinstance(settings.source, AgentEnvironment):
         check_reach(settings.sandbox)
     return process.guarantee(settings.sandbox, "environment.sandbox", code_of(settings.source))
+
+
+def check_reach(sandbox: SandboxSettings) -> None:
+    """Raise Absent if an agent could not reach the endpoint on this machine."""
+    if level() < Level.NAMESPACES and not sandbox.network:
+        raise Absent(
+            f"environment.sandbox.network=false: agents ask over a loopback address, which a sandbox of level {level()} does not have: "
+            "set it to true, or allow namespaces (megarl/sandbox/README.md)"
+        )
 
 
 class BoundedHost:

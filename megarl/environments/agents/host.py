@@ -18,26 +18,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megarl.config import AgentEnvironment, EnvironmentSettings, SandboxSettings
+from megarl.config import AgentEnvironment, EnvironmentSettings
 from megarl.environments.agents.endpoint import MOST_REFUSED, Endpoint, Line
 from megarl.environments.agents.questions import Policy
 from megarl.environments.processes import NO_ANSWER, START_S, AskedProcess, Gone, code_of
 from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_numbers
-from megarl.errors import Absent
 from megarl.sandbox.channel import ANSWER_BYTES, BadMessage
-from megarl.sandbox.level import Level, level
 from megarl.text.display import printable
 
 WORKER = "megarl.environments.agents.worker"
-
-
-def check(sandbox: SandboxSettings) -> None:
-    """Raise Absent if an agent could not reach the endpoint on this machine."""
-    if level() < Level.NAMESPACES and not sandbox.network:
-        raise Absent(
-            f"environment.sandbox.network=false: agents ask over a loopback address, which a sandbox of level {level()} does not have: "
-            "set it to true, or allow namespaces (megarl/sandbox/README.md)"
-        )
 
 
 class AgentHost:
@@ -49,7 +38,6 @@ class AgentHost:
     """
 
     def __init__(self, source: AgentEnvironment, settings: EnvironmentSettings) -> None:
-        check(settings.sandbox)
         self._source, self._settings = source, settings
         self._room = asyncio.Semaphore(source.processes)
         self._count, self._notes = count(), set[str]()
