@@ -172,7 +172,9 @@ class AgentPlayer:
             return _Read(list(prompt), None, "")
         self._check_size(prompt)
         before = max(
-            (one for one in self._said.values() if one.text and prompt.startswith(one.text)), key=lambda one: len(one.text), default=None
+            (one for one in list(self._said.values()) if one.text and prompt.startswith(one.text)),
+            key=lambda one: len(one.text),
+            default=None,
         )
         known, text = ([], "") if before is None else (before.sample.tokens.tolist(), before.text)
         return _Read([*known, *encode(self._tokens.tokenizer, [prompt[len(text) :]], special=False)[0]], None, prompt)
@@ -182,7 +184,7 @@ class AgentPlayer:
         self._check_size(json.dumps([question.messages, question.tools], ensure_ascii=False))
         before = [
             one
-            for one in self._said.values()
+            for one in list(self._said.values())  # a copy, since another thread adds to it
             if one.read.dialogue is not None and one.tools == question.tools and one.conversation == conversation[: len(one.conversation)]
         ]
         if not before:
