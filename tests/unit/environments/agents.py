@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -241,6 +242,34 @@ def goes_away(task: Task) -> float:
     time.sleep(0.3)
     gone.close()
     return 1.0 if post("/v1/chat/completions", chat())[0] == 200 else 0.0
+
+
+def leaves_its_key(task: Task) -> float:
+    """Leaves its key, and a process that escapes and asks after the end."""
+    home = Path(os.environ["HOME"])
+    (home / "key").write_text(os.environ["OPENAI_API_KEY"])
+    assert post("/v1/chat/completions", chat())[0] == 200
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(1)
+        (home / "late").write_text(str(post("/v1/chat/completions", chat())[0]))
+        os._exit(0)
+    return 1.0
+
+
+def finds_a_key(task: Task) -> float:
+    """Asks with the key of an episode that has ended."""
+    home = Path(os.environ["HOME"])
+    assert post("/v1/chat/completions", chat(), (home / "key").read_text())[0] == 401
+    while not (home / "late").exists():
+        time.sleep(0.1)
+    time.sleep(0.2)
+    assert (home / "late").read_text() == "401"
+    return float(post("/v1/chat/completions", chat())[0] == 200)
+
+
+def unscored(task: Task) -> None:
+    post("/v1/chat/completions", chat("say the last answer"))
 
 
 def until_refused(task: Task) -> float:

@@ -14,14 +14,17 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.batch import Sample
-from megarl.config import ConfigError, EnvironmentSettings
+from megarl.config import ConfigError, EnvironmentSettings, SandboxSettings
 from megarl.data.tokenizer import decode, encode, load_tokenizer
 from megarl.data.turns import TurnTokens
+from megarl.engines.agents import contexts
 from megarl.engines.engine import Request
-from megarl.engines.episodes import Limits, Played, Start, play
+from megarl.engines.episodes import Limits, Played, Start, chained, joined, play
 from megarl.engines.generate import Sampling
 from megarl.engines.responder import Responder
+from megarl.environments import hosts
 from megarl.environments.hosts import agent_host
+from megarl.sandbox.level import Level
 from tests.engines.backwards_engine import BackwardsEngine
 from tests.real_tokenizers import real_tokenizers
 
@@ -134,6 +137,42 @@ def test_what_an_agent_does_ends_its_own_episode_and_says_why(tokenizer: PreTrai
             assert episode.reward == 0 and episode.sample.finish_reason == "abort"
         else:
             assert (episode.error, episode.reward, episode.turns) == (None, 1.0, 1), name
+
+
+def test_a_key_ends_with_its_episode(tokenizer: PreTrainedTokenizerBase) -> None:
+    names = ("leaves_its_key", "finds_a_key")
+    starts = [Start(number, [], seed=1, task={"prompt": name, "answer": "", "meta": {}}) for number, name in enumerate(names)]
+    for episode in played(tokenizer, settings(function=f"{AGENTS}:by_name", processes=1), starts):
+        assert (episode.error, episode.reward, episode.turns) == (None, 1.0, 1)
+
+
+def test_without_a_reward_the_last_answer_is_what_is_scored(tokenizer: PreTrainedTokenizerBase) -> None:
+    episode = one(tokenizer, "unscored", rewards=False)
+    assert (episode.error, episode.reward, episode.text) == (None, 0.0, "the last answer")
+
+
+def test_a_sandbox_without_a_loopback_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = settings(function=f"{AGENTS}:no_call").model_copy(update={"sandbox": SandboxSettings()})
+    monkeypatch.setattr(hosts, "level", lambda: Level.LANDLOCK)
+    with pytest.raises(ConfigError, match=r"^environment\.sandbox\.network=false: agents ask over a loopback address, .* level landlock"):
+        agent_host(alone)
+    monkeypatch.setattr(hosts, "level", lambda: Level.NAMESPACES)
+    agent_host(alone).close()
+
+
+def test_contexts_are_the_paths_of_a_tree_each_token_in_one() -> None:
+    """[1 2] is asked and answered 3; then twice gone on with; then something else is, and gone on with."""
+
+    def turn(prompt: list[int], *said: int) -> Sample:
+        return Sample(np.array([*prompt, *said], np.int32), len(prompt), np.zeros(len(said), np.float32), "stop")
+
+    turns = [turn([1, 2], 3), turn([1, 2, 3, 4], 5), turn([1, 2, 3, 6], 7), turn([8], 9), turn([1, 2, 3, 6, 7], 1), turn([8, 9, 2], 2)]
+    grouped = contexts(turns)
+    numbers = {id(each): number for number, each in enumerate(turns)}
+    assert [[numbers[id(each)] for each in one] for one in grouped] == [[0, 1], [2, 4], [3, 5]]
+    whole = chained([joined(one, "stop") for one in grouped])
+    assert whole.tokens.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 8, 9, 2, 2] and list(whole.starts) == [5, 11]
+    assert whole.loss_mask is not None and np.flatnonzero(whole.loss_mask).tolist() == [0, 2, 7, 8, 10, 12]
 
 
 def test_limits_refuse_and_what_an_agent_makes_of_it_is_cut_or_goes_on(tokenizer: PreTrainedTokenizerBase) -> None:
