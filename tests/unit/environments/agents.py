@@ -72,6 +72,8 @@ def streams(task: Task) -> float:
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 0
     text = client.completions.create(model=MODEL, prompt="say three", max_tokens=50, stop=["re"])
     assert (text.choices[0].text, text.choices[0].finish_reason) == ("th", "stop")
+    more = client.completions.create(model=MODEL, prompt="say threethre say four")  # which goes on from what was sampled
+    assert more.choices[0].text == "four"
     streamed = client.completions.create(model=MODEL, prompt="say three", stream=True)
     assert "".join(one.choices[0].text for one in streamed) == "three"
     return 1.0
