@@ -77,7 +77,7 @@ def family_of(config: ConfigJson) -> Family:
 def find_family(config: ConfigJson) -> Family | None:
     """Return the family of a config.json; None for an architecture that megarl does not support."""
     architecture = _architecture(config)
-    return FAMILIES.get(_IMAGES.get(architecture, architecture))
+    return FAMILIES.get(_IMAGES.get(architecture, architecture)) if isinstance(architecture, str) else None
 
 
 def sees_images(config: ConfigJson) -> bool:

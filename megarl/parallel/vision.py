@@ -205,7 +205,7 @@ class ImageModel(GPTModel):
             last, *taken = (feature_FD[params.feature_F[own], None].to(hidden.dtype) for feature_FD in features)
         params.deepstack = [feature.detach().requires_grad_() for feature in taken] if trained else taken
         hidden = hidden.index_copy(0, params.share_F, last)
-        return _Late.apply(hidden, params.deepstack, *taken) if trained else hidden
+        return _LateGradient.apply(hidden, params.deepstack, *taken) if trained else hidden
 
     def _rotation(self, params: ImageSeqParams) -> Tensor:
         """The angles of each row of the whole packed sequence, float32 [A, 1, 1, head]: every pair of a head's dimensions has its axis.
@@ -222,7 +222,7 @@ class ImageModel(GPTModel):
         return torch.cat([turned, turned], dim=-1)[:, None, None]
 
 
-class _Late(torch.autograd.Function):
+class _LateGradient(torch.autograd.Function):
     """The embeddings as they are.
 
     The backward pass, which comes after that of all layers, gives the tower's deepstack features the gradient that layers have left in
