@@ -46,8 +46,8 @@ FORMATS = {
 }
 
 
-class Line:
-    """What connects an agent with the policy.
+class Session:
+    """What connects one running agent with the policy.
 
     Args:
         policy: the policy in its episode.
@@ -85,7 +85,7 @@ class Line:
 
 
 class Endpoint:
-    """Answers the requests of agents; `lines` has the keys of those that run.
+    """Answers the requests of agents; `sessions` has those that run, by their keys.
 
     Args:
         model: the name of the policy.
@@ -95,7 +95,7 @@ class Endpoint:
     """
 
     def __init__(self, model: str, listener: socket.socket, agents: int, notes: set[str]) -> None:
-        self.lines: dict[str, Line] = {}
+        self.sessions: dict[str, Session] = {}
         self._model, self._listener, self._notes = model, listener, notes
         listener.setblocking(False)
         self._server = BoundedServer(self._answer, _malformed, OPEN * agents)
@@ -112,9 +112,9 @@ class Endpoint:
         self._accepting.cancel()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        kind, line = FORMATS.get(request.path, FORMATS["/v1/chat/completions"]), self._line(request)
+        kind, session = FORMATS.get(request.path, FORMATS["/v1/chat/completions"]), self._session(request)
         try:
-            if line is None:
+            if session is None:
                 raise Refusal(401, "invalid_api_key", "this is not the key of an episode that runs here")
             if request.path == "/v1/models":
                 return _json(200, {"object": "list", "data": [{"id": self._model, "object": "model", "created": 0, "owned_by": "megarl"}]})
@@ -128,16 +128,16 @@ class Endpoint:
                 raise Refusal(404, "model_not_found", f"there is no model {other}: environment.source.model={self._model}")
             question = _question(kind, body)
             self._note(question)
-            answer = await line.ask(question)
+            answer = await session.ask(question)
         except Refusal as refusal:
-            if line is not None:
-                line.refuse()
+            if session is not None:
+                session.refuse()
             return _json(refusal.status, kind.error(refusal))
         return await _stream(request, kind, kind.events(answer, body)) if question.stream else _json(200, kind.write(answer, self._model))
 
-    def _line(self, request: web.BaseRequest) -> Line | None:
+    def _session(self, request: web.BaseRequest) -> Session | None:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        return self.lines.get(bearer.strip() if bearer and scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
+        return self.sessions.get(bearer.strip() if bearer and scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
 
     def _note(self, question: ChatRequest) -> None:
         for name, value in question.unused.items():

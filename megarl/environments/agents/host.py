@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import AgentEnvironment, EnvironmentSettings
-from megarl.environments.agents.endpoint import MOST_REFUSED, Endpoint, Line
+from megarl.environments.agents.endpoint import MOST_REFUSED, Endpoint, Session
 from megarl.environments.agents.questions import Policy
 from megarl.environments.processes import NO_ANSWER, START_S, AskedProcess, Gone, code_of
 from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_numbers
@@ -66,14 +66,14 @@ class AgentHost:
             own_end.setblocking(False)
             with own_end, agents_end:
                 async with self._sandbox(number) as sandbox:
-                    line = sandbox.endpoint.lines[key] = Line(policy)
+                    session = sandbox.endpoint.sessions[key] = Session(policy)
                     try:
                         await self._apart(sandbox.process.start, agents_end.fileno(), number, seed, task, key)
                         agents_end.close()  # so that only the agent holds it
-                        line.begin()
-                        outcome = await self._outcome(own_end, line)
+                        session.begin()
+                        outcome = await self._outcome(own_end, session)
                     finally:
-                        del sandbox.endpoint.lines[key]
+                        del sandbox.endpoint.sessions[key]
                         how = await self._apart(sandbox.process.end, number)
             return self._read(outcome, how)
 
@@ -126,12 +126,12 @@ class AgentHost:
         except Gone as gone:
             raise EnvironmentFailed(str(gone)) from None
 
-    async def _outcome(self, own_end: socket.socket, line: Line) -> bytes:
+    async def _outcome(self, own_end: socket.socket, session: Session) -> bytes:
         """Wait for the agent's outcome; empty if it died."""
-        reading, flooded = asyncio.create_task(_line(own_end)), asyncio.create_task(line.flooded.wait())
+        reading, flooded = asyncio.create_task(_line(own_end)), asyncio.create_task(session.flooded.wait())
         try:
             while not reading.done():
-                left = self._settings.step_s - line.idle()
+                left = self._settings.step_s - session.idle()
                 if left <= 0:
                     raise EnvironmentFailed("timeout")
                 await asyncio.wait({reading, flooded}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -246,7 +246,7 @@ class AgentProcess(AskedProcess):
 
 
 async def _line(end: socket.socket) -> bytes:
-    """Return the line that an agent writes; what it wrote so far if it ends before, nothing if that is more than it may write."""
+    """Return the line that an agent writes; what it wrote so far if it ends before, or writes too much."""
     read, loop = bytearray(), asyncio.get_running_loop()
     while not read.endswith(b"\n") and len(read) <= ANSWER_BYTES:
         with suppress(ConnectionError):
