@@ -170,6 +170,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ernie4_5_moe": ("ernie4_5_moe", {"tie_word_embeddings": True}),
+    # A time_step_min that no time step is below: transformers alone applies it.
+    "nemotron_h": ("nemotron_h", {"layer_norm_epsilon": 1e-3, "time_step_min": 1e-6, "time_step_max": 1.0, "time_step_floor": 0.1}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),
     "qwen3_vl": ("qwen3_vl", {"tie_word_embeddings": True}),
 }
@@ -326,6 +328,16 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 24,
             "linear_conv_kernel_dim": 3,
+        }
+    if kind == "nemotron_h":
+        return {
+            **{key: value for key, value in sigmoid.items() if key != "first_k_dense_replace"},
+            "layers_block_type": [("linear_attention", "moe", "full_attention", "mlp")[layer % 4] for layer in range(layers)],
+            "moe_shared_expert_intermediate_size": 2 * expert_hidden,
+            "mamba_num_heads": hidden // 8,
+            "mamba_head_dim": 24,
+            "ssm_state_size": 16,
+            "n_groups": hidden // 32,
         }
     if kind == "glm4_moe":
         return {**sigmoid, "num_mtp_layers": 0}

@@ -20,6 +20,7 @@ _BESIDE = {
     "partial_rotary_factor",
     "rotary_dim",
     "full_attention_interval",
+    *("layers_block_type", "hybrid_override_pattern", "time_step_limit", "mamba_ssm_cache_dtype"),
 }
 _WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}  # which do not count where no layer has a window
 

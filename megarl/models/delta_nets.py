@@ -11,7 +11,7 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import BLOCK, LAYER, number
-from megarl.models.weight_map import Op, Plain, Sections, Sizes, WeightMapping
+from megarl.models.weight_map import MAMBA, Op, Plain, Sections, Sizes, WeightMapping
 
 CHUNK = 32  # tokens that torch's operations take at once (`parallel/delta_net.py`)
 KINDS = ("linear_attention", "full_attention")
@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' classes
 
 @dataclass(frozen=True)
 class DeltaNets:
-    """Sizes of a model's gated delta nets."""
+    """Sizes of a model's gated delta nets, or of its Mamba mixers, whose keys and queries are what inputs write to and what is read."""
 
     layers: frozenset[int]  # that have one
     heads: int  # of values
@@ -53,8 +53,24 @@ class DeltaNets:
         return self.values * self.key_dim * (4 if self.wide else item) + self.channels * (self.kernel - 1) * item
 
 
-def delta_nets(fields: Mapping[str, Any], config: ConfigJson) -> DeltaNets | None:
-    """Return the sizes of a model's gated delta nets, by its fields of Megatron's TransformerConfig and config.json; None: it has none."""
+def delta_nets(fields: Mapping[str, Any], config: ConfigJson, blocks: str = "") -> DeltaNets | None:
+    """Return the sizes of a model's gated delta nets or Mamba mixers; None: it has none.
+
+    Args:
+        fields: the model's fields of Megatron's TransformerConfig.
+        config: config.json.
+        blocks: the kinds of its layers (`Sizes.blocks`).
+    """
+    if MAMBA in blocks:
+        return DeltaNets(
+            layers=frozenset(layer for layer, kind in enumerate(blocks) if kind == MAMBA),
+            heads=fields["mamba_num_heads"],
+            key_dim=fields["mamba_state_dim"],
+            keys=fields["mamba_num_groups"] * fields["mamba_state_dim"],
+            values=fields["mamba_num_heads"] * fields["mamba_head_dim"],
+            kernel=config["conv_kernel"],
+            wide=config["mamba_ssm_cache_dtype"] == "float32",  # vllm/model_executor/models/config.py
+        )
     layers = frozenset(layer for layer, linear in enumerate(fields.get("linear_attention_freq", ())) if linear)
     if not layers:
         return None

@@ -20,6 +20,7 @@ from megarl.models import (
     ministral,
     mistral,
     mixtral,
+    nemotron_h,
     olmoe,
     phi3,
     qwen2,
@@ -51,6 +52,7 @@ _MODULES = (
         qwen3_vl,
         qwen3_vl_moe,
     ),
+    nemotron_h,
 )
 FAMILIES = {head.architecture: module.FAMILY for module in _MODULES for head in module.FAMILY.heads.values()}
 # config.json's model_type, by which transformers and vLLM choose their code, is the name of the family's file, or another name of it.

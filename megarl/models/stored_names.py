@@ -19,8 +19,8 @@ from megarl.models.weight_map import OUTPUT, Shape, Sizes, Weight
 
 _STACKED_LAYERS = re.compile(r"^decoder\.layers\.(?!\d+\.)")
 _EXPERTS = re.compile(r"(?<=\.mlp\.experts\.)experts\.(?:(\d+)\.)?(?=linear_fc[12]\.)")
-# Gate or up, and the pieces of a gated delta net.
-_PIECE = re.compile(r"((?<=\.linear_fc1\.weight)_[wv]|(?<=\.in_proj\.weight)\.\w+|(?<=\.conv1d\.weight)\.\w+)$")
+# Gate or up, and the pieces of a gated delta net or a Mamba mixer.
+_PIECE = re.compile(r"((?<=\.linear_fc1\.weight)_[wv]|(?<=\.in_proj\.weight)\.\w+|(?<=\.conv1d\.weight)\.\w+|(?<=\.conv1d\.bias)\.\w+)$")
 _Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # a name, an index on the stacked axes, and their lengths
 _HALVES = ("_w", "_v")
 

@@ -38,4 +38,5 @@ def from_te(name: str) -> str:
     for norm, linear in _FUSED:
         if name.endswith(linear + _NORM):
             return name.removesuffix(linear + _NORM) + norm
+    name = name.replace(".self_attention.conv1d_", ".self_attention.conv1d.")  # of Mamba mixers; in checkpoints, too (mamba_mixer.py:1333)
     return _EXPERT.sub(r"mlp.experts.local_experts.\3.linear_fc\1.\2", name)

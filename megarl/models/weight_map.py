@@ -30,6 +30,7 @@ VISION = "vision."  # begins the names of a vision tower's parameters in Megatro
 OUTPUT = "output_layer.weight"  # Megatron's name of the single parameter of any head
 FP8_BLOCK = 128  # rows and columns of the blocks in which fp8 engines quantise matrices (sync/quantize.py)
 FP8, SCALES = "float8_e4m3fn", "_scale_inv"  # their dtype, and what the name of a matrix's scales adds to its own
+MAMBA, ATTENTION, MIXTURE, MLP = "M*E-"  # kinds of layers that are a single block each; see `Sizes.blocks`
 _MAX_PARTS = 1 << 18  # layers x experts; ten times what the largest models have
 ReadSlice = Callable[[int, int | None, int, int], Tensor]  # (index of the Hugging Face tensor, dimension or None for all, start, stop)
 
@@ -516,9 +517,30 @@ class Sizes:
     expert_ffn: int = 0
     shared_ffn: int = 0  # hidden units of all shared experts together; 0: no shared experts
     dense: int = 0  # number of first layers that have a dense MLP instead of experts
-    linear_heads: int = 0  # key heads of its gated delta nets, which tensor and context parallelism divide; 0: it has none
+    # Key heads of its gated delta nets, or groups of its Mamba mixers, which tensor and context parallelism divide; 0: it has none.
+    linear_heads: int = 0
+    gated: bool = True  # MLPs and experts have a projection of gates
+    blocks: str = ""  # the kind of each layer that is attention, a Mamba mixer or an MLP alone; empty: layers have attention and an MLP
     indexer: Indexer | None = None  # None: attention to all keys
     vision: VisionSizes | None = None  # of what sees images; None: a model of text
+
+    @property
+    def mixtures(self) -> int:
+        """The number of layers with experts."""
+        if self.blocks:
+            return self.blocks.count(MIXTURE)
+        return self.layers - self.dense if self.experts else 0
+
+    @property
+    def dense_width(self) -> float:
+        """Hidden units of the MLP of the average layer without experts."""
+        plain = self.layers - self.mixtures
+        return (self.ffn or 0) * (self.blocks.count(MLP) / plain if self.blocks and plain else 1)
+
+    @property
+    def matrices(self) -> int:
+        """The number of an MLP's or an expert's projections."""
+        return 3 if self.gated else 2
 
     def __post_init__(self) -> None:
         """Raise ConfigError if there are too many layers and experts to list."""

@@ -63,6 +63,7 @@ class Backend(ABC):
     fused: bool  # layers use Transformer Engine's fused kernels; otherwise they are Megatron's local ones with torch's attention
     unequal_heads = False  # the attention prefers values as narrow as they are (`upstream._unpadded_values`)
     linear_attention_kernels = False  # gated delta nets have the kernels of flash-linear-attention
+    mamba_kernels = False  # Mamba layers have those of mamba_ssm and causal_conv1d
     torch_attention = False  # fused layers use torch's attention (`attention.PackedAttention`) instead of Transformer Engine's
     note: str | None = None  # what the user should know about the choice
     name: str | None = None  # CUDA's name of the GPU
@@ -102,6 +103,19 @@ class Backend(ABC):
         from megarl.parallel import delta_net
 
         return delta_net.DeltaNet if self.linear_attention_kernels else delta_net.TorchDeltaNet
+
+    def keep_blocks(self, spec: Any, kinds: str) -> None:
+        """Let each layer of a block spec have the one part that its kind says, with a Mamba mixer in the place of some layers' attention.
+
+        Args:
+            spec: the block's spec, which is edited.
+            kinds: the kinds of its layers (`Sizes.blocks`).
+        """
+        from megarl.parallel import mamba
+        from megarl.parallel.spec import one_block
+
+        mixer = mamba.Mamba if self.mamba_kernels else mamba.TorchMamba
+        spec.layer_specs = [one_block(layer, kind, mixer, fused=self.fused) for layer, kind in zip(spec.layer_specs, kinds, strict=True)]
 
     def put_sparse_attention(self, layer: Any, indexer: Any, rope: Any) -> None:
         """Let a layer's latent attention, in its ModuleSpec, attend to the keys that an indexer chooses.
@@ -224,6 +238,8 @@ class Cuda(Backend):
         # (torch 2.13, ATen/native/cudnn/MHA.cpp:198), and has no deterministic backward pass.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.linear_attention_kernels = self.fused and not deterministic and importlib.util.find_spec("fla") is not None
+        packages = ("mamba_ssm", "causal_conv1d")
+        self.mamba_kernels = self.fused and not deterministic and all(importlib.util.find_spec(name) is not None for name in packages)
         if self.fused:
             capability = torch.cuda.get_device_capability(self.device)
             self.torch_attention = deterministic or not attends_packed(capability)
@@ -346,6 +362,7 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
             transformer_engine=chosen.fused,
             unequal_heads=chosen.unequal_heads,
             linear_attention=chosen.linear_attention_kernels,
+            mamba=chosen.mamba_kernels,
         )
         _chosen = chosen
     assert gpus is None or gpus == (_chosen.device.type == "cuda"), "a process has one backend"

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.models.description import ModelDescription
@@ -31,7 +33,7 @@ from megarl.text.display import one_line
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Fields whose values are torch objects or Megatron enum members, by the names that YAML and `fixed_fields` use for them.
 _NAMED: dict[str, Mapping[str, Any]] = {
-    "activation_func": {"silu": F.silu, "quick_gelu": quick_gelu},
+    "activation_func": {"silu": F.silu, "quick_gelu": quick_gelu, "squared_relu": squared_relu},
     "params_dtype": DTYPES,
     "pipeline_dtype": DTYPES,
     "attention_backend": AttnBackend.__members__,
@@ -145,6 +147,9 @@ def _chunk(
             backend.put_sparse_attention(layer, model.sizes.indexer, rope)
         if model.sizes.vision is not None:
             layer.module = ImageLayer
+    if model.sizes.blocks:
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        backend.keep_blocks(spec, model.sizes.blocks[first : first + len(spec.layer_specs)])
     with _no_fusion(config):
         chunk = (GPTModel if model.sizes.vision is None else ImageModel)(
             config=config,

@@ -47,13 +47,13 @@ class TorchDeltaNet(DeltaNet):
         self.use_qk_l2norm = False  # the rule normalises in float32
 
 
-def causal_conv1d(x: Tensor, weight: Tensor, bias: None, activation: str, cu_seqlens: Tensor, **rest: Any) -> tuple[Tensor, None]:
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, cu_seqlens: Tensor, **rest: Any) -> tuple[Tensor, None]:
     """Convolve each channel over the tokens of each packed sequence up to the current one, then apply SiLU.
 
     Args:
         x: [1, T, channels].
         weight: [channels, width].
-        bias: must be None.
+        bias: [channels], or None.
         activation: "silu".
         cu_seqlens: bounds of the sequences [N + 1].
         **rest: upstream's further arguments, which ask for nothing here.
@@ -61,12 +61,12 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: None, activation: str, cu_seq
     Returns:
         [1, T, channels], and None for the last state.
     """
-    assert bias is None and activation == "silu"
+    assert activation == "silu"
     width, bounds = weight.shape[1], cu_seqlens.long()
     sequence_T = torch.repeat_interleave(torch.arange(len(bounds) - 1, device=x.device), bounds.diff())
     place_T = torch.arange(x.shape[1], device=x.device) + (width - 1) * (sequence_T + 1)  # each sequence follows width - 1 zeros
     spaced = x.new_zeros(x.shape[1] + (width - 1) * (len(bounds) - 1), x.shape[2]).index_copy(0, place_T, x[0])
-    out = F.conv1d(spaced.T[None], weight[:, None], groups=len(weight))[0].T
+    out = F.conv1d(spaced.T[None], weight[:, None], bias, groups=len(weight))[0].T
     return F.silu(out[place_T - (width - 1)])[None], None
 
 
@@ -85,16 +85,13 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seql
     Returns:
         The states' answers [1, T, H, C] in the dtype of the values, and None for the last states.
     """
-    bounds = cu_seqlens.tolist()
-    lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    chunks_N = [-(-length // CHUNK) for length in lengths]
+    place_T, sequence_K = spread(cu_seqlens, CHUNK)
+    chunks_N = sequence_K.bincount(minlength=len(cu_seqlens) - 1).tolist()
     firsts_N = [sum(chunks_N[:n]) for n in range(len(chunks_N))]
-    starts = torch.tensor([first * CHUNK - start for first, start in zip(firsts_N, bounds, strict=False)], device=q.device)
-    place_T = torch.arange(q.shape[1], device=q.device) + starts.repeat_interleave(torch.tensor(lengths, device=q.device))
 
     def chunked(x: Tensor) -> Tensor:
         """[1, T, H, ...] -> [K, H, L, ...] in float32; the ends of the sequences' last chunks are 0."""
-        spaced = torch.zeros(sum(chunks_N) * CHUNK, *x.shape[2:], device=x.device).index_copy(0, place_T, x[0].float())
+        spaced = torch.zeros(len(sequence_K) * CHUNK, *x.shape[2:], device=x.device).index_copy(0, place_T, x[0].float())
         return spaced.unflatten(0, (-1, CHUNK)).transpose(1, 2)
 
     q_, k_, v_, g_, beta_ = (chunked(x) for x in (_unit(q) * q.shape[-1] ** -0.5, _unit(k), v, g, beta))
@@ -112,7 +109,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seql
 
     answers: list[Tensor] = []
     order: list[int] = []
-    going = list(range(len(lengths)))
+    going = list(range(len(chunks_N)))
     state_NHDC = q.new_zeros(len(going), *k_.shape[1:2], k_.shape[-1], v_.shape[-1], dtype=torch.float32)
     for step in range(max(chunks_N)):
         still = [index for index, n in enumerate(going) if chunks_N[n] > step]
@@ -127,6 +124,19 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seql
     back[order] = torch.arange(len(order), device=q.device)
     out = torch.cat(answers)[back].transpose(1, 2).flatten(0, 1)
     return out[place_T][None].to(v.dtype), None
+
+
+def spread(bounds: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Divide packed sequences into chunks of `size` tokens, of which each sequence's last one may have fewer.
+
+    Returns:
+        The place of each token among those of all chunks [T], and the sequence of each chunk [K].
+    """
+    lengths_N = bounds.long().diff()
+    chunks_N = (lengths_N + size - 1) // size
+    shift_N = (chunks_N.cumsum(0) - chunks_N) * size - bounds[:-1]
+    place_T = torch.arange(int(lengths_N.sum()), device=bounds.device) + shift_N.repeat_interleave(lengths_N)
+    return place_T, torch.arange(len(lengths_N), device=bounds.device).repeat_interleave(chunks_N)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -12,13 +12,16 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from megarl.models.weight_map import ATTENTION, MAMBA
 from megarl.parallel.attention import PackedAttention
 
 
@@ -162,6 +165,28 @@ def _put_delta_nets(block: TransformerBlockSubmodules, config: TransformerConfig
     for index, layer in enumerate(block.layer_specs):
         if config.linear_attention_freq[first + index]:
             block.layer_specs[index] = replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))
+
+
+def one_block(layer: ModuleSpec, kind: str, mamba: type, *, fused: bool) -> ModuleSpec:
+    """Return a layer of one part alone (`Sizes.blocks`), with the norm before it and the sum with its input after it.
+
+    Args:
+        layer: the ModuleSpec of a layer with attention and MLP, which others may share.
+        kind: the layer's kind.
+        mamba: the module of Mamba mixers, which stand in the place of attention.
+        fused: the layers are Transformer Engine's, whose norm is a part of the projection after it.
+    """
+    no_attention = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+    no_mlp = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    parts = replace(layer.submodules, **(no_mlp if kind in (MAMBA, ATTENTION) else no_attention))
+    if kind == MAMBA and fused:
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+        parts.input_layernorm = IdentityOp
+        parts.self_attention = ModuleSpec(mamba, submodules=MambaMixerSubmodules(TELayerNormColumnParallelLinear, TERowParallelLinear))
+    elif kind == MAMBA:
+        parts.self_attention = ModuleSpec(mamba, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    return replace(layer, submodules=parts)
 
 
 def _localise(layer: ModuleSpec, config: TransformerConfig) -> None:

@@ -31,6 +31,7 @@ _LOAD_FROM_BYTES = torch.storage._load_from_bytes  # torch's own: this is read b
 _LOGGED = {  # likewise, by logger
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
+    "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",  # initial values of Mamba mixers on a CPU
 }
 
 
@@ -47,7 +48,13 @@ def _differs(line: str, record: logging.LogRecord) -> bool:
 
 
 def apply(
-    device: torch.device, synchronize: Callable[[], None], *, transformer_engine: bool, unequal_heads: bool, linear_attention: bool
+    device: torch.device,
+    synchronize: Callable[[], None],
+    *,
+    transformer_engine: bool,
+    unequal_heads: bool,
+    linear_attention: bool,
+    mamba: bool,
 ) -> None:
     """Patch megatron.core.
 
@@ -57,10 +64,12 @@ def apply(
         transformer_engine: whether the layers are built from Transformer Engine; without it there is more to patch.
         unequal_heads: whether the attention is cuDNN's, which takes some values that are narrower than keys.
         linear_attention: whether gated delta nets have the kernels of flash-linear-attention; without them there is more to patch.
+        mamba: whether Mamba layers have the kernels of mamba_ssm; without them there is more to patch.
     """
     import megatron.core
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
     from megatron.core.ssm.gated_delta_net import common, gdn
     from megatron.core.tensor_parallel.layers import RowParallelLinear
     from megatron.core.transformer import mla_qk_norm_config, mlp, multi_latent_attention
@@ -76,6 +85,8 @@ def apply(
     _plain_queries(mla_qk_norm_config.QKNormConfigResolver, multi_latent_attention.MLASelfAttention)
     if not linear_attention:
         _torch_delta_net(common, gdn)
+    if not mamba:
+        _torch_mamba(mamba_mixer, mamba_context_parallel)
     if unequal_heads:
         _unpadded_values(multi_latent_attention)
     if transformer_engine:
@@ -303,6 +314,35 @@ def _torch_delta_net(common: Any, gdn: Any) -> None:
     expect(common._GDNBase.__init__, "if not HAVE_FLA:", "self._setup_variant_attrs()")
     expect(gdn.GatedDeltaNet.forward, "qkv, _ = causal_conv1d(", "self.gated_delta_rule(")
     common.HAVE_FLA, gdn.causal_conv1d = True, causal_conv1d
+
+
+def _torch_mamba(mixer: Any, context_parallel: Any) -> None:
+    """mamba_mixer.py:193 refuses to build a Mamba mixer without mamba_ssm, whose kernels need a GPU and Triton, and its norm is theirs. The
+    states are run by a method of the module (`mamba.TorchMamba`). mamba_context_parallel.py:357 and :399 order packed sequences with
+    Transformer Engine."""
+    from megarl.parallel.attention import zigzag
+    from megarl.parallel.mamba import GroupedRMSNorm
+
+    expect(mixer.MambaMixer.__init__, "if not HAVE_MAMBA_SSM:", "self.norm = ExtendedRMSNorm(")
+    expect(mixer.MambaMixer.forward, "y = self._ssm_training(zxBCdt, packed_seq_params)")
+    expect(context_parallel._undo_attention_load_balancing, "assert tex is not None", "output[index] = input_[start:end]")
+    expect(context_parallel._redo_attention_load_balancing, "assert tex is not None", "return input_.index_select(0, index)")
+    mixer.HAVE_MAMBA_SSM, mixer.ExtendedRMSNorm = True, GroupedRMSNorm
+
+    def order(ranks: int, packed: Any) -> Tensor:
+        """The tokens of the whole row in the order in which the ranks hold them."""
+        bounds = packed.cu_seqlens_q.tolist()
+        sequences = list(zip(bounds, bounds[1:], strict=False))
+        places = [zigzag(stop - start, rank, ranks) + start for rank in range(ranks) for start, stop in sequences]
+        return torch.cat(places).to(packed.cu_seqlens_q.device)
+
+    def undo(given: Tensor, ranks: int, packed: Any) -> Tensor:
+        return given[order(ranks, packed).argsort()]
+
+    def redo(given: Tensor, ranks: int, packed: Any) -> Tensor:
+        return given[order(ranks, packed)]
+
+    context_parallel._undo_attention_load_balancing, context_parallel._redo_attention_load_balancing = undo, redo
 
 
 def _replicated_projections(multi_latent_attention: Any) -> None:

@@ -17,10 +17,12 @@ from typing import Literal
 from megarl.config import Layout
 from megarl.models.delta_nets import CHUNK
 from megarl.models.indexer import SCORES
+from megarl.models.weight_map import ATTENTION, MAMBA
 from megarl.plan.facts import Facts
 from megarl.plan.states import ITEM
 
 Spec = Literal["local", "cuda", "te"]
+_MAMBA_CHUNK = 128  # of mamba_ssm's
 _KERNEL_CHUNK = 64  # tokens of a chunk in flash-linear-attention's kernels
 
 
@@ -46,30 +48,35 @@ class MicroBatchShape:
         return ITEM[self.dtype]
 
 
-def layer_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool, linear: bool) -> dict[str, int]:
+def layer_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool, linear: bool, block: str = "") -> dict[str, int]:
     """Return what one layer keeps for its backward.
 
     Args:
         facts: the model.
         shape: a micro-batch on a rank.
         experts: whether the layer's MLP is a mixture of experts.
-        linear: whether it has a gated delta net in the place of attention.
+        linear: whether it has a gated delta net or a Mamba mixer in the place of attention.
+        block: its kind, if it is a single block (`Sizes.blocks`).
 
     Returns:
         Bytes by part.
     """
-    parts = {"norms": _norms(facts.n.hidden, 2, shape)}
+    parts = {"norms": _norms(facts.n.hidden, 1 if block else 2, shape)}
+    if block == MAMBA:
+        return {**parts, "mamba": _mamba(facts, shape)}
     if linear:
         parts["delta net"] = _delta_net(facts, shape)
-    else:
+    elif block in ("", ATTENTION):
         parts["attention"] = _latent_attention(facts, shape) if facts.latents else _attention(facts, shape)
+    if block == ATTENTION:
+        return parts
     if not experts:
-        return {**parts, "mlp": _mlp(facts.n.ffn or 0, shape)}
+        return {**parts, "mlp": _mlp(facts, facts.n.ffn or 0, shape)}
     return {
         **parts,
         "router": _router(facts, shape),
         "experts": _experts(facts, shape),
-        "shared experts": _mlp(facts.n.shared_ffn, shape) + facts.shared_gate * shape.shard * facts.n.hidden * shape.item,
+        "shared experts": _mlp(facts, facts.n.shared_ffn, shape) + facts.shared_gate * shape.shard * facts.n.hidden * shape.item,
     }
 
 
@@ -182,6 +189,18 @@ def _delta_net(facts: Facts, shape: MicroBatchShape) -> int:
     return shape.rows * (projected + convolved + rule + gated)
 
 
+def _mamba(facts: Facts, shape: MicroBatchShape) -> int:
+    """A Mamba mixer between its norm and its residual: an estimate."""
+    its, tp, item = facts.delta_nets, shape.layout.tp, shape.item
+    assert its is not None
+    heads, channels, values, keys = its.heads // tp, its.channels // tp, its.values // tp, its.heads // tp * its.key_dim
+    projected = item * (channels + values + heads)
+    if shape.spec == "te":  # mamba_ssm computes what is between again, but for the states at the chunks' begins and the norm's input
+        return shape.rows * (projected + item * 2 * values + 4 * values * its.key_dim // _MAMBA_CHUNK)
+    states = 4 * (6 * values + 4 * keys + 3 * values * its.key_dim // CHUNK + 5 * CHUNK * heads)
+    return shape.rows * (projected + item * 2 * channels + states + 4 * 4 * values + item * values)
+
+
 def _mask(facts: Facts, shape: MicroBatchShape) -> int:
     """The mask of torch's attention where ranks share a sequence, or a query sees a part of it only (in the average layer).
 
@@ -211,9 +230,11 @@ def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
     return shape.shard * small + shape.rows * (core + item * value + 4 * item * latents.rotary) + _mask(facts, shape)
 
 
-def _mlp(width: int, shape: MicroBatchShape) -> int:
-    """A gated MLP: both projections and the input of the last one; plain torch also keeps the activation, its cast and the product."""
-    return shape.rows * (width // shape.layout.tp) * (3 if shape.spec == "te" else 5) * shape.item
+def _mlp(facts: Facts, width: int, shape: MicroBatchShape) -> int:
+    """An MLP: both projections and the input of the last one; plain torch also keeps the activation, its cast and the product. Without a
+    gate: the projection, ReLU and its square."""
+    kept = (3 if shape.spec == "te" else 5) if facts.n.gated else 3
+    return shape.rows * (width // shape.layout.tp) * kept * shape.item
 
 
 def _router(facts: Facts, shape: MicroBatchShape) -> int:
@@ -226,5 +247,6 @@ def _router(facts: Facts, shape: MicroBatchShape) -> int:
 def _experts(facts: Facts, shape: MicroBatchShape) -> int:
     """The experts: their tokens, both projections and the weighted activation (in plain torch, its parts too), input of the last one."""
     width = facts.n.expert_ffn // shape.layout.etp
-    width_per_token = facts.n.hidden + width * (3 if shape.spec == "te" else 6)
+    kept = (3 if shape.spec == "te" else 6) if facts.n.gated else 4
+    width_per_token = facts.n.hidden + width * kept
     return routed(facts, shape) * (width_per_token * shape.item + 4)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.models.delta_nets import DeltaNets, delta_nets
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import Sizes
+from megarl.models.weight_map import ATTENTION, MIXTURE, Sizes
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,28 @@ class Facts:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
-        return bool(self.n.experts) and layer >= self.n.dense
+        return self.n.blocks[layer] == MIXTURE if self.n.blocks else bool(self.n.experts) and layer >= self.n.dense
+
+    def block(self, layer: int) -> str:
+        """The kind of a layer that is a single block (`Sizes.blocks`); empty: it has attention, or a gated delta net, and an MLP."""
+        return self.n.blocks[layer] if self.n.blocks else ""
 
     def chooses_keys(self, length: float) -> bool:
         """Whether the attention of a sequence of so many tokens is sparse."""
         return self.n.indexer is not None and length > self.n.indexer.topk
 
     def is_linear(self, layer: int) -> bool:
-        """Whether a layer has a gated delta net in the place of attention."""
+        """Whether a layer has a gated delta net or a Mamba mixer in the place of attention."""
         return self.delta_nets is not None and layer in self.delta_nets.layers
 
     @property
     def attention_layers(self) -> int:
         """The number of layers with attention."""
-        return self.n.layers - self.linear_layers
+        return self.n.blocks.count(ATTENTION) if self.n.blocks else self.n.layers - self.linear_layers
 
     @property
     def linear_layers(self) -> int:
-        """The number of layers with a gated delta net."""
+        """The number of layers with a gated delta net or a Mamba mixer."""
         return len(self.delta_nets.layers) if self.delta_nets is not None else 0
 
 
@@ -71,7 +75,7 @@ def facts(model: ModelDescription) -> Facts:
         head_norm=bool(fields["qk_layernorm"]),
         rotary=latents.rotary if latents else int(n.head_dim * model.rope.fraction),
         latents=latents,
-        delta_nets=delta_nets(fields, model.config),
+        delta_nets=delta_nets(fields, model.config, n.blocks),
         gated=bool(fields.get("attention_output_gate")),
         shared_gate=bool(fields.get("moe_shared_expert_gate")),
         tied=model.tied,

@@ -15,12 +15,12 @@ from megarl.plan.parameters import stage_layers
 def active_parameters(model: Facts, elements: int) -> float:
     """The number of parameters that a token is multiplied with: without the embedding, and only the experts that it is routed to."""
     n = model.n
-    inactive = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * (n.experts - model.topk) if n.experts else 0
+    inactive = n.matrices * n.hidden * n.expert_ffn * n.mixtures * (n.experts - model.topk)
     return elements - inactive - (0 if model.tied else n.vocab * n.hidden)
 
 
 def forward_flops(model: Facts, elements: int, length: float) -> float:
-    """FLOPs of one token's forward pass: two for each active parameter, and those of attention or gated delta nets.
+    """FLOPs of one token's forward pass: two for each active parameter, and those of attention or of recurrent states.
 
     Args:
         model: the model.
@@ -91,19 +91,19 @@ def stage_seconds(
 def _attention_elements(model: Facts, elements: int) -> float:
     """The parameters of a layer without its MLP."""
     n = model.n
-    mixtures = n.layers - n.dense if n.experts else 0
-    mlp = 3 * n.hidden * (_active_width(model, experts=True) * mixtures + (n.ffn or 0) * (n.layers - mixtures))
+    widths = _active_width(model, experts=True) * n.mixtures + _active_width(model, experts=False) * (n.layers - n.mixtures)
+    mlp = n.matrices * n.hidden * widths
     return (active_parameters(model, elements) - n.vocab * n.hidden - mlp) / n.layers
 
 
-def _active_width(model: Facts, *, experts: bool) -> int:
+def _active_width(model: Facts, *, experts: bool) -> float:
     """The width of the MLP that a token passes through."""
-    return model.n.expert_ffn * model.topk + model.n.shared_ffn if experts else model.n.ffn or 0
+    return model.n.expert_ffn * model.topk + model.n.shared_ffn if experts else model.n.dense_width
 
 
 def _layer_flops(model: Facts, elements: int, length: float, *, experts: bool) -> float:
     """FLOPs of one token's forward pass through a layer, dense or with experts."""
-    mlp = 3 * model.n.hidden * _active_width(model, experts=experts)
+    mlp = model.n.matrices * model.n.hidden * _active_width(model, experts=experts)
     return 2 * (_attention_elements(model, elements) + mlp) + _attention_flops(model, length) / model.n.layers
 
 
@@ -111,8 +111,8 @@ def _layer_elements(model: Facts, elements: int, layout: Layout, *, experts: boo
     """The parameters of a layer, dense or with experts, on one rank."""
     n = model.n
     routed = n.expert_ffn * n.experts / (layout.ep * layout.etp) if experts else 0.0
-    width = (n.shared_ffn if experts else n.ffn or 0) / layout.tp
-    return _attention_elements(model, elements) / layout.tp + 3 * n.hidden * (routed + width)
+    width = (n.shared_ffn if experts else n.dense_width) / layout.tp
+    return _attention_elements(model, elements) / layout.tp + n.matrices * n.hidden * (routed + width)
 
 
 def _wait(model: Facts, layout: Layout, device: Device, tokens: float, *, experts: bool) -> float:

@@ -178,7 +178,6 @@ def batches(mode: str, max_lag: int | None) -> int:
 
 def _step(rollout: RolloutSettings, prompts: int, reported: float, policy: Facts) -> float:
     """Bytes of the tokens and log-probs of all responses, and of their routed experts as far as these are reported."""
-    layers = policy.n.layers - policy.n.dense if policy.n.experts else 0
     tokens = (rollout.max_prompt_tokens + rollout.max_response_tokens) * MEAN_LENGTH
-    experts = layers * policy.topk * (1 if policy.n.experts <= 256 else 2) * reported
+    experts = policy.n.mixtures * policy.topk * (1 if policy.n.experts <= 256 else 2) * reported
     return prompts * rollout.samples_per_prompt * tokens * (4 + 4 + experts)

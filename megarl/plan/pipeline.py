@@ -66,14 +66,14 @@ def stage_bytes(
     heads = head_bytes(facts, shape, value=head.value, fp32=head.fp32) if head is not None else {}
     if head is not None and working:
         heads["working set"] = head_working_bytes(facts, shape, value=head.value, fp32=head.fp32)
-    counts = Counter[tuple[bool, bool]]()  # of each kind of layer: with experts, with a gated delta net
+    counts = Counter[tuple[bool, bool, str]]()  # of each kind of layer: with experts, with a gated delta net, a single block
     for part, times in zip(chunks, flying, strict=True):
         for one in part:
-            counts[facts.has_experts(one), facts.is_linear(one)] += times
-    layers = {kind: _kept(facts, shape, recompute, experts=kind[0], linear=kind[1]) for kind in counts}
+            counts[facts.has_experts(one), facts.is_linear(one), facts.block(one)] += times
+    layers = {kind: _kept(facts, shape, recompute, *kind) for kind in counts}
     backward = dict[str, int]()
     if working and layers:
-        backward["working set"] = max(layer_working_bytes(facts, shape, experts=experts) for experts, _ in layers)
+        backward["working set"] = max(layer_working_bytes(facts, shape, experts=experts) for experts, *_ in layers)
     if recompute.kind != "full":
         peak = max(backward, heads, key=_total)
         total = Counter(peak)
@@ -93,8 +93,8 @@ def _total(parts: dict[str, int]) -> int:
     return sum(parts.values())
 
 
-def _kept(facts: Facts, shape: MicroBatchShape, recompute: Recompute, *, experts: bool, linear: bool) -> dict[str, int]:
-    parts = layer_bytes(facts, shape, experts=experts, linear=linear)
+def _kept(facts: Facts, shape: MicroBatchShape, recompute: Recompute, experts: bool, linear: bool, block: str) -> dict[str, int]:
+    parts = layer_bytes(facts, shape, experts=experts, linear=linear, block=block)
     return parts if recompute.kind != "selective" else {part: _spared(facts, shape, recompute, part, size) for part, size in parts.items()}
 
 
@@ -109,7 +109,7 @@ def _spared(facts: Facts, shape: MicroBatchShape, recompute: Recompute, part: st
         mask = shape.item * shape.longest if facts.chooses_keys(shape.longest) else 0
         return size - shape.rows * (out + 4 * n.heads // tp + mask)
     if part == "norms" and "layernorm" in recompute.modules:
-        return size - 2 * shape.shard * n.hidden * shape.item
+        return size - (1 if n.blocks else 2) * shape.shard * n.hidden * shape.item
     if part == "experts" and shape.spec == "te" and "moe_act" in recompute.modules:
         return size - size * n.expert_ffn // (n.hidden + 3 * n.expert_ffn)
     if "moe" in recompute.modules and part in ("experts", "router", "shared experts"):

@@ -180,7 +180,7 @@ def _tokens(train: StepSettings, rollout: RolloutSettings) -> float:
 def _reduced(elements: int, model: Facts, layout: Layout, device: Device) -> float:
     """Seconds of reducing gradients and gathering new weights."""
     n = model.n
-    experts = 3 * n.hidden * n.expert_ffn * n.experts * (n.layers - n.dense) if n.experts else 0
+    experts = n.matrices * n.hidden * n.expert_ffn * n.experts * n.mixtures
     dense, routed = replicas(layout)
     elements_per_rank = (elements - experts) / (layout.tp * layout.pp) * (dense - 1) / dense
     elements_per_rank += experts / (layout.etp * layout.ep * layout.pp) * (routed - 1) / routed
@@ -208,7 +208,7 @@ def _generate(rollout: RolloutSettings, prompts: int, model: Facts, elements: in
     cached_sequences = max(1.0, engine.cache / cached)  # by the cache of a data-parallel rank
     live = min(sequences, engine.dp * min(rollout.max_num_seqs, cached_sequences))
     active, exchanged = active_parameters(model, elements), _met(model, engine, device)
-    routed = 3 * n.hidden * n.expert_ffn * (n.layers - n.dense) * model.topk
+    routed = n.matrices * n.hidden * n.expert_ffn * n.mixtures * model.topk
     computed = active + (IMBALANCE - 1) * routed * (rollout.expert_parallel and ranks > 1)  # whole experts are unequally busy
     waits = n.layers * (DECODE_LATENCY + 2 * REDUCE_LATENCY * (engine.tp > 1) + 2 * EXCHANGE_LATENCY * (engine.dp > 1))
 
@@ -237,4 +237,4 @@ def _met(model: Facts, engine: EngineMemory, device: Device) -> float:
     together = device.linked if engine.split else max(1, device.linked // engine.tp)
     rate = device.link if engine.devices <= device.linked else min(device.link, together * device.network)
     moved = 2 * model.n.hidden * 2 * (engine.dp - 1) / engine.dp  # both ways, in bfloat16
-    return (model.n.layers - model.n.dense) * moved / (rate * NETWORK_SHARE)
+    return model.n.mixtures * moved / (rate * NETWORK_SHARE)

@@ -58,7 +58,10 @@ PARTED = ["qwen2", "deepseek_v3", "ministral", "gpt_oss", "minimax_m2", "qwen3_n
 
 @pytest.mark.parametrize(
     "family",
-    rows([*PARTED, "moonlight", "deepseek_v2", "glm4_moe_lite", "qwen3_5_moe", "granitemoe", "deepseek_v32", "glm_moe_dsa"], PARTED),
+    rows(
+        [*PARTED, "moonlight", "deepseek_v2", "glm4_moe_lite", "qwen3_5_moe", "granitemoe", "nemotron_h", "deepseek_v32", "glm_moe_dsa"],
+        PARTED,
+    ),
 )
 def test_logits_equal_those_of_transformers_under_context_parallelism(pool: Pool, make: Make, family: str) -> None:
     assert_transformers(pool, make(family), Layout(ranks=2, cp=2), Layout(ranks=4, cp=2, tp=2))
@@ -78,6 +81,7 @@ KINDS = [
     "qwen2_moe",
     "qwen3_next",
     "qwen3_5_moe",
+    "nemotron_h",
 ]  # all kinds of tensors
 
 

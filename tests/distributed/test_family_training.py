@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", EVERY_EXPERT),
     "ernie4_5_moe": ("ernie4_5_moe", {"moe_k": 8}),
     "granitemoe": ("granitemoe", {"num_experts_per_tok": 8}),
+    "nemotron_h": ("nemotron_h", EVERY_EXPERT),
 }
 CASES = [
     *(("qwen2_tied", name) for name in ("tp2", "pp2", "tp2_pp2", "cp2", "dp2")),
@@ -68,6 +69,7 @@ CASES = [
     *(("minimax_m2", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2", "tp2_etp2_ep2")),
     *(("qwen2_moe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2")),
     *(("ernie4_5_moe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_etp2_ep2")),
+    *(("nemotron_h", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2", "tp2_etp2_ep2", "cp2_tp2")),
     *(("olmoe", name) for name in ("tp2_ep2", "pp2", "cp2")),
     *(("granitemoe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_etp2_ep2")),
 ]
@@ -82,6 +84,7 @@ SUITE = [
     ("gpt_oss", "tp2_ep2"),
     ("minimax_m2", "tp2_pp2"),
     ("qwen3_next", "cp2_tp2"),
+    ("nemotron_h", "cp2_tp2"),
 ]
 Step = tuple[list[float], list[float], dict[tuple[int, int], float]]  # of training: losses, gradient norms, log-probs
 

@@ -15,7 +15,7 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.delta_nets import delta_nets
 from megarl.models.description import ModelDescription
 from megarl.models.rope import mscale
-from megarl.models.weight_map import FP8_BLOCK, QKV, Fused
+from megarl.models.weight_map import ATTENTION, FP8_BLOCK, QKV, Fused
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
 _NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py:72; models of its transformers backend are in other tables
@@ -40,6 +40,8 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
             f"model.path: {model.architecture} sees images, and engines do not run such models so far: `megarl sft` trains it, and what "
             "that saves runs in vLLM"
         )
+    if model.sizes.blocks:
+        raise ConfigError(f"model.path: {model.architecture} is not run by megarl's engines; megarl sft, dpo and rm train it without them")
     _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350
         raise ConfigError("model.path: config.json has sliding windows in some layers only, which vLLM's Qwen2 does not support")
@@ -211,9 +213,9 @@ def _hybrid_cache_bytes(model: ModelDescription, tp: int, token: int, item: int,
 
     A block holds either tokens or a sequence's state, of as many layers as there are of the rarer kind (v1/core/kv_cache_utils.py).
     """
-    its = delta_nets(model.fields, model.config)
+    its = delta_nets(model.fields, model.config, model.sizes.blocks)
     assert its is not None
-    linear, attention = len(its.layers), model.sizes.layers - len(its.layers)
+    linear, attention = len(its.layers), model.sizes.blocks.count(ATTENTION) or model.sizes.layers - len(its.layers)
     together = max(1, min(linear, attention))
     block = _BLOCK * -(-its.state_bytes(item) // tp // (token * _BLOCK))
     each = -(-longest // block) * -(-attention // together) + -(-linear // together)

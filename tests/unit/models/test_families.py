@@ -256,6 +256,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"mlp_layer_types": ["sparse"] * 2},
         "mlp_layer_types=['sparse', 'sparse'] are not first_k_dense_replace=1 times 'dense', then 'sparse'",
     ),
+    ("nemotron_h", {"moe_latent_size": 64}, "moe_latent_size=64 is not supported for Nemotron-H"),
+    ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit=[0.0, 0.1] is not supported for Nemotron-H"),
+    ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts=2 is not supported for Nemotron-H"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported for Nemotron-H"),
+    ("nemotron_h", {"n_groups": 3}, "n_groups=3 does not divide mamba_num_heads=16"),
+    ("nemotron_h", {"num_hidden_layers": 3}, "hybrid_override_pattern=None and num_hidden_layers=3 differ"),
+    ("nemotron_h", {"hybrid_override_pattern": "M*"}, "hybrid_override_pattern='M*' and num_hidden_layers=None differ"),
+    ("nemotron_h", {"layers_block_type": ["moe", "rwkv"]}, "kinds of layers are ['moe', 'rwkv'], expected linear_attention, mamba"),
+    ("nemotron_h", {"layers_block_type": None}, "lacks layers_block_type or hybrid_override_pattern"),
     ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "with partial_rotary_factor=0.5 is not"),
 ]
 
@@ -437,14 +446,14 @@ def test_an_update_brings_an_engine_every_tensor_in_its_dtype_and_float32_where_
 @pytest.mark.parametrize("family", TINY)
 def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path: Path, family: str) -> None:
     """As published FP8 checkpoints do (DeepSeek-V3's config.json quantises every linear layer but the head and the routers).
-    A gated delta net stays as it is."""
+    Gated delta nets and Mamba mixers stay as they are."""
     build(tmp_path, layers=2, hidden=128, experts=4, expert_hidden=64, seed=1, family=family)
     hf = read_config(tmp_path)
     known, plain = family_of(hf), family_of(hf).update(hf, "bfloat16")
     update = known.update(hf, "bfloat16", "fp8")
     experts = r"experts\.\d+\.(w[123]\.weight|gate_up_proj|down_proj)$|put_linear\.\d+\.weight$"
     projection = rf"_proj(_with_mqa)?\.weight$|{experts}|indexer\.w(q_b|k)\.weight$"
-    left = r"\.linear_attn\.|\.indexer\.weights_proj\."
+    left = r"\.linear_attn\.|\.mixer\.(in|out)_proj\.|\.indexer\.weights_proj\."
     matrices = {name for name in plain if re.search(projection, name) and not re.search(left, name)}
     assert {name for name, (_, dtype) in update.items() if dtype == "float8_e4m3fn"} == matrices
     assert update.keys() - plain.keys() == {f"{name}_scale_inv" for name in matrices}
@@ -453,5 +462,5 @@ def test_fp8_engines_quantise_projections_and_experts_and_nothing_else(tmp_path:
             assert update[f"{name}_scale_inv"] == ([-(-size // 128) for size in shape], "float32") and update[name][0] == shape
         else:
             assert update[name] == (shape, dtype)
-    kept = r"(\.gate|\.router(\.layer)?|_gate|\.linear_attn\.(in|out)_proj\w*|\.indexer\.weights_proj)\.weight$"
+    kept = r"(\.gate|\.router(\.layer)?|_gate|\.(linear_attn|mixer)\.(in|out)_proj\w*|\.indexer\.weights_proj)\.weight$"
     assert {f"{name}.weight" for name in known.unquantized(hf)} == {name for name in plain if re.search(kept, name)}
