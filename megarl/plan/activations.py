@@ -190,15 +190,15 @@ def _delta_net(facts: Facts, shape: MicroBatchShape) -> int:
 
 
 def _mamba(facts: Facts, shape: MicroBatchShape) -> int:
-    """A Mamba mixer between its norm and its residual: an estimate."""
+    """A Mamba mixer between its norm and its residual; what `parallel/mamba.py` keeps was measured."""
     its, tp, item = facts.delta_nets, shape.layout.tp, shape.item
     assert its is not None
     heads, channels, values, keys = its.heads // tp, its.channels // tp, its.values // tp, its.heads // tp * its.key_dim
     projected = item * (channels + values + heads)
     if shape.spec == "te":  # mamba_ssm computes what is between again, but for the states at the chunks' begins and the norm's input
         return shape.rows * (projected + item * 2 * values + 4 * values * its.key_dim // _MAMBA_CHUNK)
-    states = 4 * (6 * values + 4 * keys + 3 * values * its.key_dim // CHUNK + 5 * CHUNK * heads)
-    return shape.rows * (projected + item * 2 * channels + states + 4 * 4 * values + item * values)
+    states = 4 * (10 * values + 3 * keys + 2 * values * its.key_dim // CHUNK + (3 * CHUNK + 7) * heads + 2 * (channels - values))
+    return shape.rows * (projected + item * 2 * channels + states)
 
 
 def _mask(facts: Facts, shape: MicroBatchShape) -> int:
@@ -232,8 +232,8 @@ def _latent_attention(facts: Facts, shape: MicroBatchShape) -> int:
 
 def _mlp(facts: Facts, width: int, shape: MicroBatchShape) -> int:
     """An MLP: both projections and the input of the last one; plain torch also keeps the activation, its cast and the product. Without a
-    gate: the projection, ReLU and its square."""
-    kept = (3 if shape.spec == "te" else 5) if facts.n.gated else 3
+    gate: ReLU and its square."""
+    kept = (3 if shape.spec == "te" else 5) if facts.n.gated else 2
     return shape.rows * (width // shape.layout.tp) * kept * shape.item
 
 
@@ -247,6 +247,6 @@ def _router(facts: Facts, shape: MicroBatchShape) -> int:
 def _experts(facts: Facts, shape: MicroBatchShape) -> int:
     """The experts: their tokens, both projections and the weighted activation (in plain torch, its parts too), input of the last one."""
     width = facts.n.expert_ffn // shape.layout.etp
-    kept = (3 if shape.spec == "te" else 6) if facts.n.gated else 4
+    kept = (3 if shape.spec == "te" else 6) if facts.n.gated else 3
     width_per_token = facts.n.hidden + width * kept
     return routed(facts, shape) * (width_per_token * shape.item + 4)

@@ -173,6 +173,13 @@ SPARSE["granite"] = (
 SPARSE["olmoe"] = ("olmoe", {"rope_parameters", "clip_qkv", "norm_topk_prob", "rms_norm_eps", "head_dim"}, {"rope_theta": 5e5})
 
 
+SPARSE["blocks"] = (  # as published
+    "nemotron_h",
+    {"layers_block_type", "n_group", "topk_group", "norm_topk_prob", "time_step_limit", "use_conv_bias", "conv_kernel", "mlp_hidden_act"},
+    {"hybrid_override_pattern": "ME", "num_hidden_layers": 2},
+)
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_missing_keys_mean_what_they_mean_to_transformers(pool: Pool, make: Make, tmp_path: Path, name: str) -> None:
     variant, missing, given = SPARSE[name]
@@ -200,6 +207,13 @@ def assert_frequencies(path: Path) -> None:
 def test_dense_layers_may_fill_whole_pipeline_stages(pool: Pool, make: Make, dense: int) -> None:
     path = make("glm4_moe", first_k_dense_replace=dense)
     assert_transformers(pool, path, Layout(ranks=2, pp=2), Layout(ranks=4, pp=2, ep=2))
+
+
+@pytest.mark.long
+def test_blocks_need_no_experts(pool: Pool, make: Make) -> None:
+    """The older Nemotron-H."""
+    path = make("nemotron_h", layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"])
+    assert_transformers(pool, path, Layout(), Layout(ranks=2, pp=2))
 
 
 def test_the_tool_says_whether_it_is_the_same_model(

@@ -47,6 +47,15 @@ DELTA_NETS = {
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
 }
+MAMBA = {
+    "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+    **{key: value for key, value in SIGMOID.items() if key != "first_k_dense_replace"},
+    "moe_shared_expert_intermediate_size": 96,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 24,
+    "ssm_state_size": 16,
+    "n_groups": 4,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "norm_topk_prob": True, "head_dim": 32},
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -55,6 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"architectures": ["Glm4MoeForCausalLM"], **SIGMOID, "attention_bias": True, "head_dim": 32},
     "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], **SIGMOID, **LATENTS, "num_key_value_heads": 8},
     "qwen3_next": {"architectures": ["Qwen3NextForCausalLM"], "num_experts": 4, "head_dim": 32, **DELTA_NETS},
+    "nemotron_h": {"architectures": ["NemotronHForCausalLM"], "head_dim": 32, **MAMBA},
     "deepseek_v32": {
         **{"architectures": ["DeepseekV32ForCausalLM"], **SIGMOID, **LATENTS, "num_key_value_heads": 8},
         **{"index_topk": 16, "index_n_heads": 4, "index_head_dim": 32},
@@ -70,6 +80,7 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
             Case("deepseek_v3", recompute="selective"),
             Case("qwen3_moe", HALF, "full"),
             Case("glm4_moe", HALF),
+            Case("nemotron_h"),
             Case("deepseek_v32"),
             Case("deepseek_v32", HALF, "selective"),
         ],
@@ -77,7 +88,10 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
     "dp2": (Layout(ranks=2), [Case("qwen3_moe"), Case("llama", HALF), Case("qwen2")]),
     "ep2": (Layout(ranks=2, ep=2), [Case("mixtral", HALF, "selective"), Case("glm4_moe")]),
     "tp2": (Layout(ranks=2, tp=2), [Case("llama", recompute="full"), Case("qwen2", HALF)]),
-    "tp2_ep2": (Layout(ranks=2, tp=2, ep=2), [Case("qwen3_moe", HALF), Case("deepseek_v3"), Case("qwen3_next", HALF)]),
+    "tp2_ep2": (
+        Layout(ranks=2, tp=2, ep=2),
+        [Case("qwen3_moe", HALF), Case("deepseek_v3"), Case("qwen3_next", HALF), Case("nemotron_h", HALF)],
+    ),
     "tp2_etp2": (Layout(ranks=2, tp=2, etp=2), [Case("glm4_moe", HALF), Case("mixtral")]),
     "cp2": (Layout(ranks=2, cp=2), [Case("qwen3_moe"), Case("deepseek_v3", HALF), Case("llama", HALF), Case("qwen3_next")]),
     "pp2": (
