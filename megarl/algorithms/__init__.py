@@ -34,6 +34,7 @@ from megarl.algorithms.topr import Topr
 from megarl.algorithms.vapo import Vapo
 from megarl.algorithms.vc_ppo import VcPpo
 from megarl.algorithms.vespo import Vespo
+from megarl.algorithms.w_reinforce import WReinforce
 
 Algorithm = Annotated[
     Ppo
@@ -63,7 +64,8 @@ Algorithm = Annotated[
     | Spo
     | ClipCov
     | KlCov
-    | M2po,
+    | M2po
+    | WReinforce,
     Field(discriminator="type"),
 ]
 

@@ -39,6 +39,8 @@ def expected(kind: str, rewards: list[float]) -> list[float]:
             out.append(reward - statistics.fmean(rewards))
         elif kind == "topr":
             out.append(reward - 0.5)
+        elif kind == "w_reinforce":
+            out.append(0.1 if reward > 0 else -1.0)
         elif kind == "max_rl":
             out.append(centred / (statistics.fmean(members) + 1e-6) if statistics.fmean(members) > 0 else 0.0)
         elif kind == "remax":
@@ -127,6 +129,27 @@ def test_rloo_normalised_over_the_batch() -> None:
     algorithm = make({"type": "rloo", "scale": "batch_centred", "scale_eps": 1e-4})
     expected = [(x - statistics.fmean(plain)) / (statistics.stdev(plain) + 1e-4) for x in plain]
     assert algorithm.advantages(torch.tensor(values), torch.tensor(GROUPS)).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_w_reinforce_is_the_sum_of_its_two_losses() -> None:
+    """-(lambda sum over right of log pi) + (sum over wrong of log pi), on policy, in value and gradient; 0 leaves the wrong ones."""
+    rewards, lambdas = [1.0, -1.0, 0.4, 0.0, 0.6], (0.1, 0.0, 2.5)
+    batch, logp_T, entropy_T = ragged(3, [4, 1, 9, 2, 30])
+    reward_N = torch.tensor([*rewards, 1.0], dtype=torch.float64)  # of the last response no token is learned
+    for positive in lambdas:
+        algorithm = make({"type": "w_reinforce", "positive_weight": positive, "positive_above": 0.5, "sequence_count": "one"})
+        advantage_N = algorithm.advantages(reward_N, torch.zeros(6, dtype=torch.int64)).double()
+        fresh = batch.with_extra(old_logp=logp_T, advantage=batch.spread(advantage_N))
+        mine_T, plain_T = logp_T.clone().requires_grad_(), logp_T.clone().requires_grad_()
+        weight_T = batch.spread(algorithm.weights(batch.count_N))
+        value = (algorithm.loss(mine_T, entropy_T, fresh, same, 0.0).loss_T * weight_T).sum()
+        right_T = batch.mask_T & batch.spread(reward_N > 0.5)
+        expected = -positive * plain_T[right_T].sum() + plain_T[batch.mask_T & ~right_T].sum()
+        value.backward()
+        expected.backward()
+        assert mine_T.grad is not None and plain_T.grad is not None
+        torch.testing.assert_close(value.detach(), expected.detach(), rtol=1e-7, atol=1e-7)  # advantages are float32
+        torch.testing.assert_close(mine_T.grad[batch.mask_T], plain_T.grad[batch.mask_T], rtol=1e-7, atol=0)
 
 
 def test_raft_may_weight_by_the_reward() -> None:

@@ -16,6 +16,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"type": "grpo", "kl_importance_weighted": True, "kl_straight_through": True},
         "kl_straight_through=true with kl_importance_weighted=true",
     ),
+    "a KL of which the sign would be read": ({"type": "w_reinforce", "kl_in": "reward"}, "kl_in\n.*'loss'"),
     "no bound": ({"type": "grpo", "ratio_bound": 90}, "ratio_bound\n.*less than or equal to 40"),
     "infinite KL": ({"type": "grpo", "kl_coef": float("inf")}, "kl_coef\n.*finite"),
     "threshold that is no number": ({"type": "raft", "threshold": float("nan")}, "threshold\n.*finite"),
@@ -115,6 +116,7 @@ def test_defaults_are_the_papers() -> None:
     assert given("clip_cov", "cov_ratio", "cov_low", "cov_high") == [2e-4, 1.0, 5.0]
     assert given("kl_cov", "cov_ratio", "cov_kl_coef") == [2e-4, 1.0]
     assert given("m2po", "m2_threshold") == [0.04]
+    assert given("w_reinforce", "positive_weight", "positive_above") == [0.1, 0.0]
     assert given("sapo", "tau_positive", "tau_negative") == [1.0, 1.05]
     assert given("rloo", "kl_in") == given("ppo", "kl_in") == ["reward"]
 
@@ -124,6 +126,6 @@ def test_what_each_needs() -> None:
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_critic} == {"ppo", "vc_ppo", "vapo"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_greedy} == {"remax"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_parts} == {"gdpo"}
-    alone = {"ppo", "vc_ppo", "vapo", "reinforce", "remax", "reinforce_pp", "raft", "topr"}
+    alone = {"ppo", "vc_ppo", "vapo", "reinforce", "remax", "reinforce_pp", "raft", "topr", "w_reinforce"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.min_group == 1} == alone
     assert all(algorithm.needs_reference == (algorithm.kl_coef > 0) for algorithm in ALGORITHMS.values())

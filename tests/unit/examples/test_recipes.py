@@ -200,6 +200,15 @@ PAPERS: dict[str, dict[str, Any]] = {
         "train.prompts_per_step": 2048,
         "train.mini_batches": 2048 // 256,
     },
+    "w_reinforce": {
+        "algorithm.positive_weight": 0.1,
+        "algorithm.kl_coef": 0.0,
+        "optimizer.lr": 1e-6,
+        "rollout.samples_per_prompt": 8,
+        "rollout.max_response_tokens": 3072,
+        "train.prompts_per_step": 1024,
+        "train.mini_batches": 1024 // 256,
+    },
 }
 
 
