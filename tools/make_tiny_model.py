@@ -123,6 +123,11 @@ _INDEXER = {"index_topk": 12, "index_head_dim": 32, "index_n_heads": 64}  # so m
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # model_type that transformers does not know -> the one whose class it is
 
+_GRANITE = {
+    "tie_word_embeddings": True,
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22, "logits_scaling": 0.5},
+}
+
 # model_type, and the fields of its configuration in addition to or instead of those of `_common`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True, "router_aux_loss_coef": 0.01}),
@@ -162,13 +167,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_5": ("qwen3_5_text", {"tie_word_embeddings": True}),
-    "granitemoe": (
-        "granitemoe",
-        {
-            "tie_word_embeddings": True,
-            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22, "logits_scaling": 0.5},
-        },
-    ),
+    "granite": ("granite", _GRANITE),
+    "granitemoe": ("granitemoe", _GRANITE),
     "ernie4_5_moe": ("ernie4_5_moe", {"tie_word_embeddings": True}),
     # A time_step_min that no time step is below: transformers alone applies it.
     "nemotron_h": ("nemotron_h", {"layer_norm_epsilon": 1e-3, "time_step_min": 1e-6, "time_step_max": 1.0, "time_step_floor": 0.1}),

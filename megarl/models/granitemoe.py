@@ -19,10 +19,13 @@ from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import BLOCK, LAYER
-from megarl.models.rope import rope
+from megarl.models.rope import Rope, rope
 from megarl.models.weight_map import Family, Fused, GateUp, Multipliers, Plain, Sizes, WeightMapping, scalar_head
 
 NAME = "Granite-MoE"
+FACTORS = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
+# vLLM reads these, and transformers' class does not (models/granite.py:88).
+UNIFORM = {"layer_types": None, "layer_rope_theta": None, "attention_sinks": None}
 
 DEFAULTS: dict[str, Any] = {  # of transformers' GraniteMoeConfig
     "vocab_size": 32000,
@@ -38,10 +41,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' GraniteMoeConfig
     "tie_word_embeddings": False,
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
+    **FACTORS,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
@@ -49,8 +49,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' GraniteMoeConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
-    # vLLM reads the first three, and transformers' class does not (models/granite.py:88).
-    blocks.refuse(NAME, config, layer_types=None, layer_rope_theta=None, attention_sinks=None, attention_bias=False)
+    blocks.refuse(NAME, config, **UNIFORM, attention_bias=False)
     experts, inner = blocks.number(config, "num_local_experts"), blocks.number(config, "intermediate_size")
     n = blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
     blocks.check_head_dim(n)  # vLLM derives it
@@ -87,8 +86,13 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     return {
         **blocks.decoder_fields(config, n, turned),
         **blocks.softmax_fields(config, n, normalized=True),
-        "softmax_scale": _positive(config, "attention_multiplier") * turned.attention_factor**2,  # see `decoder_fields`
+        "softmax_scale": softmax_scale(config, turned),
     }
+
+
+def softmax_scale(config: ConfigJson, turned: Rope) -> float:
+    """Return the factor of the attention's scores, that of the rotation included (see `decoder_fields`)."""
+    return _positive(config, "attention_multiplier") * turned.attention_factor**2
 
 
 def _positive(config: ConfigJson, key: str) -> float:

@@ -157,19 +157,8 @@ SPARSE["qwen2_moe"] = (
     {"rope_theta": 1e6},
 )
 SPARSE["ernie"] = ("ernie4_5_moe", {"rope_parameters", "moe_layer_start_index", "moe_layer_end_index", "use_bias", "moe_norm_min"}, {})
-SPARSE["granite"] = (
-    "granitemoe",
-    {
-        "rope_parameters",
-        "attention_multiplier",
-        "embedding_multiplier",
-        "residual_multiplier",
-        "logits_scaling",
-        "head_dim",
-        "rms_norm_eps",
-    },
-    {},
-)
+FACTORS = {"attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"}
+SPARSE |= {family: (family, {*FACTORS, "rope_parameters", "head_dim", "rms_norm_eps"}, {}) for family in ("granite", "granitemoe")}
 SPARSE["olmoe"] = ("olmoe", {"rope_parameters", "clip_qkv", "norm_topk_prob", "rms_norm_eps", "head_dim"}, {"rope_theta": 5e5})
 
 

@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": ("ernie4_5_moe", {"moe_k": 8}),
     "granitemoe": ("granitemoe", {"num_experts_per_tok": 8}),
     "nemotron_h": ("nemotron_h", EVERY_EXPERT),
+    "granite": ("granite", {}),
 }
 CASES = [
     *(("qwen2_tied", name) for name in ("tp2", "pp2", "tp2_pp2", "cp2", "dp2")),
@@ -71,6 +72,7 @@ CASES = [
     *(("ernie4_5_moe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_etp2_ep2")),
     *(("nemotron_h", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_pp2", "tp2_etp2_ep2", "cp2_tp2")),
     *(("olmoe", name) for name in ("tp2_ep2", "pp2", "cp2")),
+    *(("granite", name) for name in ("tp2", "pp2", "cp2")),
     *(("granitemoe", name) for name in ("tp2_ep2", "pp2", "cp2", "tp2_etp2_ep2")),
 ]
 SUITE = [

@@ -99,6 +99,7 @@ LONG = (
     "qwen3_5_moe",
     "qwen3_5",
     "gpt_oss",
+    "granite",
     "granitemoe",
     "ernie4_5_moe",
 )

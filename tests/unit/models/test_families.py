@@ -112,6 +112,7 @@ OLD: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"rope_theta": 10000.0, "sliding_window": 32768, "max_window_layers": 28, "layer_types": None},
     "olmoe": {"rope_theta": 10000.0, "rope_scaling": None},
     "granitemoe": {"rope_theta": 10000.0, "rope_scaling": None, "head_dim": None},
+    "granite": {"rope_theta": 10000.0, "rope_scaling": None, "head_dim": None},
     "ernie4_5_moe": {"rope_theta": 500000.0, "moe_layer_end_index": -1, "moe_use_aux_free": True, "moe_gate": "topk", "use_bias": None},
     "minimax_m2": {"rope_theta": 5000000, "partial_rotary_factor": None, "use_qk_norm": True, "qk_norm_type": "per_layer"},
     "deepseek_v3": {
@@ -223,6 +224,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False is not supported for Qwen2-MoE"),
     ("qwen2_moe", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config={'chunk_size': 8} is not supported"),
     ("qwen2_moe", {"head_dim": 16}, "head_dim=16 is not hidden_size=128 / num_attention_heads=4"),
+    ("granite", {"attention_bias": True}, "attention_bias=True is not supported for Granite"),
+    ("granite", {"mlp_bias": True}, "mlp_bias=True is not supported for Granite"),
+    ("granite", {"layer_types": ["full_attention"] * 2}, "layer_types=['full_attention', 'full_attention'] is not supported for Granite"),
+    ("granite", {"attention_sinks": True}, "attention_sinks=True is not supported for Granite"),
+    ("granite", {"logits_scaling": "16"}, "logits_scaling='16' is not a positive number"),
+    ("granite", {"attention_multiplier": 0}, "attention_multiplier=0 is not a positive number"),
     ("granitemoe", {"attention_bias": True}, "attention_bias=True is not supported for Granite-MoE"),
     (
         "granitemoe",

@@ -1,0 +1,69 @@
+"""Granite 3 (https://arxiv.org/abs/2408.13359), the dense models: Llama's, with the factors of `granitemoe` on embeddings, residual stream,
+attention scores and logits.
+
+transformers has no class for its classifiers, so only megarl can load a saved critic or reward model. Refused: biases of attention or
+MLP, sliding windows, sinks and a RoPE for each layer (Granite-SWA's), and what every family refuses (`decoder_blocks.refuse`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models import decoder_blocks as blocks
+from megarl.models.config_json import ConfigJson
+from megarl.models.granitemoe import FACTORS, UNIFORM, multipliers, softmax_scale
+from megarl.models.rope import rope
+from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+
+DEFAULTS: dict[str, Any] = {  # of transformers' GraniteConfig
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    **FACTORS,
+}
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, layers that differ."""
+    blocks.refuse("Granite", config, **UNIFORM, attention_bias=False, mlp_bias=False)
+    return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
+    n = sizes(config)
+    assert n.ffn is not None
+    return [blocks.embedding(n), *blocks.attention(n), *blocks.gated_mlp(n, n.ffn), blocks.final_norm(n)]
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig. Raise ConfigError for a factor that is not positive."""
+    turned = rope(config)
+    multipliers(config)
+    return {**blocks.decoder_fields(config, sizes(config), turned), "softmax_scale": softmax_scale(config, turned)}
+
+
+FAMILY = Family(
+    heads={
+        "lm": blocks.lm_head("GraniteForCausalLM", sizes),
+        "value": scalar_head("GraniteForSequenceClassification", sizes, known=False),
+    },
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=rope,
+    fields=fields,
+    multipliers=multipliers,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+)
