@@ -25,7 +25,7 @@ from megarl.models.weight_map import Family, Fused, GateUp, Multipliers, Plain, 
 NAME = "Granite-MoE"
 FACTORS = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
 # vLLM reads these, and transformers' class does not (models/granite.py:88).
-UNIFORM = {"layer_types": None, "layer_rope_theta": None, "attention_sinks": None}
+UNIFORM: dict[str, Any] = {"layer_types": None, "layer_rope_theta": None, "attention_sinks": None}
 
 DEFAULTS: dict[str, Any] = {  # of transformers' GraniteMoeConfig
     "vocab_size": 32000,
