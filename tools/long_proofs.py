@@ -123,6 +123,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     (
         _tests(430, "tests/unit"),
         _tests(150, "tests/e2e/test_engines.py"),
+        _tests(60, "tests/e2e/test_environments.py"),
         _tests(240, "tests/slurm"),
         _tests(90, "tests/e2e/test_distillation.py"),
         _tests(30, "tests/e2e/test_rlhf.py"),

@@ -79,6 +79,7 @@ def test_a_template_that_rewrites_turns_trains_every_turn_in_its_own_context(
 AGENT = "environment={source: {type: agent, function: 'tests.e2e.agents:play'}, max_turns: 4, max_turn_tokens: 6, sandbox: {network: true}}"
 
 
+@pytest.mark.long
 def test_an_agent_over_openais_client_trains_and_each_context_is_as_the_engine_read_it(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """Two turns, a fork of the first and a conversation of its own: three contexts; one agent in four fails."""
     job = lab.run(Job(tmp_path / "job", tiny_model, (*GAME, AGENT, "layout.ranks=2", "layout.cp=2")))

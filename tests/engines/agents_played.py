@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from openai import BadRequestError, OpenAI
+from openai import OpenAI
 
 MODEL = "tiny-agent"
 
@@ -32,26 +31,3 @@ def branching(task: dict[str, Any]) -> dict[str, float]:
         said = list(pool.map(lambda name: ask(OpenAI(), [{"role": "user", "content": name}]), ("left", "right")))
     ask(client, [*compacted, {"role": "user", "content": "end"}])
     return {"reward": task["seed"] / 100, "said": float(sum(map(len, said)))}
-
-
-def until_refused(task: dict[str, Any]) -> float:
-    """Asks until a limit refuses, and is none the wiser."""
-    messages = [{"role": "user", "content": "begin"}]
-    while True:
-        ask(OpenAI(), messages)
-        messages.append({"role": "user", "content": "on"})
-
-
-def forgetful(task: dict[str, Any]) -> float:
-    """Forgets what it has said when its context is full, and goes on."""
-    messages = [{"role": "user", "content": "begin"}]
-    forgot = 0
-    for _ in range(8):
-        try:
-            ask(OpenAI(), messages)
-        except BadRequestError as error:
-            assert json.loads(error.response.text)["error"]["code"] == "context_length_exceeded"
-            messages, forgot = [{"role": "user", "content": "again"}], forgot + 1
-            ask(OpenAI(), messages)
-        messages.append({"role": "user", "content": "on and on and on"})
-    return forgot

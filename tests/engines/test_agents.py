@@ -35,18 +35,18 @@ def settings(name: str, **source: Any) -> EnvironmentSettings:
 async def _played(tiny: Path, orders: list[list[Start]], name: str, limits: Limits) -> list[list[list[Played]]]:
     """The same episodes, once in each order."""
     tokenizer, runs = load_tokenizer(tiny), list[list[list[Played]]]()
-    for starts in orders:
-        engine, host = VllmEngine("engine 0"), agent_host(settings(name))
-        await engine.start(Setup(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True))
+    engine, host = VllmEngine("engine 0"), agent_host(settings(name))
+    await engine.start(Setup(tiny, "float32", SETTINGS, 1, gpu=False, report_experts=True))
 
-        def text_of(turn: Sample) -> str:
-            return decode(tokenizer, turn.tokens[turn.prompt_length :].tolist(), finished=turn.finish_reason == "stop")
+    def text_of(turn: Sample) -> str:
+        return decode(tokenizer, turn.tokens[turn.prompt_length :].tolist(), finished=turn.finish_reason == "stop")
 
-        try:
+    try:
+        for starts in orders:
             runs.append(await play(Responder(engine, TIMEOUT_S), host, TurnTokens(tokenizer), text_of, starts, SAMPLING, limits, TIMEOUT_S))
-        finally:
-            host.close()
-            await engine.close()
+    finally:
+        host.close()
+        await engine.close()
     return runs
 
 
