@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.batch import Sample
-from megarl.config import ConfigError, EnvironmentSettings, SandboxSettings
+from megarl.config import ConfigError, EnvironmentSettings, PromptFormat, SandboxSettings
 from megarl.data.tokenizer import decode, encode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.engines.agents import contexts
@@ -22,11 +23,13 @@ from megarl.engines.engine import Request
 from megarl.engines.episodes import Limits, Played, Start, chained, joined, play
 from megarl.engines.generate import Sampling
 from megarl.engines.responder import Responder
+from megarl.engines.worker import Playing, RolloutWorker
 from megarl.environments import hosts
 from megarl.environments.hosts import agent_host
 from megarl.sandbox.level import Level
 from tests.engines.backwards_engine import BackwardsEngine
 from tests.real_tokenizers import real_tokenizers
+from tests.unit.environments import agents
 
 AGENTS = "tests.unit.environments.agents"
 LIMITS = Limits(prompt_tokens=2000, response_tokens=2000, turns=40)
@@ -173,6 +176,31 @@ def test_contexts_are_the_paths_of_a_tree_each_token_in_one() -> None:
     whole = chained([joined(one, "stop") for one in grouped])
     assert whole.tokens.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 8, 9, 2, 2] and list(whole.starts) == [5, 11]
     assert whole.loss_mask is not None and np.flatnonzero(whole.loss_mask).tolist() == [0, 2, 7, 8, 10, 12]
+
+
+def test_the_driver_is_told_of_every_context(tokenizer: PreTrainedTokenizerBase) -> None:
+    """An engine's worker plays agents, and describes an episode by its first opening and all that follows."""
+    worker: Any = RolloutWorker("engine 0", "tests.engines.backwards_engine:BackwardsEngine", {}, Path(os.devnull))
+
+    async def body() -> list[Any]:
+        worker._responder, worker._tokenizer, worker._ends, worker._timeout_s = Responder(Parrot(tokenizer), 60.0), tokenizer, (), 100.0
+        playing = Playing(settings(function=f"{AGENTS}:by_name"), LIMITS, PromptFormat())
+        task = {"prompt": "tools_in_chat", "answer": "", "meta": {}}
+        try:
+            return await worker.respond([Start(0, [], seed=1, task=task)], Sampling(2, 1.0, 99, 1), None, playing)
+        finally:
+            worker._host[1].close()
+
+    responses, *payloads = asyncio.run(body())
+    assert len(responses) == len(payloads) == 2
+    for response, sample in zip(responses, payloads, strict=True):
+        assert (response.starts, response.loss_tokens, response.text) == (sample.starts, sample.loss_tokens, agents.CALL)
+        episode = response.episode
+        assert (episode.reward, episode.turns, episode.error) == (1.0, 3, None) and episode.opening.count("<|im_start|>") == 3
+        assert (
+            episode.transcript.startswith("<think>\nhm\n</think>\n\nso <tool_call>") and episode.transcript.count("<|im_start|>user") == 2
+        )
+        assert episode.transcript.endswith(f"<|im_start|>assistant\n{agents.CALL}<|im_end|>")
 
 
 def test_limits_refuse_and_what_an_agent_makes_of_it_is_cut_or_goes_on(tokenizer: PreTrainedTokenizerBase) -> None:
