@@ -54,7 +54,7 @@ def read_limits(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def unused(body: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     """Return what a client asks for and does not get."""
-    return {name: value for name, value in body.items() if name not in used and value is not None}
+    return {name: value for name, value in body.items() if name not in used and not (value is None or value is False or value in ([], {}))}
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
