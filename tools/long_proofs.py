@@ -88,7 +88,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     (
         _tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"),
         _distributed(70, "learner"),
-        _distributed(60, "lora"),
         _distributed(40, "saving"),
     ),
     (
@@ -128,6 +127,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(90, "tests/e2e/test_distillation.py"),
         _tests(30, "tests/e2e/test_rlhf.py"),
         _distributed(120, "layouts"),
+        _distributed(300, "lora"),
     ),
     (
         _tests(420, "tests/e2e/test_own_task.py"),
