@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from megarl.checkpoints.places import contents, paths
 
 _SERVER = ("url", "url_file", "token_env", "batch_size", "timeout_s", "attempts", "backoff_s", "deadline_s")
+_TEACHER = ("url", "token_env", "connections", "timeout_s", "attempts", "backoff_s", "deadline_s")
 # Dotted keys, each including everything below it. Changing any other key would make it a different run, and is refused.
 MAY_DIFFER = (
     # where the run takes place, what is logged, what is saved
@@ -28,6 +29,7 @@ MAY_DIFFER = (
     *("rollout.replicas", "rollout.tp", "rollout.dp", "rollout.expert_parallel", "rollout.max_num_seqs", "rollout.kv_cache_mb"),
     *("rollout.gpu_memory_fraction", "rollout.timeout_s", "rollout.engine.args", "reward.workers", "reward.timeout_s", "reward.sandbox"),
     *(f"{source}.{key}" for source in ("reward.source", "reward.source.parts.*.source") for key in _SERVER),
+    *(f"{server}.{key}" for server in ("distillation.server", "distillation.servers.*") for key in _TEACHER),
     *("environment.workers", "environment.max_concurrent", "environment.source.processes", "environment.sandbox"),
     *("environment.source.url", "environment.source.token_env", "environment.source.connections"),
     # how long the run takes (a cosine schedule then ends at the new last step), and what is evaluated and monitored

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.checkpoints.may_differ import MAY_DIFFER, MAY_NOT, compare, completed
 from megarl.cli.describe import keys
-from megarl.config import HttpReward, TrainConfig, dump, load, yaml_text
+from megarl.config import HttpReward, TeacherServer, TrainConfig, dump, load, yaml_text
 from megarl.engines.vllm.arguments import argument_fields
 from megarl.models.megatron_fields import megatron_fields
 from megarl.models.optimizer_fields import optimizer_fields
@@ -114,6 +114,16 @@ def test_parts_of_a_sum_may_differ_in_the_same_keys_as_a_single_reward() -> None
     assert line.startswith("reward.source.parts: [{'name': 'right'")
 
 
+def test_a_teachers_server_may_move_and_another_model_is_refused() -> None:
+    def taught(one: str) -> dict[str, Any]:
+        return tree("algorithm={type: reinforce}", f"distillation={{servers: {{a: {{{one}}}}}}}")
+
+    before = taught("url: 'http://a', model: m")
+    assert compare(before, taught("url: 'http://b', model: m, attempts: 9")) == []
+    [line] = compare(before, taught("url: 'http://a', model: n"))
+    assert line.startswith("distillation.servers.a.model: 'm' in the checkpoint and 'n' now")
+
+
 def test_another_algorithm_is_refused_in_one_line() -> None:
     [line] = compare(tree(), tree("algorithm={type: reinforce}"))
     assert line.startswith("algorithm.type: ") and "'reinforce' now" in line
@@ -136,4 +146,5 @@ def test_every_key_that_may_differ_is_one_of_the_configuration() -> None:
     }
     known |= {f"{mapping}.{name}" for mapping, fields in upstream.items() for name in fields()}
     known |= {f"reward.source.parts.0.source.{key}" for key in HttpReward.model_fields}
+    known |= {f"distillation.servers.math.{key}" for key in TeacherServer.model_fields}
     assert [pattern for pattern in (*MAY_DIFFER, *MAY_NOT) if not filter_names(known, pattern)] == []
