@@ -83,14 +83,14 @@ def trials(path: Path, seeds: Sequence[int], overrides: Sequence[str]) -> list[T
     if not isinstance(tree, dict) or set(tree) != {"base", "variants"} or not isinstance(tree["variants"], dict):
         raise ConfigError(f"config: {path} must hold `base: FILE.yaml` and `variants: {{name: [overrides]}}`")
     base = path.parent / str(tree["base"])
-    found = []
+    all_trials = []
     for seed in seeds:
         for variant, changes in tree["variants"].items():
             name = f"{load(base, list(overrides), TrainConfig).name}/{re.sub(r'[^a-z0-9]+', '-', variant.lower())}-seed{seed}"
             given = [*overrides, *changes, f"name={name}", f"seed={seed}"]
             command = [sys.executable, "-m", "megarl.cli", "train", str(base), *given]
-            found.append(Trial(variant, seed, load(base, given, TrainConfig), command))
-    return found
+            all_trials.append(Trial(variant, seed, load(base, given, TrainConfig), command))
+    return all_trials
 
 
 def table(done: Sequence[Trial]) -> str:
@@ -142,15 +142,15 @@ def draw(done: Sequence[Trial], picture: Path) -> None:
 
 def _mean_by_step(same: Sequence[Trial], name: str) -> dict[int, float]:
     """Return a metric by step, numbered among the steps that trained the policy: 0 and below while it was frozen."""
-    found: dict[int, list[float]] = {}
+    values_of: dict[int, list[float]] = {}
     for trial in same:
         rows = trial.rows()
         frozen = min(int(row["step"]) for row in rows if "actor/grad_norm" in row) - 1
         for row in rows:
             if name in row:
                 step = 0 if "reward/mean" not in row and row["step"] == 0 else int(row["step"]) - frozen
-                found.setdefault(step, []).append(row[name])
-    return {step: fmean(values) for step, values in sorted(found.items())}
+                values_of.setdefault(step, []).append(row[name])
+    return {step: fmean(values) for step, values in sorted(values_of.items())}
 
 
 def main() -> int:

@@ -107,8 +107,8 @@ class Bench:
         for number in range(1, WARM + self.rounds + 1):
             for name, seconds in self._round(number, savers, plain).items():
                 taken.setdefault(name, []).append(seconds)
-        found = {name: seconds[WARM:] for name, seconds in taken.items()}
-        return {**found, "bytes": [float(total)], "rank_bytes": [float(size)], "extra": [self._extra(savers["async"], size)]}
+        results = {name: seconds[WARM:] for name, seconds in taken.items()}
+        return {**results, "bytes": [float(total)], "rank_bytes": [float(size)], "extra": [self._extra(savers["async"], size)]}
 
     def _tensors(self, size: int) -> list[Tensor]:
         """Return what DCP saves: as many bytes as a save writes, in as many tensors as the model has."""
@@ -122,20 +122,20 @@ class Bench:
 
         path = self.directory / "sync" / f"step_{number:06d}"
         own = {f"{self.grid.rank}.{index}": tensor for index, tensor in enumerate(plain)}
-        found = {
+        results = {
             "sync": self.slowest(lambda: savers["sync"].save(number, self.part, {})),
             "dcp sync": self.slowest(lambda: dcp.save(own, storage_writer=self._writer("sync"))),
             "blocked": self.slowest(lambda: savers["async"].save(number, self.part, {})),
             "behind": self.slowest(savers["async"].wait),
         }
-        found["dcp blocked"], found["dcp whole"] = self._dcp_asynchronous(own)
+        results["dcp blocked"], results["dcp whole"] = self._dcp_asynchronous(own)
         good = verify(path, contents=False).saved
         assert good is not None
         self._forget()
-        found["load"] = self.slowest(lambda: load(good, self.part, self.grid))
+        results["load"] = self.slowest(lambda: load(good, self.part, self.grid))
         self._forget()
-        found["dcp load"] = self.slowest(lambda: dcp.load(own, storage_reader=dcp.FileSystemReader(self.directory / "dcp" / "sync")))
-        return found
+        results["dcp load"] = self.slowest(lambda: dcp.load(own, storage_reader=dcp.FileSystemReader(self.directory / "dcp" / "sync")))
+        return results
 
     def _forget(self) -> None:
         """Evict all files from the page cache."""
@@ -209,15 +209,15 @@ def rank_main(rank: int, ranks: int, port: Any, layers: int, directory: Path, ro
     else:
         store = connect_store("127.0.0.1", port.get(timeout=120), ranks, 120.0)
     grid = init_grid(Layout(ranks=ranks, ep=ranks), rank=rank, store=store, seed=1, timeout_s=600.0)
-    found = Bench(grid, layers, directory, rounds).run()
+    results = Bench(grid, layers, directory, rounds).run()
     destroy_grid()
     if rank == 0:
-        answers.put(found)
+        answers.put(results)
 
 
 def rows(found: dict[str, list[float]]) -> list[Row]:
     """The rows of the table."""
-    gigabytes, mine, extra = found["bytes"][0] / 1e9, found["rank_bytes"][0] / 1e9, found["extra"][0]
+    gigabytes, rank_gigabytes, extra = found["bytes"][0] / 1e9, found["rank_bytes"][0] / 1e9, found["extra"][0]
     complete = [blocked + behind for blocked, behind in zip(found["blocked"], found["behind"], strict=True)]
 
     def row(what: str, ours: list[float], theirs: list[float], bound: float) -> Row:
@@ -230,7 +230,7 @@ def rows(found: dict[str, list[float]]) -> list[Row]:
         row("blocked by an asynchronous save", found["blocked"], found["dcp blocked"], 1.0),
         row("an asynchronous save until it is complete", complete, found["dcp whole"], 1.0),
         row("load, weights and optimizer, hashes checked", found["load"], found["dcp load"], 1 / 0.9),
-        Row("most memory of a save", f"{extra * mine:.2f} GB", f"bytes staged: {mine:.2f} GB", [extra], extra, 1.2),
+        Row("most memory of a save", f"{extra * rank_gigabytes:.2f} GB", f"bytes staged: {rank_gigabytes:.2f} GB", [extra], extra, 1.2),
     ]
 
 
@@ -249,13 +249,13 @@ def main() -> int:
     try:
         for process in processes:
             process.start()
-        found = answers.get(timeout=1200)
+        results = answers.get(timeout=1200)
     finally:
         for process in processes:
             process.join(30)
             process.kill()
         shutil.rmtree(directory)
-    table = rows(found)
+    table = rows(results)
     for what, ours, against, ratios, ratio, bound in table:
         spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
         verdict = "holds" if ratio <= bound else "MISSED"

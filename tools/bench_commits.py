@@ -51,8 +51,8 @@ class Side:
         words(here, STEPS)
 
     def _configure(self, model: str) -> None:
-        told = {"prompts": PROMPTS, "samples": SAMPLES, "prompt": PROMPT, "longest": LONGEST, "steps": STEPS, "lr": LR}
-        text = CONFIG.format(here=self._here, model=self._models[model], reward="letters:letters", cache=cache_mb(LONGEST), **told)
+        settings = {"prompts": PROMPTS, "samples": SAMPLES, "prompt": PROMPT, "longest": LONGEST, "steps": STEPS, "lr": LR}
+        text = CONFIG.format(here=self._here, model=self._models[model], reward="letters:letters", cache=cache_mb(LONGEST), **settings)
         (self._here / "job.yaml").write_text(text)
 
     def _start(self, *arguments: object) -> subprocess.Popen[bytes]:
@@ -134,8 +134,8 @@ class Side:
         """Hugging Face to Megatron and back."""
         megatron, back = self._here / "converted" / "megatron", self._here / "converted" / "hf"
         megatron.parent.mkdir()
-        there = self.command("convert", "hf-to-megatron", self._models["huge"], megatron)
-        return {"convert 1.4 GB to Megatron": there, "and back": self.command("convert", "megatron-to-hf", megatron, back)}
+        duration = self.command("convert", "hf-to-megatron", self._models["huge"], megatron)
+        return {"convert 1.4 GB to Megatron": duration, "and back": self.command("convert", "megatron-to-hf", megatron, back)}
 
     def check(self) -> Figures:
         """All checks of a run with many prompts."""
@@ -171,20 +171,20 @@ def main() -> int:
         make_model(models["huge"], LAYERS)
         os.sync()
         sides = {"before": Side(before, Path(scratch) / "b", models), "now": Side(ROOT, Path(scratch) / "n", models)}
-        found: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
+        results: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
         for turn in range(given.rounds):
             order = list(sides) if turn % 2 else list(sides)[::-1]
             for measures in zip(*(sides[name].measures() for name in order), strict=True):
                 for name, measure in zip(order, measures, strict=True):
                     sides[name].clear()
                     for what, seconds in measure().items():
-                        found[name].setdefault(what, []).append(seconds)
+                        results[name].setdefault(what, []).append(seconds)
                         print(f"round {turn + 1}, {name}: {what}: {seconds:.2f} s", flush=True)
     print(f"\n| | {given.commit}, s | now, s | ratio |\n|---|---|---|---|")
-    for what, times in found["before"].items():
-        ratios = [ours / theirs for ours, theirs in zip(found["now"][what], times, strict=True)]
+    for what, times in results["before"].items():
+        ratios = [ours / theirs for ours, theirs in zip(results["now"][what], times, strict=True)]
         shown = [
-            f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in (times, found["now"][what], ratios)
+            f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in (times, results["now"][what], ratios)
         ]
         print(f"| {what} | {' | '.join(shown)} |")
     return 0

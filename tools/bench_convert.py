@@ -113,36 +113,36 @@ def peak() -> int:
 
 def measure(directory: Path, rounds: int, workers: int) -> dict[str, list[Figure]]:
     """Return the figures of every side in each round but the first."""
-    found: dict[str, list[Figure]] = {name: [] for name in SIDES}
+    results: dict[str, list[Figure]] = {name: [] for name in SIDES}
     places = {"copy": "model", "to_megatron": "model", "to_hf": "to_megatron", "transformers": "model"}
     for _ in range(rounds + 1):
         for name in SIDES:
             shutil.rmtree(directory / name, ignore_errors=True)
             arguments = ["--child", name, str(directory / places[name]), str(directory / name), "--workers", str(workers)]
             ran = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-            found[name].append(Figure(*json.loads(ran.stdout.splitlines()[-1])))
+            results[name].append(Figure(*json.loads(ran.stdout.splitlines()[-1])))
     assert (directory / "to_hf" / "model.safetensors").stat().st_size > 0
-    return {name: figures[1:] for name, figures in found.items()}
+    return {name: figures[1:] for name, figures in results.items()}
 
 
 def table(rounds: dict[str, list[Figure]], size: int, layer: int) -> Iterator[tuple[str, bool]]:
     """Yield the lines, and whether each keeps its bound: medians of the seconds, the spread of the rounds' ratios, the largest memory."""
-    found = {
+    medians = {
         name: Figure(statistics.median(one.seconds for one in figures), max(one.memory for one in figures))
         for name, figures in rounds.items()
     }
-    plain, other = found["copy"], found["transformers"]
+    plain, other = medians["copy"], medians["transformers"]
     yield f"{'copy and fsync':26} {plain.seconds:7.2f} s {size / 1e9 / plain.seconds:7.2f} GB/s", True
     for name, label in (("to_megatron", "Hugging Face -> Megatron"), ("to_hf", "Megatron -> Hugging Face")):
-        seconds, memory = found[name]
+        seconds, memory = medians[name]
         speed, most = plain.seconds / seconds, 2 * layer + SLACK
         ratios = [one.seconds / own.seconds for one, own in zip(rounds["copy"], rounds[name], strict=True)]
         spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
         bound = f"{speed:5.2f}x {spread} of the copy  bound {SPEED:g}x  {'holds' if speed >= SPEED else 'MISSED'}"
         yield f"{label:26} {seconds:7.2f} s {size / 1e9 / seconds:7.2f} GB/s  {bound}", speed >= SPEED
-        held = f"{memory / layer:5.2f}x of the largest layer  bound {most / layer:.2f}x  {'holds' if memory <= most else 'MISSED'}"
-        yield f"{'  memory':26} {memory / 1e9:7.3f} GB {'':13} {held}", memory <= most
-    both, more = found["to_megatron"].seconds + found["to_hf"].seconds, max(found["to_megatron"].memory, found["to_hf"].memory)
+        verdict = f"{memory / layer:5.2f}x of the largest layer  bound {most / layer:.2f}x  {'holds' if memory <= most else 'MISSED'}"
+        yield f"{'  memory':26} {memory / 1e9:7.3f} GB {'':13} {verdict}", memory <= most
+    both, more = medians["to_megatron"].seconds + medians["to_hf"].seconds, max(medians["to_megatron"].memory, medians["to_hf"].memory)
     yield f"{'transformers load + save':26} {other.seconds:7.2f} s {'':13} ours there and back: {both:.2f} s", True
     yield f"{'  memory':26} {other.memory / 1e9:7.3f} GB {'':13} ours: {more / 1e9:.3f} GB", True
 

@@ -78,9 +78,9 @@ def peak_extra(run: Run) -> int:
 
 
 def _status(key: str) -> int:
-    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def sequences(count: int, length: int, prompt: int = 0) -> Batch:

@@ -108,9 +108,9 @@ class _Cpu:
                 title, times = " ".join(process.cmdline()), process.cpu_times()
             except psutil.Error:
                 continue
-            for kind, held in self._held.items():
+            for kind, times_of in self._held.items():
                 if title.startswith(kind):
-                    held[process.pid] = times.user + times.system
+                    times_of[process.pid] = times.user + times.system
         return sum(self._held[ENGINES].values()), sum(self._held[RANKS].values())
 
 
@@ -133,8 +133,8 @@ def run(here: Path, model: Path, url: str, steps: int, overrides: Sequence[str])
     rows = updates(metrics)
     lost = sum(row["environment/failed"] for row in rows)
     if job.returncode or len(rows) != steps or lost:
-        said = (here / "log").read_text()[-3000:]
-        raise RuntimeError(f"{command}: exit status {job.returncode}, {len(rows)} steps, {lost:g} episodes lost; see\n{said}")
+        tail = (here / "log").read_text()[-3000:]
+        raise RuntimeError(f"{command}: exit status {job.returncode}, {len(rows)} steps, {lost:g} episodes lost; see\n{tail}")
     if not measured:
         raise RuntimeError(f"{command}: its {steps} steps were over before one could be measured; --steps must be larger")
     engines, ranks = ((late - early) / measured for early, late in zip(begun, ended, strict=True))
@@ -176,9 +176,9 @@ def table(costs: dict[str, dict[str, Cost]]) -> list[str]:
     lines = [" | ".join(["| | largest lag", *(f"{waits}: {columns[0]} | {' | '.join(columns[1:])}" for waits in costs)]) + " |"]
     lines.append("|---" * (2 + len(columns) * len(costs)) + "|")
     for mode in MODES:
-        cells = [f"{max(found[mode].lag for found in costs.values()):g}"]
-        for found in costs.values():
-            cost, sync = found[mode], found["sync"]
+        cells = [f"{max(costs_of[mode].lag for costs_of in costs.values()):g}"]
+        for costs_of in costs.values():
+            cost, sync = costs_of[mode], costs_of["sync"]
             bound = f"{most(sync.phases, LAGS[mode]):.2f}" if mode in LAGS else ""
             cells += [f"{cost.wall:.2f}", f"{sync.wall / cost.wall:.2f}", bound, f"{cost.engines:.2f} and {cost.ranks:.2f}"]
         lines.append(f"| {mode} | {' | '.join(cells)} |")

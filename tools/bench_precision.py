@@ -39,8 +39,8 @@ def table(results: dict[str, list[dict[str, float]]]) -> list[str]:
     for case, seeds in results.items():
         cells = []
         for name, form in SHOWN.values():
-            found = [one[name] for one in seeds]
-            cells.append(f"{form.format(statistics.fmean(found))} ({form.format(min(found))} to {form.format(max(found))})")
+            values = [one[name] for one in seeds]
+            cells.append(f"{form.format(statistics.fmean(values))} ({form.format(min(values))} to {form.format(max(values))})")
         lines.append(f"| {case} | {' | '.join(cells)} |")
     return lines
 

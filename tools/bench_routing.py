@@ -99,7 +99,7 @@ FORWARD = ModelGroups.forward
 
 def touched(config: TrainConfig) -> tuple[list[int], int]:
     """Return the bytes of routed experts that each rank fetches in the first step of a run, and the bytes of those of all responses."""
-    found: list[tuple[list[int], int]] = []
+    counts: list[tuple[list[int], int]] = []
 
     def count(worker: Any) -> None:
         plain = assemble.ray
@@ -117,7 +117,7 @@ def touched(config: TrainConfig) -> tuple[list[int], int]:
         done = FORWARD(self, groups, **options)
         ranks = ray.get([actor.__ray_call__.remote(lambda worker: worker.touched) for actor in actors])
         tokens = sum(response.prompt_length + response.length - 1 for group in groups for response in group.responses)
-        found.append((ranks, tokens * LAYERS * TOPK))
+        counts.append((ranks, tokens * LAYERS * TOPK))
         return done
 
     ModelGroups.forward = forward  # type: ignore[method-assign]
@@ -125,7 +125,7 @@ def touched(config: TrainConfig) -> tuple[list[int], int]:
         train(config)
     finally:
         ModelGroups.forward = FORWARD  # type: ignore[method-assign]
-    return found[0]
+    return counts[0]
 
 
 def measured(directory: Path, names: Iterable[str]) -> dict[str, float]:
@@ -157,9 +157,9 @@ def table(results: dict[tuple[int, str], dict[str, Any]]) -> list[str]:
     names = ["seed", "replay", "choices that differ", "tokens with one", "KL of engine and trainer", "mean gap of log-probs"]
     names += ["memory of a rank, MB", "alarms"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for (seed, replay), found in results.items():
-        cells = [seed, replay, *(form.format(found[name]) for name, form in SHOWN.items())]
-        cells += [f"{found['memory']:.0f}", found["alarms"].replace("_", " ")]
+    for (seed, replay), result in results.items():
+        cells = [seed, replay, *(form.format(result[name]) for name, form in SHOWN.items())]
+        cells += [f"{result['memory']:.0f}", result["alarms"].replace("_", " ")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 

@@ -81,7 +81,7 @@ def sync(job: Job) -> Cost:
     names = stacks(job.model)
     stream = [(name, torch.ones(4, 4) if isinstance(name, str) else torch.ones(len(name), 4, 4)) for name in names]
     flat = [one for name in names for one in ([name] if isinstance(name, str) else name)]
-    sent, held, inventory = Fingerprinter(), Fingerprinter(), Inventory(dict.fromkeys(flat, ([4, 4], "float32")))
+    sent, received, inventory = Fingerprinter(), Fingerprinter(), Inventory(dict.fromkeys(flat, ([4, 4], "float32")))
 
     def announce(plain: dict[str, Any]) -> Callable[[], object]:
         header = Header.parse(plain)
@@ -89,14 +89,14 @@ def sync(job: Job) -> Cost:
         for name, tensor in unpack_stacks(mapped(header.path, header.nbytes), header):
             for one in [name] if isinstance(name, str) else name:
                 inventory.take(one, tensor.shape[-2:], "float32")
-            held.add(name, tensor)
+            received.add(name, tensor)
         return lambda: None
 
     sender = Sender("shm", workers=1, host="", bucket_mb=1, timeout_s=60.0, device=torch.device("cpu"))
     begun = time.process_time()
     sender.send(stream, announce, sent.add)
     inventory.complete()
-    assert compare(sent.digest(), {name: [one] for name, one in held.digest().items()}) == []
+    assert compare(sent.digest(), {name: [one] for name, one in received.digest().items()}) == []
     seconds = time.process_time() - begun
     sender.close()
     return Cost(len(flat), seconds)

@@ -186,18 +186,18 @@ def bare(here: Path, model: Path, steps: int, longest: int) -> dict[str, Any]:
         begun = time.perf_counter()
         chosen = texts[step * PROMPTS : (step + 1) * PROMPTS]
         outputs = engine.generate(chosen, vllm.SamplingParams(n=SAMPLES, max_tokens=longest), use_tqdm=False)
-        pairs = [(list(one.prompt_token_ids or ()), list(said.token_ids)) for one in outputs for said in one.outputs]
-        tokens = sum(len(said) for _, said in pairs)
+        pairs = [(list(one.prompt_token_ids or ()), list(response.token_ids)) for one in outputs for response in one.outputs]
+        tokens = sum(len(response) for _, response in pairs)
         optimizer.zero_grad()
         together = 8192 // (PROMPT + longest)  # at the greatest length, as many tokens as one of megarl's micro-batches
         for first in range(0, len(pairs), together):
             part = pairs[first : first + together]
-            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt + said) for prompt, said in part], batch_first=True)
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt + response) for prompt, response in part], batch_first=True)
             mask = torch.zeros(ids.shape)
             present = torch.zeros_like(ids)
-            for row, (prompt, said) in enumerate(part):
-                mask[row, len(prompt) : len(prompt) + len(said)] = 1.0
-                present[row, : len(prompt) + len(said)] = 1
+            for row, (prompt, response) in enumerate(part):
+                mask[row, len(prompt) : len(prompt) + len(response)] = 1.0
+                present[row, : len(prompt) + len(response)] = 1
             logits = policy(ids, attention_mask=present).logits[:, :-1]
             logp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
             (-(logp * mask[:, 1:]).sum() / tokens).backward()
@@ -220,8 +220,8 @@ def in_own_process(python: str, side: str, here: Path, model: Path, steps: int, 
     done = subprocess.run(command, env=variables, cwd=here, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{side}: {done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def main() -> int:
@@ -245,14 +245,14 @@ def main() -> int:
         parameters = build(model, layers=4, hidden=128, experts=8, expert_hidden=128, seed=1)
         peer = given.trl if given.trl or given.trl is None else install_peers(str(Path(scratch) / "trl"))
         sides = [*OVERRIDES, *([] if peer is None else ["trl"]), "bare"]
-        found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+        results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
         for number in range(given.rounds):
             for index, side in enumerate(sides):
                 here = Path(scratch) / f"{number}-{index}"
                 here.mkdir()
                 words(here, given.steps)
                 if side in OVERRIDES:
-                    told = {
+                    settings = {
                         "prompts": PROMPTS,
                         "reward": f"tools.bench_step:{letters.__name__}",
                         "samples": SAMPLES,
@@ -261,22 +261,22 @@ def main() -> int:
                         "steps": given.steps,
                         "lr": LR,
                     }
-                    (here / "job.yaml").write_text(CONFIG.format(here=here, model=model, cache=cache_mb(given.longest), **told))
+                    (here / "job.yaml").write_text(CONFIG.format(here=here, model=model, cache=cache_mb(given.longest), **settings))
                     one = megarl(here, OVERRIDES[side], given.steps)
                 else:
                     one = in_own_process(peer if side == "trl" and peer else sys.executable, side, here, model, given.steps, given.longest)
-                found[side].append(one)
+                results[side].append(one)
                 started = f", begun after {one['start']:.1f} s" if "start" in one else ""
                 print(f"round {number + 1}, {side}: {statistics.fmean(one['seconds'][FILLING:]):.2f} s a step{started}", flush=True)
-    seconds = {side: statistics.median(statistics.fmean(one["seconds"][FILLING:]) for one in rounds) for side, rounds in found.items()}
+    seconds = {side: statistics.median(statistics.fmean(one["seconds"][FILLING:]) for one in rounds) for side, rounds in results.items()}
     print(f"\n{parameters:,} parameters, {PROMPTS} prompts of {SAMPLES} responses; medians of {given.rounds} rounds\n")
-    lengths = {side: statistics.fmean(one["length"] for one in rounds) for side, rounds in found.items()}
+    lengths = {side: statistics.fmean(one["length"] for one in rounds) for side, rounds in results.items()}
     per_token = {side: seconds[side] / lengths[side] for side in seconds}
     ratios = {side: per_token[ALL_CORES] / own for side, own in per_token.items()}
     print("| | s a step | tokens a response | tokens a second | megarl with all cores over it, of a token |\n|---|---|---|---|---|")
     for side, own in seconds.items():
         print(f"| {side} | {own:.2f} | {lengths[side]:.1f} | {PROMPTS * SAMPLES / per_token[side]:,.0f} | {ratios[side]:.2f} |")
-    starts = {side: statistics.median(one["start"] for one in found[side]) for side in OVERRIDES}
+    starts = {side: statistics.median(one["start"] for one in results[side]) for side in OVERRIDES}
     print("\nFrom the command to the first step: " + ", ".join(f"{side} {start:.1f} s" for side, start in starts.items()))
     bounds = BOUNDS if given.longest == LONGEST else TAILED
     missed = {side: bound for side, bound in bounds.items() if ratios.get(side, 0.0) > bound}

@@ -91,7 +91,7 @@ async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int,
         await engine.start(Setup(path, "float32", settings, 1, gpu=False))
         try:
             sender = Sender("shm", workers=1, host="", bucket_mb=64, timeout_s=TIMEOUT_S, device=torch.device("cpu"))
-            loop, found = asyncio.get_running_loop(), list[Round]()
+            loop, results = asyncio.get_running_loop(), list[Round]()
 
             def do(work: Coroutine[Any, Any, None]) -> Callable[[], object]:
                 return asyncio.run_coroutine_threadsafe(work, loop).result
@@ -107,11 +107,11 @@ async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int,
                 for name, tensor in tensors:
                     prints.add(name, tensor)
                 check(prints.digest(), await engine.fingerprints(TIMEOUT_S), "the engine")
-                found.append(Round(own, stacks, loaded - begun, time.process_time() + await engine.cpu() - loaded))
+                results.append(Round(own, stacks, loaded - begun, time.process_time() + await engine.cpu() - loaded))
             sender.close()
         finally:
             await engine.close()
-    return found[1:], sum(len(name) for name, _ in tensors if not isinstance(name, str)), moved.nbytes
+    return results[1:], sum(len(name) for name, _ in tensors if not isinstance(name, str)), moved.nbytes
 
 
 def main() -> int:
@@ -121,9 +121,9 @@ def main() -> int:
     torch.set_num_threads(1)  # an engine is forked, which does not copy threads
     os.environ.update(environment(gpu=False))
     for label, shape in SHAPES.items():
-        found, experts, nbytes = asyncio.run(measure(shape, rounds))
-        middle = Round(*(statistics.median(values) for values in zip(*found, strict=True)))
-        spread = max(one.own / one.stacks for one in found) - min(one.own / one.stacks for one in found)
+        results, experts, nbytes = asyncio.run(measure(shape, rounds))
+        middle = Round(*(statistics.median(values) for values in zip(*results, strict=True)))
+        spread = max(one.own / one.stacks for one in results) - min(one.own / one.stacks for one in results)
         cheaper, share = middle.own / middle.stacks, middle.verify / (middle.move + middle.verify)
         missed |= (label == "small" and cheaper < RELOAD) or share > VERIFY
         print(f"{label}: {experts} tensors of experts, {nbytes / 2**20:.0f} MiB an update")

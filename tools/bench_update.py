@@ -131,7 +131,7 @@ def main() -> int:
         try:
             for side in [*SIDES, *SIDES]:
                 ask(side)  # warm-up: the first steps allocate
-            found = [{side: ask(side) for side in (list(SIDES) if turn % 2 else list(SIDES)[::-1])} for turn in range(given.rounds)]
+            results = [{side: ask(side) for side in (list(SIDES) if turn % 2 else list(SIDES)[::-1])} for turn in range(given.rounds)]
         finally:
             for process in processes.values():
                 process.kill()
@@ -140,7 +140,7 @@ def main() -> int:
     print(f"{parameters:,} parameters, {tokens} tokens, {THREADS} threads; medians of {given.rounds} rounds, tokens a second\n")
     print("| | megarl | transformers | times as fast (spread) |\n|---|---|---|---|")
     for label, seconds in (("forward and backward", lambda pair: pair[0]), ("with the optimizer's step", sum)):
-        ours, theirs = ([seconds(one[side]) for one in found] for side in SIDES)
+        ours, theirs = ([seconds(one[side]) for one in results] for side in SIDES)
         ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
         ratio = statistics.median(ratios)
         missed |= ratio < WANTED

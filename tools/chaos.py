@@ -145,8 +145,8 @@ class Run:
             time.sleep(0.01)
         seen = time.monotonic() - begun
         assert job.process.returncode != 0 and job.gone(), f"{fault} in {phase}: ended with {job.process.returncode}:\n{job.text()[-3000:]}"
-        asked = fault.number == signal.SIGTERM
-        if asked:
+        graceful = fault.number == signal.SIGTERM
+        if graceful:
             saved = SAVED.search(job.text(), text) and job.process.returncode == 143 and seen <= GRACE_S
             assert saved, f"{fault} in {phase}: ended with {job.process.returncode} after {seen:.1f} s:\n{job.text()[-3000:]}"
             assert not (left := [one for pid in self._warned if (one := title(pid))]), f"{fault} in {phase}: left {left}"
@@ -155,7 +155,7 @@ class Run:
         self._start()
         job.wait_for("a step", lambda: STEP.search(job.text()) is not None, 0.01)
         kept = int(STEP.findall(job.text())[0]) - 1
-        assert kept >= before or not asked, f"{fault} in {phase}: {before} steps were done, and {kept} kept"
+        assert kept >= before or not graceful, f"{fault} in {phase}: {before} steps were done, and {kept} kept"
         return Outcome(fault, phase, seen, time.monotonic() - begun, max(0, before - kept), last)
 
     def _break(self, fault: Fault, processes: Processes) -> None:
@@ -187,12 +187,12 @@ class Run:
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Yield a Markdown table with a row for each kind of fault: medians, and the largest in brackets."""
-    found: dict[str, list[Outcome]] = defaultdict(list)
+    outcomes_of: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        found[str(Fault(PROCESSES.get(outcome.fault.victim, outcome.fault.victim), outcome.fault.number))].append(outcome)
+        outcomes_of[str(Fault(PROCESSES.get(outcome.fault.victim, outcome.fault.victim), outcome.fault.number))].append(outcome)
     yield "| fault | times | detected (s) | resumed (s) | steps repeated | by |"
     yield "|---|---|---|---|---|---|"
-    for name, rows in sorted(found.items()):
+    for name, rows in sorted(outcomes_of.items()):
         seen = [row.seen for row in rows if row.seen is not None]
         by = "being started again" if any(row.ended for row in rows) else "a restart inside" if seen else "itself"
         times = [f"{median(values):.1f} ({max(values):.1f})" if values else "-" for values in (seen, [row.mended for row in rows])]
@@ -201,22 +201,22 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def assert_same(job: Job, straight: Job) -> None:
     """Assert that every row and the weights are those of the undisturbed run."""
-    for mine, other in zip_longest(numbers(job), numbers(straight), fillvalue=dict[str, Any]()):
-        different = {name: (mine.get(name), other.get(name)) for name in mine | other if mine.get(name) != other.get(name)}
-        assert not different, f"{job.runs}: not the metrics of {straight.runs} in step {mine.get('step')}: {different}"
+    for row, other in zip_longest(numbers(job), numbers(straight), fillvalue=dict[str, Any]()):
+        different = {name: (row.get(name), other.get(name)) for name in row | other if row.get(name) != other.get(name)}
+        assert not different, f"{job.runs}: not the metrics of {straight.runs} in step {row.get('step')}: {different}"
     assert weights(job, "model", "critic") == weights(straight, "model", "critic"), f"{job.runs}: other weights than {straight.runs}"
 
 
 def main() -> int:
     """Print a line for every fault, and the table."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--faults", type=int, default=100)
-    asked.add_argument("--seed", type=int, default=int(time.time()), help="of an earlier run; by default a new one")
-    asked.add_argument("--out", type=Path, required=True)
-    asked.add_argument("--write", action="store_true", help="put the tables into megarl/cluster/figures.md")
-    given = asked.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of an earlier run; by default a new one")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--write", action="store_true", help="put the tables into megarl/cluster/figures.md")
+    given = parser.parse_args()
     if why := missing():
-        asked.error(why)
+        parser.error(why)
     print(f"seed {given.seed}", flush=True)
     mount_for_this_process_alone()
     random, out = np.random.default_rng(given.seed), given.out

@@ -95,9 +95,9 @@ def joined(parts: Sequence[Part | None], batch: Batch, vocabulary: int) -> Tenso
         if part is not None:
             shards.setdefault(part.tp_rank, []).append(part)
     columns = []
-    for _, held in sorted(shards.items()):
-        column_TV = torch.full((len(batch), held[0].logits_TV.shape[1]), torch.nan)
-        for part in held:
+    for _, shard in sorted(shards.items()):
+        column_TV = torch.full((len(batch), shard[0].logits_TV.shape[1]), torch.nan)
+        for part in shard:
             column_TV[torch.from_numpy(part.entry_T)] = torch.from_numpy(part.logits_TV)
         columns.append(column_TV)
     return torch.cat(columns, dim=1)[:, :vocabulary]
@@ -197,21 +197,21 @@ def run_ranks(layout: Layout, settings: ModelSettings, batch: Batch) -> list[Par
 
 
 def _answers(pipes: list[Any]) -> list[Part | None]:
-    found: dict[int, Part | None] = {}
+    answers: dict[int, Part | None] = {}
     deadline = time.monotonic() + TIMEOUT_S
-    while len(found) < len(pipes):
-        late = [rank for rank in range(len(pipes)) if rank not in found]
+    while len(answers) < len(pipes):
+        late = [rank for rank in range(len(pipes)) if rank not in answers]
         ready = multiprocessing.connection.wait([pipes[rank] for rank in late], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RuntimeError(f"ranks {late} gave no logits in {TIMEOUT_S:g} s")
         for rank in [rank for rank in late if pipes[rank] in ready]:
             try:
-                failure, found[rank] = pipes[rank].recv()
+                failure, answers[rank] = pipes[rank].recv()
             except EOFError:
                 failure = "the process died"
             if failure:
                 raise RuntimeError(f"rank {rank}: {failure}")
-    return [found[rank] for rank in range(len(pipes))]
+    return [answers[rank] for rank in range(len(pipes))]
 
 
 def _rank(rank: int, pipe: Any, meeting: Path, layout: Layout, settings: ModelSettings, batch: Batch) -> None:

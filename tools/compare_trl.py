@@ -90,8 +90,8 @@ def trl_loss(kind: str, rows: theirs.Rows, lp: Tensor, advantage: Tensor) -> Ten
         "importance_sampling_ratio": gap.masked_fill(gap > args.vllm_importance_sampling_clip_max, 0.0) if kind != "rloo" else None,
         "num_items_in_batch": rows.mask.sum(),
     }
-    found: Tensor = trainer._compute_loss(given, None, inputs)
-    return found
+    loss: Tensor = trainer._compute_loss(given, None, inputs)
+    return loss
 
 
 def compare(kind: str) -> tuple[float, float]:
@@ -104,13 +104,13 @@ def compare(kind: str) -> tuple[float, float]:
     # One number per row; 0 for the row without tokens, which TRL's RLOO counts as a constant.
     advantage = rows.mean(theirs.padded(advantage_T, batch))[:, None].expand(rows.mask.shape)
     x_T, x = batch.extra_T["lp"].clone().requires_grad_(), rows.lp.clone().requires_grad_()
-    mine = (algorithm.loss(x_T, torch.zeros_like(x_T), batch, same, algorithm.kl_coef).loss_T * batch.extra_T["weight"]).sum()
+    own_loss = (algorithm.loss(x_T, torch.zeros_like(x_T), batch, same, algorithm.kl_coef).loss_T * batch.extra_T["weight"]).sum()
     trl = trl_loss(kind, replace(rows, lp=x), x, advantage)
-    mine.backward()
+    own_loss.backward()
     trl.backward()
     assert x_T.grad is not None and x.grad is not None
     gap = (theirs.padded(x_T.grad, batch) - x.grad).abs().max() / x.grad.abs().max()
-    return abs(float(mine.detach()) / float(trl.detach()) - 1), float(gap)
+    return abs(float(own_loss.detach()) / float(trl.detach()) - 1), float(gap)
 
 
 def main() -> int:

@@ -82,11 +82,11 @@ def canonical(package: str) -> str:
 
 def main() -> None:
     for name, hashes in FILES.items():
-        found: dict[str, set[str]] = {}
+        digests: dict[str, set[str]] = {}
         for package, digest in (file for machine in hashes.machines for file in files(hashes.versions(), machine)):
-            found.setdefault(package, set()).add(digest)
+            digests.setdefault(package, set()).add(digest)
         lines = [
-            " ".join([f"{package}=={version}", *(f"--hash=sha256:{digest}" for digest in sorted(found[canonical(package)]))])
+            " ".join([f"{package}=={version}", *(f"--hash=sha256:{digest}" for digest in sorted(digests[canonical(package)]))])
             for package, version in hashes.versions().items()
             if package not in hashes.left_out
         ]

@@ -263,19 +263,19 @@ def _lines(rows: dict[str, str], number: int, results: Mapping[str, Result]) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for; the last line says how many passed."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("names", nargs="*", metavar="PROOF", help="as the table of tests/proofs.md names it")
-    asked.add_argument("--all", action="store_true", help="all of them")
-    asked.add_argument("--part", type=int, choices=range(1, len(PARTS) + 1))
-    asked.add_argument("--landing", action="store_true", help="the part that is due")
-    asked.add_argument("--turn", action="store_true", help="none; from now on the next part is due")
-    asked.add_argument("--minutes", type=float, help=f"for all of them together; with --landing {MINUTES}, otherwise without limit")
-    asked.add_argument("--write", action="store_true", help="put the results into tests/proofs.md")
-    given = asked.parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="PROOF", help="as the table of tests/proofs.md names it")
+    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--part", type=int, choices=range(1, len(PARTS) + 1))
+    parser.add_argument("--landing", action="store_true", help="the part that is due")
+    parser.add_argument("--turn", action="store_true", help="none; from now on the next part is due")
+    parser.add_argument("--minutes", type=float, help=f"for all of them together; with --landing {MINUTES}, otherwise without limit")
+    parser.add_argument("--write", action="store_true", help="put the results into tests/proofs.md")
+    given = parser.parse_args(arguments)
     if (bool(given.names), given.all, given.part is not None, given.landing, given.turn).count(True) != 1:
-        asked.error("one of PROOF, --all, --part, --landing and --turn is needed")
+        parser.error("one of PROOF, --all, --part, --landing and --turn is needed")
     if unknown := set(given.names) - PROOFS.keys():
-        asked.error(f"no such proof: {', '.join(unknown)}; there are {', '.join(PROOFS)}")
+        parser.error(f"no such proof: {', '.join(unknown)}; there are {', '.join(PROOFS)}")
     number = due(PAGE.read_text())
     if given.turn:
         after = number % len(PARTS) + 1

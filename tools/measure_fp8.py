@@ -110,8 +110,8 @@ def questions(model: Path, count: int) -> list[TokenPrompt]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     data = reasoning_gym.create_dataset("spell_backward", min_word_len=3, max_word_len=8, seed=1_000_000_000, size=count)
-    asked = ([{"role": "user", "content": one["question"]}] for one in data)
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in asked]
+    chats = ([{"role": "user", "content": one["question"]}] for one in data)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     return [TokenPrompt(index, tokenizer(text, add_special_tokens=False)["input_ids"]) for index, text in enumerate(texts)]
 
 

@@ -73,10 +73,10 @@ class Figure:
 
     def value(self, runs: Path, seed: int) -> float:
         """Read the number from the files that the runs have left."""
-        found = self._read(runs, self.of, seed)
+        figure = self._read(runs, self.of, seed)
         if self.less is not None:
-            found -= self._read(runs, self.less, seed)
-        return found / self._read(runs, self.by, seed) if self.by is not None else found
+            figure -= self._read(runs, self.less, seed)
+        return figure / self._read(runs, self.by, seed) if self.by is not None else figure
 
     def _read(self, runs: Path, place: str, seed: int) -> float:
         run, _, name = place.replace("{seed}", str(seed)).partition(": ")
@@ -87,10 +87,10 @@ class Figure:
             return fmean(values[-self.last :])
         evaluated = runs / run / "eval.json"
         path = evaluated if evaluated.is_file() else runs / run / "summary.json"
-        found: Any = json.loads(path.read_text())
+        figure: Any = json.loads(path.read_text())
         for part in name.split("."):
-            found = found[part]
-        return float(found)
+            figure = figure[part]
+        return float(figure)
 
     def in_range(self, value: float) -> bool:
         return math.isfinite(value) and self.low <= value <= self.high
@@ -175,12 +175,12 @@ def warm_start(out: Path, variant: str) -> None:
     from safetensors.torch import load_file, save_file
 
     seed, _, change = variant.partition("-")
-    theirs, mine = out / seed / "runs" / "quickstart-seed1", out / variant / "runs" / "quickstart-seed1"
+    theirs, target = out / seed / "runs" / "quickstart-seed1", out / variant / "runs" / "quickstart-seed1"
     if not (theirs / "sft" / "model").is_dir():
         raise InputError(f"--variants: {variant} begins with the warm start of {seed}, which is not there: run {seed} first")
-    if mine.exists():
+    if target.exists():
         return
-    partial = mine.with_name(".partial")
+    partial = target.with_name(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     for name in ("tiny", "sft"):
         shutil.copytree(theirs / name, partial / name)
@@ -189,7 +189,7 @@ def warm_start(out: Path, variant: str) -> None:
         tensors = load_file(path)
         tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] += NUDGE
         save_file(tensors, path, metadata={"format": "pt"})
-    partial.rename(mine)
+    partial.rename(target)
 
 
 def seed_of(variant: str) -> int:
@@ -297,10 +297,10 @@ def _cell(figure: Figure, result: Result | None) -> str:
 
 def publish(examples: Sequence[Example], results: Mapping[tuple[str, str], Result]) -> None:
     """Add the results to figures.json, and write the page's tables from all that it holds about the current examples."""
-    held = read_figures(FIGURES)
+    figures = read_figures(FIGURES)
     for (name, variant), result in results.items():
-        held.setdefault(name, {})[variant] = result
-    ordered = {example.name: held[example.name] for example in examples if example.name in held}
+        figures.setdefault(name, {})[variant] = result
+    ordered = {example.name: figures[example.name] for example in examples if example.name in figures}
     plain = {name: {variant: asdict(ordered[name][variant]) for variant in VARIANTS if variant in ordered[name]} for name in ordered}
     page = PAGE.read_text()
     before, after = page.split(BEGIN)[0], page.split(END)[1]

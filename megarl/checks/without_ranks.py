@@ -27,8 +27,8 @@ class PairPrompts:
 def check_eval(config: EvalConfig) -> list[HeldOut]:
     """Make all checks of `megarl eval`; return its sets of prompts."""
     check_engines_alone(config, "eval")
-    if (found := model_of(config.reward.source)) is not None and config.reward.eval is None:
-        raise ConfigError(f"{found[0]}.type=reward_model: `megarl eval` has no ranks to run it on; set what it counts in reward.eval")
+    if (scorer := model_of(config.reward.source)) is not None and config.reward.eval is None:
+        raise ConfigError(f"{scorer[0]}.type=reward_model: `megarl eval` has no ranks to run it on; set what it counts in reward.eval")
     check_reward(config.reward)
     check_environment(config.environment, config.data, config.reward, config.model.path)
     return PromptReader.of(config).sets(config.data.eval, config.eval)
@@ -37,8 +37,8 @@ def check_eval(config: EvalConfig) -> list[HeldOut]:
 def check_pairs(config: PairsConfig) -> PairPrompts:
     """Make all checks of `megarl pairs`; return the prompts of both files."""
     check_engines_alone(config, "pairs")
-    if (found := model_of(config.reward.source)) is not None:
-        raise ConfigError(f"{found[0]}.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
+    if (scorer := model_of(config.reward.source)) is not None:
+        raise ConfigError(f"{scorer[0]}.type=reward_model: `megarl pairs` has no ranks to run it on; `megarl serve` it (type: http)")
     for key in ("normalise", "overlong", "eval"):
         if getattr(config.reward, key) is not None:
             raise ConfigError(f"reward.{key}: `megarl pairs` compares what reward.source says")

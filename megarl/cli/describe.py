@@ -42,9 +42,9 @@ class Key:
 
 def schema(root: type[RunSettings]) -> dict[str, Any]:
     """The JSON schema of a configuration file, for editors. No key is required, since a file may inherit any of them from its `base`."""
-    found = _partial(root.model_json_schema(schema_generator=_WithMeanings))
+    tree = _partial(root.model_json_schema(schema_generator=_WithMeanings))
     base = {"type": "string", "description": "Another file, relative to this one, that this one extends."}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "properties": {"base": base, **found["properties"]}}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "properties": {"base": base, **tree["properties"]}}
 
 
 class _WithMeanings(GenerateJsonSchema):
@@ -52,13 +52,13 @@ class _WithMeanings(GenerateJsonSchema):
 
     def model_schema(self, schema: Any) -> JsonSchemaValue:
         """The schema of one section."""
-        found = super().model_schema(schema)
+        section = super().model_schema(schema)
         sections = [one for one in schema["cls"].__mro__ if issubclass(one, BaseModel)]
-        for name, given in found["properties"].items():
+        for name, given in section["properties"].items():
             meanings = [_meanings(one.__module__)[one.__name__].get(name) for one in sections]
             if meaning := next(filter(None, meanings), None):
                 given.setdefault("description", meaning)
-        return found
+        return section
 
 
 @cache
@@ -111,9 +111,9 @@ def _of_types(parts: Mapping[str, Schema], named: Schema, place: str, inside: tu
     owners: dict[tuple[Key, str], list[str]] = {}
     for tag, part in parts.items():
         yield Key(f"{place}type", tag, None, _first_line(part)), ""
-        for found in _keys(part, named, place, (*inside, part["title"])):
-            if found[0].name != f"{place}type":
-                owners.setdefault(found, []).append(tag)
+        for entry in _keys(part, named, place, (*inside, part["title"])):
+            if entry[0].name != f"{place}type":
+                owners.setdefault(entry, []).append(tag)
     for (key, deeper), tags in owners.items():
         others = [tag for tag in parts if tag not in tags]
         few = f"type: {', '.join(tags)}" if len(tags) <= len(others) else f"type: all but {', '.join(others)}"
@@ -128,12 +128,12 @@ def _default(given: Schema, section: bool) -> str | None:
 
 def _sections(given: Schema, named: Schema) -> list[Schema]:
     """The schemas of the sections that a key may hold, directly, in a list, or by name."""
-    found = _resolved(given, named)
-    if "properties" in found:
-        return [found]
-    if isinstance(inner := found.get("additionalProperties"), dict):
+    resolved = _resolved(given, named)
+    if "properties" in resolved:
+        return [resolved]
+    if isinstance(inner := resolved.get("additionalProperties"), dict):
         return _sections(inner, named)
-    parts = [found["items"]] if found.get("type") == "array" and "items" in found else found.get("anyOf", [])
+    parts = [resolved["items"]] if resolved.get("type") == "array" and "items" in resolved else resolved.get("anyOf", [])
     return [section for part in parts for section in _sections(part, named)]
 
 

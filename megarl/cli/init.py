@@ -179,19 +179,19 @@ def _lay_out(tree: Tree, config: RunSettings, given: argparse.Namespace) -> str:
     """Put the first layout that `megarl plan` finds into the tree; return a note about it. Raises ConfigError if nothing fits."""
     models, device = models_of(config), _device(given)
     what = f"{given.gpus} GPUs of {given.gpu_gb:g} GB"
-    found = search(config, models, device, given.gpu_gb, given.gpus, most=1)
-    if not found:
+    layouts = search(config, models, device, given.gpu_gb, given.gpus, most=1)
+    if not layouts:
         closest = nearest(config, models, device, given.gpu_gb, given.gpus) or "is none, for none divides it among so many"
         raise ConfigError(f"init: {given.model} does not fit {what}; the nearest layout, {closest}")
-    for change in found[0].changes:
+    for change in layouts[0].changes:
         put(tree, *change.split("=", 1))
     tree["cluster"]["gpu_memory_gb"] = int(given.gpu_gb) if given.gpu_gb.is_integer() else given.gpu_gb
     if device.node != device_of(given.gpu_gb).node:
         tree["cluster"]["gpus_per_node"] = device.node
     if given.gpus > device.node:
         tree["cluster"]["interface"] = INTERFACE
-    host = f", a node {found[0].host / GB:.0f} GB of host memory" if found[0].host else ""
-    return f"of megarl plan, for {what}: the fullest rank needs {found[0].bytes / GB:.1f} GB{host}"
+    host = f", a node {layouts[0].host / GB:.0f} GB of host memory" if layouts[0].host else ""
+    return f"of megarl plan, for {what}: the fullest rank needs {layouts[0].bytes / GB:.1f} GB{host}"
 
 
 def _reward_file(path: Path) -> str:
@@ -282,11 +282,11 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
             "the model's room",
         )
         held_out = min(HELD_OUT, max(1, len(prompts) // 10))
-        there = max(len(prompt.ids) for prompt in prompts)
-        longest = max(_rounded(there), min(_rounded(int(ROOM * there)), room // 2 // STEP * STEP))
+        maximum = max(len(prompt.ids) for prompt in prompts)
+        longest = max(_rounded(maximum), min(_rounded(int(ROOM * maximum)), room // 2 // STEP * STEP))
         response = min(128 if cpu else 4096, room - longest)
         if response < 1 or len(prompts) < 2:
-            raise ConfigError(f"init: {data}: {len(prompts)} prompts, the longest of {there} tokens, do not fit a model of {room} tokens")
+            raise ConfigError(f"init: {data}: {len(prompts)} prompts, the longest of {maximum} tokens, do not fit a model of {room} tokens")
         tree["algorithm"] = {"type": "gspo"}
         tree["data"] = {**shape, "train": {**source, **keys, "skip": held_out}, "eval": {**source, **keys, "rows": held_out}}
         notes["data"] = f"{len(prompts):,} rows, of which the first {held_out} are held out; {notes.get('data', '')}".rstrip("; ")
@@ -300,20 +300,20 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
         tree["rollout"] = {"samples_per_prompt": 4 if cpu else 8, "max_prompt_tokens": longest, "max_response_tokens": response}
         tree["rollout"] |= {"max_num_seqs": 32, "kv_cache_mb": 64} if cpu else {}
         notes["reward"] += "; a response cut off by rollout.max_response_tokens scores 0 unread, unless you add require_finished: false"
-        notes["rollout"] = f"the longest prompt has {there} tokens, and the model supports at most {room}"
+        notes["rollout"] = f"the longest prompt has {maximum} tokens, and the model supports at most {room}"
         tree["sync"] = {"transport": "shm" if cpu else "cuda_ipc" if gpus == 1 else "nccl"}
         tree["placement"] = {"engines": "shared" if not cpu and gpus == 1 else "apart"}
-        asked = min(8 if cpu else 64, len(prompts) - held_out)
+        prompts_per_step = min(8 if cpu else 64, len(prompts) - held_out)
         tokens = max(longest + response, 2048 if cpu else 16384)
-        tree["train"] = {"steps": 20 if cpu else 200, "prompts_per_step": asked, "micro_batch_tokens": tokens, "eval_every": 10}
+        tree["train"] = {"steps": 20 if cpu else 200, "prompts_per_step": prompts_per_step, "micro_batch_tokens": tokens, "eval_every": 10}
         tree["save"] = {"every": 10 if cpu else 20}
         return tree, notes
     tree["data"] = {**shape, "train": source}
     if columns.verb == "sft":
         tree["data"]["train"] = {"type": "conversations", "path": str(data), "messages_key": columns.prompt}
         conversations = ConversationSource(path=data.absolute(), messages_key=columns.prompt)
-        said = load_conversations(conversations, tokenizer, SftData(train=conversations, **shape), room, "init: DATA")
-        tokens, count, sides = _rounded(max(len(one.tokens) for one in said)), len(said), 1
+        rows = load_conversations(conversations, tokenizer, SftData(train=conversations, **shape), room, "init: DATA")
+        tokens, count, sides = _rounded(max(len(one.tokens) for one in rows)), len(rows), 1
     else:
         tree["data"]["eval"] = source
         notes["data"] = f"eval should be pairs outside the training data; {notes.get('data', '')}".rstrip("; ")

@@ -186,36 +186,36 @@ def hint_key(key: Sequence[str], section: Sequence[str], everywhere: Sequence[st
     name = key[-1]
     if _plain(name) in NO_KEY:
         return f" ({NO_KEY[_plain(name)]})"
-    if there := _meant(key, everywhere):
-        return f" (here it is {there[0]}{there[1]})"
-    known = [said for path in islice(_leaves(value), MAX_LEAVES) if (said := _inside(path, everywhere))][:2]
+    if meaning := _meant(key, everywhere):
+        return f" (here it is {meaning[0]}{meaning[1]})"
+    known = [hint for path in islice(_leaves(value), MAX_LEAVES) if (hint := _inside(path, everywhere))][:2]
     if known:
         return f" ({', '.join(known)})"
     near = difflib.get_close_matches(name, sorted(section), n=1)
     if near:
         return f" (did you mean {near[0]!r}?)"
-    elsewhere = [found for found in everywhere if found.rpartition(".")[2] == name]
+    elsewhere = [candidate for candidate in everywhere if candidate.rpartition(".")[2] == name]
     if elsewhere:
-        return f" (there is {min(elsewhere, key=lambda found: (found.count('.'), found))})"
-    leaves = {found.rpartition(".")[2]: found for found in reversed(everywhere)}
+        return f" (there is {min(elsewhere, key=lambda candidate: (candidate.count('.'), candidate))})"
+    leaves = {candidate.rpartition(".")[2]: candidate for candidate in reversed(everywhere)}
     near = difflib.get_close_matches(name, sorted(leaves), n=1, cutoff=0.75)
     return f" (did you mean {leaves[near[0]]!r}?)" if near else ""
 
 
 def _inside(path: Sequence[str], everywhere: Sequence[str]) -> str:
     """Return the hint for a key inside an unknown section; empty if nothing is known about it."""
-    key, there = ".".join(path), _meant(path, everywhere)
+    key, meaning = ".".join(path), _meant(path, everywhere)
     if _plain(path[-1]) in NO_KEY:
         return f"{key}: {NO_KEY[_plain(path[-1])]}"
-    return f"{key} is {there[0]} here{there[1]}" if there else ""
+    return f"{key} is {meaning[0]} here{meaning[1]}" if meaning else ""
 
 
 def _meant(path: Sequence[str], everywhere: Sequence[str]) -> tuple[str, str] | None:
     """Return the counterparts of another system's key (at most two), and anything else worth knowing; None if there are none."""
     names = [_plain(name) for name in path]
     aliases = ALIASES.get(".".join(names[-2:]), ALIASES.get(names[-1], ()))
-    found = [(key, colon + more) for key, colon, more in (alias.partition(": ") for alias in aliases) if key in everywhere][:2]
-    return (" or ".join(key for key, _ in found), found[0][1]) if found else None
+    meanings = [(key, colon + more) for key, colon, more in (alias.partition(": ") for alias in aliases) if key in everywhere][:2]
+    return (" or ".join(key for key, _ in meanings), meanings[0][1]) if meanings else None
 
 
 def _plain(name: str) -> str:

@@ -67,8 +67,8 @@ def tree_of(path: Path, overrides: list[str]) -> dict[str, Any]:
 
 def absolute(config: Root) -> Root:
     """Return the tree with every path made absolute from this process's working directory, since ranks and engines run in others."""
-    found: Root = _absolute(config)
-    return found
+    resolved: Root = _absolute(config)
+    return resolved
 
 
 def _absolute(value: Any) -> Any:

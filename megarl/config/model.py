@@ -268,8 +268,8 @@ class DistillationSettings(Section, Distillation):
         section, among = ("teachers", self.teachers) if self.teachers else ("servers", self.servers)
         source = meta.get("data_source", meta.get("source_dataset"))
         if not isinstance(source, str) or source not in among:
-            said = "has no data_source" if source is None else f"has data_source={source!r}"
-            raise ConfigError(f"distillation.{section}: {place} {said}; there are teachers for {', '.join(map(repr, among))}")
+            column = "has no data_source" if source is None else f"has data_source={source!r}"
+            raise ConfigError(f"distillation.{section}: {place} {column}; there are teachers for {', '.join(map(repr, among))}")
         return list(self.scorers.values()).index(among[source])
 
     @property

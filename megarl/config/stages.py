@@ -213,13 +213,13 @@ class TrainConfig(TrainingSettings):
     def _check_placement(self) -> None:
         """Raise ValueError if ranks are given to a model that the run does not have, or more data-parallel ranks than sequences."""
         _, sequences = self._sequences
-        there = {
+        presence = {
             "critic": (self.critic is not None, f"algorithm.type={self.algorithm.type} has no critic"),
             "reference": (self.algorithm.needs_reference, f"algorithm.kl_coef={self.algorithm.kl_coef:g} keeps no reference"),
             "teacher": (self.distillation is not None, "there is no section distillation"),
             "reward": (model_of(self.reward.source) is not None, f"reward.source.type={self.reward.source.type} is not a reward model"),
         }
-        for role, (present, why) in there.items():
+        for role, (present, why) in presence.items():
             layout: Layout | None = getattr(self.placement, role)
             if layout is not None and not present:
                 raise ValueError(f"placement.{role}: {why}; leave this out")
@@ -335,7 +335,7 @@ class TrainConfig(TrainingSettings):
             "train.dynamic_sampling_rounds": self.train.dynamic_sampling_rounds is not None,
             f"algorithm.type={algorithm.type}": algorithm.needs_greedy,
         }
-        for key in (key for key, there in cannot.items() if there and mode in ("budget", "free")):
+        for key in (key for key, present in cannot.items() if present and mode in ("budget", "free")):
             raise ValueError(f"{key}: does not go with rollout.mode={mode}, whose responses span several steps")
 
     @property

@@ -58,10 +58,10 @@ class Source:
 
     def dtype(self, weight: Weight, names: tuple[CheckpointName, ...]) -> str:
         """Return the dtype of a parameter, by safetensors' name."""
-        found = {self.held[one].read_dtype for one in weight.hf if one in self.held}
-        if len(found) > 1:
-            raise ConfigError(f"convert: {self.path}: {' and '.join(weight.hf)} are stored as {' and '.join(sorted(found))}")
-        return found.pop() if found else "F32"  # a fresh head
+        dtypes = {self.held[one].read_dtype for one in weight.hf if one in self.held}
+        if len(dtypes) > 1:
+            raise ConfigError(f"convert: {self.path}: {' and '.join(weight.hf)} are stored as {' and '.join(sorted(dtypes))}")
+        return dtypes.pop() if dtypes else "F32"  # a fresh head
 
     def audit(self, items: Sequence[PlannedParameter]) -> None:
         """Do nothing: `audit` has compared all names and shapes."""
@@ -99,15 +99,15 @@ def audit(path: Path, head: HeadKind, *, mtp: Mtp | None, drop_images: bool) -> 
     if mtp == "keep" and head == "value":
         raise ConfigError("convert: --keep-mtp: a model with a scalar head has no multi-token prediction layers")
     check_checkpoint(path, head, mtp=mtp, drop_images=drop_images)
-    model, held = ModelDescription.read(path, keeps_mtp=mtp == "keep"), inventory(path)
-    stored_tensors, activations = _stored(held), scales_of_activations(held)
+    model, tensors = ModelDescription.read(path, keeps_mtp=mtp == "keep"), inventory(path)
+    stored_tensors, activations = _stored(tensors), scales_of_activations(tensors)
     for file in sorted({info.file for info in stored_tensors.values()}):
         _check_file(file, stored_tensors)
     used = {name for weight in model.weights(head) for name in weight.hf}
     left_out = {}
     predictors, optional = model.family.predictors(model.config), set(model.family.optional(model.config))
     kept = model.predictors.held() if model.predictors is not None else {}
-    for name in held.keys() - (used & model.expected().keys()) - kept.keys():
+    for name in tensors.keys() - (used & model.expected().keys()) - kept.keys():
         if name.startswith(predictors):
             left_out[name] = MTP
         elif model.family.images is not None and name.startswith(model.family.images.tower):
@@ -119,7 +119,7 @@ def audit(path: Path, head: HeadKind, *, mtp: Mtp | None, drop_images: bool) -> 
         else:
             assert model.head != head, f"{name} is not accounted for"
             left_out[name] = "another head"
-    return Source(path, model, head, {name: info for name, info in held.items() if name not in left_out}, left_out, tuple(kept))
+    return Source(path, model, head, {name: info for name, info in tensors.items() if name not in left_out}, left_out, tuple(kept))
 
 
 def _check_file(file: Path, held: Mapping[str, TensorInfo]) -> None:
@@ -162,21 +162,21 @@ def digest_of(info: TensorInfo) -> str:
 def read_tensor(info: TensorInfo) -> tuple[Tensor, str]:
     """Read a tensor of a safetensors file into its own memory, in bfloat16 if it is quantised; return it and its hash."""
     if info.dtype == MXFP4 and info.stack is not None:
-        found = from_mxfp4(_read(info.stack.part(0)), _read(info.stack.part(1))).t().contiguous()
-        return found, hash_of(found)
-    found = _read(info)
+        tensor = from_mxfp4(_read(info.stack.part(0)), _read(info.stack.part(1))).t().contiguous()
+        return tensor, hash_of(tensor)
+    tensor = _read(info)
     if info.stack is not None and info.stack.turned:
-        found = found.view(info.shape[::-1]).t().contiguous()
+        tensor = tensor.view(info.shape[::-1]).t().contiguous()
     if info.scales is not None:
-        found = dequantized(found, _read(info.scales.info), info.scales.block)
-    return found, hash_of(found)
+        tensor = dequantized(tensor, _read(info.scales.info), info.scales.block)
+    return tensor, hash_of(tensor)
 
 
 def _read(info: TensorInfo) -> Tensor:
-    found = torch.empty(info.shape, dtype=STORED[info.dtype])
+    tensor = torch.empty(info.shape, dtype=STORED[info.dtype])
     with StoredFile(info.file) as file:
-        file.read(info.start, memory_of(found))
-    return found
+        file.read(info.start, memory_of(tensor))
+    return tensor
 
 
 def _fresh(item: PlannedParameter) -> tuple[Tensor, str]:

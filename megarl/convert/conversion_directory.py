@@ -41,11 +41,11 @@ class ConversionDirectory:
         self._check_final()
         self.journal.mkdir(parents=True, exist_ok=True)
         self.partial.mkdir(parents=True, exist_ok=True)
-        file, mine = self.journal / _PLAN, self.journal / f"{_PLAN}.{os.getpid()}"
+        file, own_file = self.journal / _PLAN, self.journal / f"{_PLAN}.{os.getpid()}"
         text = json.dumps(plan, indent=1, sort_keys=True)
-        mine.write_text(text)
+        own_file.write_text(text)
         try:
-            os.link(mine, file)  # atomic: only one of several processes succeeds
+            os.link(own_file, file)  # atomic: only one of several processes succeeds
         except FileExistsError:
             begun = file.read_text()
             if begun != text:
@@ -55,7 +55,7 @@ class ConversionDirectory:
                     "convert to another place"
                 ) from None
         finally:
-            mine.unlink()
+            own_file.unlink()
         try:
             self._check_final()
         except ConfigError:  # another process has completed it meanwhile: remove the directories that were just created
@@ -96,8 +96,8 @@ class ConversionDirectory:
     @contextmanager
     def hold(self, unit: int) -> Iterator[bool]:
         """Try to lock the unit until the end of the block; yields False if another process holds it."""
-        with self._lock(f"{unit:06d}.lock", wait=False) as held:
-            yield held
+        with self._lock(f"{unit:06d}.lock", wait=False) as locked:
+            yield locked
 
     def finish(self, complete: Callable[[], None]) -> None:
         """Call `complete`, which writes what is still missing, and rename `partial` to `final`; only one of the processes does so."""

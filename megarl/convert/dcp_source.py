@@ -52,25 +52,25 @@ def find_dcp(path: Path, model: str | None) -> Path | None:
     elif not _STEP.fullmatch(path.name) and (steps := sorted(entry.name for entry in path.iterdir() if _STEP.fullmatch(entry.name))):
         raise ConfigError(f"convert: {path} has no {TRACKER}: name one of its checkpoints, such as {path / steps[-1]}")
     roots = [path, path / (model or ACTOR)]
-    found = next((folder for root in roots for folder in (root, root / DIST, root / SLOT / DIST) if (folder / METADATA).is_file()), None)
+    location = next((folder for root in roots for folder in (root, root / DIST, root / SLOT / DIST) if (folder / METADATA).is_file()), None)
     for folder in (root / SLOT / "huggingface" for root in roots):
-        if found is None and any(folder.glob("*.safetensors")):
+        if location is None and any(folder.glob("*.safetensors")):
             raise ConfigError(f"convert: {path}: its weights are in {folder}, a Hugging Face directory already")
-    if found is None and (_STEP.fullmatch(path.name) or any(path.glob("mp_rank_*"))):
+    if location is None and (_STEP.fullmatch(path.name) or any(path.glob("mp_rank_*"))):
         raise ConfigError(f"convert: {path} holds no checkpoint in Megatron's torch_dist format (no {METADATA}), and no other is read")
-    return found
+    return location
 
 
 def _newest(root: Path) -> Path:
     with (root / TRACKER).open("rb") as stream:
-        said = stream.read(100).decode(errors="replace").strip()
-    names = ["release"] if said == "release" else []
-    if said.isascii() and said.isdigit():
-        names = [f"iter_{int(said):07d}", f"global_step_{int(said)}"]
+        tracker = stream.read(100).decode(errors="replace").strip()
+    names = ["release"] if tracker == "release" else []
+    if tracker.isascii() and tracker.isdigit():
+        names = [f"iter_{int(tracker):07d}", f"global_step_{int(tracker)}"]
     for name in names:
         if (root / name).is_dir():
             return root / name
-    raise ConfigError(f"convert: {root / TRACKER} says {said!r}, and there is no such checkpoint")
+    raise ConfigError(f"convert: {root / TRACKER} says {tracker!r}, and there is no such checkpoint")
 
 
 class DcpSource:
@@ -135,10 +135,10 @@ class DcpSource:
 
     def dtype(self, weight: Weight, names: tuple[CheckpointName, ...]) -> str:
         """Return the dtype of a parameter, by safetensors' name."""
-        found = {self._tensors[part.key].dtype for part in self._parts[weight.name]}
-        if len(found) > 1:
-            raise ConfigError(f"convert: {self.path}: {weight.name} is stored as {' and '.join(sorted(map(str, found)))}")
-        return dtype_name(found.pop(), f"{self.path}: {self._parts[weight.name][0].key}")
+        dtypes = {self._tensors[part.key].dtype for part in self._parts[weight.name]}
+        if len(dtypes) > 1:
+            raise ConfigError(f"convert: {self.path}: {weight.name} is stored as {' and '.join(sorted(map(str, dtypes)))}")
+        return dtype_name(dtypes.pop(), f"{self.path}: {self._parts[weight.name][0].key}")
 
     def audit(self, items: Sequence[PlannedParameter]) -> None:
         """Raise ConfigError unless all shapes are those of the model and every element is stored exactly once."""
@@ -166,12 +166,12 @@ class DcpSource:
 
     def parameter(self, item: PlannedParameter) -> Tensor:
         """Read a whole parameter, without padding."""
-        found = []
+        tensors = []
         for part in self._parts[item.weight.name]:
             offset, size = part.index + (0,) * len(part.shape), (1,) * len(part.index) + part.shape
             shard = Shard(part.key, part.extents + part.shape, offset, size, self._tensors[part.key].dtype)
-            found.append(self._reader.read(shard).reshape(part.shape))
-        return found[0] if len(found) == 1 else torch.cat(found)
+            tensors.append(self._reader.read(shard).reshape(part.shape))
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def tensors(self, item: PlannedParameter) -> Iterator[tuple[Tensor, str]]:
         """Read a parameter, and yield its Hugging Face tensors one by one, each with its hash."""

@@ -131,9 +131,9 @@ def _units(conversion: Conversion, directory: ConversionDirectory, workers: int)
 
 
 def _unit(conversion: Conversion, unit: Unit, directory: ConversionDirectory, control: Control, before: bool) -> None:
-    with directory.hold(unit.index) as held:
+    with directory.hold(unit.index) as locked:
         record = directory.record(unit.index)
-        if not held or record is not None and (not before or conversion.verify(unit, record)):
+        if not locked or record is not None and (not before or conversion.verify(unit, record)):
             return
         directory.put(unit.index, None)
         directory.put(unit.index, conversion.convert(unit, control))

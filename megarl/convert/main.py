@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return {"hf-to-megatron": _to_megatron, "megatron-to-hf": _to_hf, "megatron-to-step": _to_step}[given.direction](given)
     except ConfigError as error:  # replace the configuration keys in the message by the command's own names
-        said = (
+        message = (
             str(error)
             .replace("model.path: ", "convert: ")
             .replace("checkpoint: ", "convert: ")
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
             .replace("model.mtp=drop", "--drop-mtp")
             .replace("model.drop_images=true", "--drop-images")
         )
-        raise ConfigError(said) from None
+        raise ConfigError(message) from None
 
 
 def _to_megatron(given: argparse.Namespace) -> int:

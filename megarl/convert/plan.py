@@ -164,8 +164,8 @@ def _check_names(items: Sequence[PlannedParameter]) -> None:
     for name in (name for item in items for name in item.names):
         shapes[name.key].add((name.extents, name.shape))
         count[name.key] += 1
-    for key, found in shapes.items():
-        [(extents, _)] = found  # all layers and experts have the same shape
+    for key, places in shapes.items():
+        [(extents, _)] = places  # all layers and experts have the same shape
         assert count[key] == math.prod(extents), f"{key}: {count[key]} parameters for axes of {extents}"
 
 
@@ -215,15 +215,15 @@ def cut_units(items: Sequence[PlannedParameter], shards: Sequence[int] = ()) -> 
     """
     limit = min(max(sum(item.size for item in items) // _UNITS, _MIN), _MAX)
     units: list[Unit] = []
-    held, size = list[PlannedParameter](), 0
+    unit_items, size = list[PlannedParameter](), 0
     borders = set(shards)
     for index, item in enumerate(items):
-        if held and (index in borders or size + item.size > limit):
-            units.append(Unit(len(units), tuple(held)))
-            held, size = [], 0
-        held.append(item)
+        if unit_items and (index in borders or size + item.size > limit):
+            units.append(Unit(len(units), tuple(unit_items)))
+            unit_items, size = [], 0
+        unit_items.append(item)
         size += item.size
-    return [*units, Unit(len(units), tuple(held))]
+    return [*units, Unit(len(units), tuple(unit_items))]
 
 
 def cut_shards(items: Sequence[PlannedParameter], limit: int) -> list[int]:
@@ -231,11 +231,11 @@ def cut_shards(items: Sequence[PlannedParameter], limit: int) -> list[int]:
 
     A single item may be larger, and so may the experts' items that are parts of one tensor (`hf.Stack`).
     """
-    starts, held = [0], 0
+    starts, nbytes = [0], 0
     for index, item in enumerate(items):
         size = item.parameters * DTYPES[item.target].itemsize
-        if held and held + size > limit and stack_of(item.weight.hf[0])[1] <= 0:  # a stack begins with expert 0
+        if nbytes and nbytes + size > limit and stack_of(item.weight.hf[0])[1] <= 0:  # a stack begins with expert 0
             starts.append(index)
-            held = 0
-        held += size
+            nbytes = 0
+        nbytes += size
     return starts

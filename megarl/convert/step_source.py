@@ -95,20 +95,20 @@ class StepSource:
         for name in names:
             if name.key not in self._weights:
                 raise ConfigError(f"convert: {self.path} lacks {name.key} of shape {list(name.extents + name.shape)}")
-        found = {self._reader.dtypes[name.key] for name in names}
-        if len(found) > 1:
-            raise ConfigError(f"convert: {self.path}: {weight.name} is stored as {' and '.join(sorted(map(str, found)))}")
-        return dtype_name(found.pop(), f"{self.path}: {names[0].key}")
+        dtypes = {self._reader.dtypes[name.key] for name in names}
+        if len(dtypes) > 1:
+            raise ConfigError(f"convert: {self.path}: {weight.name} is stored as {' and '.join(sorted(map(str, dtypes)))}")
+        return dtype_name(dtypes.pop(), f"{self.path}: {names[0].key}")
 
     def audit(self, items: Sequence[PlannedParameter]) -> None:
         """Raise ConfigError unless names and shapes are those of the model and every element is stored exactly once."""
-        asked = {name.key: name for item in items for name in item.names}
-        for key, name in asked.items():
+        requests = {name.key: name for item in items for name in item.names}
+        for key, name in requests.items():
             shape, expected = self._weights[key], name.extents + name.shape
             padded = name.op.pads and shape[1:] == expected[1:] and shape[0] >= expected[0]
             if shape != expected and not padded:
                 raise ConfigError(f"convert: {self.path}: {key} has shape {list(shape)}, expected {list(expected)} by {CONFIG}")
-        extra = sorted(self._weights.keys() - asked.keys())
+        extra = sorted(self._weights.keys() - requests.keys())
         if extra:
             raise ConfigError(f"convert: {self.path} holds {extra[0]}, which the model does not have ({len(extra)} such tensors)")
         try:

@@ -71,7 +71,7 @@ class ToHF(Conversion):
             stop = shards[number + 1] if number + 1 < len(shards) else len(self.items)
             file = self._name(number)
             entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            at, found = 0, []
+            at, infos = 0, []
             for item in self.items[start:stop]:
                 for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
                     info = TensorInfo(shape, item.target, self._directory.partial / file, at)
@@ -81,13 +81,13 @@ class ToHF(Conversion):
                         entries[stack] = {"dtype": item.target, "shape": list(shape), "data_offsets": [first, at + info.size]}
                     else:
                         entries[name] = {"dtype": item.target, "shape": list(shape), "data_offsets": [at, at + info.size]}
-                    found.append((name, info))
+                    infos.append((name, info))
                     at += info.size
             text = json.dumps(entries, separators=(",", ":")).encode()
             text += b" " * (-len(text) % _ALIGNED)
             headers[file] = len(text).to_bytes(8, "little") + text
             data = len(headers[file])
-            for name, info in found:
+            for name, info in infos:
                 slots[name] = Slot(file, data + info.start, TensorInfo(info.shape, info.dtype, info.file, data + info.start))
         return slots, headers
 
@@ -178,11 +178,11 @@ class ToHF(Conversion):
 
     def _report(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         """Return the contents of conversion.json: every tensor written, its hash, and the parameter from which it was made."""
-        found = {}
+        tensors = {}
         for item in self.items:
             megatron = place(item)
             for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
-                found[name] = {"dtype": item.target, "shape": list(shape), "xxh128": hashes[name], "megatron": megatron}
+                tensors[name] = {"dtype": item.target, "shape": list(shape), "xxh128": hashes[name], "megatron": megatron}
         return {
             "format": 1,
             "to": "hf",
@@ -193,7 +193,7 @@ class ToHF(Conversion):
             "compared_with_the_original": len(self._source.expected.keys() & hashes.keys()) if self._cast is None else 0,
             "left_out": self._source.left_out,
             "kept": sorted(self._predictors),
-            "tensors": found,
+            "tensors": tensors,
         }
 
 

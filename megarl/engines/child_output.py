@@ -28,9 +28,9 @@ def overheard() -> Iterator[Callable[[], str | None]]:
         for number, size in begun.items():
             with open(f"/proc/self/fd/{number}", "rb") as file:
                 file.seek(size)
-                found = first_fault(file.read(MAX_BYTES).decode(errors="replace"))
-            if found is not None:
-                return found
+                fault = first_fault(file.read(MAX_BYTES).decode(errors="replace"))
+            if fault is not None:
+                return fault
         return None
 
     yield said

@@ -37,10 +37,10 @@ def reserved_ports(address: str, count: int) -> Iterator[list[int]]:
     A socket with SO_REUSEADDR, as ZeroMQ's and Python's servers have it, may listen on each of them meanwhile. Processes that are forked
     within the block keep the ports, too.
     """
-    with ExitStack() as held:
+    with ExitStack() as sockets:
         ports = []
         for _ in range(count):
-            holder = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            holder = sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind((address, 0))
             ports.append(int(holder.getsockname()[1]))
@@ -51,7 +51,7 @@ def _interface_of(address: str) -> str:
     """The network interface that has an IPv4 address."""
     if address.startswith("127."):
         return "lo"
-    for name, held in psutil.net_if_addrs().items():
-        if any(one.family == socket.AF_INET and one.address == address for one in held):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == address for one in addresses):
             return name
     raise RuntimeError(f"no network interface of this machine has the address {address}")

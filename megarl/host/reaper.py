@@ -30,7 +30,7 @@ LIMIT_S = 20.0
 def members(*directories: str) -> list[int]:
     """This user's processes that have a file below these open for writing, as each of Ray's has its log; readers do not count."""
     roots = tuple(directory + os.sep for directory in directories)
-    found = []
+    pids = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         opened = f"/proc/{pid}/fd"
         try:
@@ -39,10 +39,10 @@ def members(*directories: str) -> list[int]:
                 and os.stat(opened).st_uid == os.geteuid()
                 and any(_writes(f"{opened}/{n}", roots) for n in os.listdir(opened))
             ):
-                found.append(pid)
+                pids.append(pid)
         except OSError:  # it has ended, or is somebody else's
             continue
-    return found
+    return pids
 
 
 def _writes(descriptor: str, roots: tuple[str, ...]) -> bool:
@@ -63,13 +63,13 @@ def end(spared: set[int], *directories: str, over: bool = False) -> int:
     killed = set[int]()
     begun = last = time.monotonic()
     while time.monotonic() - begun < LIMIT_S:
-        found = set(members(*directories)) - spared
-        for pid in found:
+        pids = set(members(*directories)) - spared
+        for pid in pids:
             last = time.monotonic()
             killed.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not found and (time.monotonic() - last >= QUIET_S or (over and not killed)):
+        if not pids and (time.monotonic() - last >= QUIET_S or (over and not killed)):
             break
         time.sleep(0.1)
     return len(killed)

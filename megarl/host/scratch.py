@@ -99,11 +99,11 @@ def _take(directory: Path) -> int | None:
     except OSError:
         return None
     with suppress(OSError):
-        found = os.fstat(lock)
-        known = stat.S_ISREG(found.st_mode) and found.st_uid == directory.lstat().st_uid == os.geteuid() and os.read(lock, 99) == _boot()
+        status = os.fstat(lock)
+        known = stat.S_ISREG(status.st_mode) and status.st_uid == directory.lstat().st_uid == os.geteuid() and os.read(lock, 99) == _boot()
         if known:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(path.lstat(), found):  # not removed meanwhile
+            if os.path.samestat(path.lstat(), status):  # not removed meanwhile
                 return lock
     os.close(lock)
     return None

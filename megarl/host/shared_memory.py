@@ -80,8 +80,8 @@ def mapped(path: str, size: int) -> Tensor:
 
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if (there := os.fstat(descriptor).st_size) < size:
-            raise ValueError(f"shared memory {path} has {there} bytes, and {size} are announced")
+        if (nbytes := os.fstat(descriptor).st_size) < size:
+            raise ValueError(f"shared memory {path} has {nbytes} bytes, and {size} are announced")
         return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     finally:
         os.close(descriptor)

@@ -59,7 +59,7 @@ def checkpoint_names(model: ModelDescription, head: HeadKind) -> list[tuple[Weig
     # If layers differ (these fields are lists), Megatron stores each under its number (transformer_block.py:734).
     alike = not any(isinstance(model.fields.get(field), list) for field in ("moe_layer_freq", "linear_attention_freq"))
     renamed = to_te([weight.name for weight in weights])
-    found = []
+    names_of_weights = []
     for weight in weights:
         key = HEAD if head == "value" and weight.name == OUTPUT else _EXPERT.sub("experts.", renamed[weight.name])
         index, extents = list[int](), list[int]()
@@ -69,8 +69,8 @@ def checkpoint_names(model: ModelDescription, head: HeadKind) -> list[tuple[Weig
         if weight.expert is not None:
             index, extents = [*index, weight.expert], [*extents, model.sizes.experts]
         pieces = weight.op.pieces.items()
-        found.append((weight, tuple(CheckpointName(key + name, tuple(index), tuple(extents), op) for name, op in pieces)))
-    return found
+        names_of_weights.append((weight, tuple(CheckpointName(key + name, tuple(index), tuple(extents), op) for name, op in pieces)))
+    return names_of_weights
 
 
 def parameter_shape(op: Op) -> Shape:

@@ -71,16 +71,16 @@ def _naming(key: str, path: Path) -> Iterator[None]:
 
 def _check_tensors(model: ModelDescription, mtp: Mtp | None, drop_images: bool) -> None:
     """Check the tensors of a checkpoint; see `check_checkpoint`."""
-    path, expected, held = model.directory, model.expected(), directory.inventory(model.directory)
-    missing = [name for name in expected if name not in held]
+    path, expected, tensors = model.directory, model.expected(), directory.inventory(model.directory)
+    missing = [name for name in expected if name not in tensors]
     if missing:
         raise ConfigError(f"model.path: {path} lacks the tensor {missing[0]} ({len(missing)} of {len(expected)} are missing)")
     for name, shape in expected.items():
-        _check_tensor(path, model.config, name, held[name], shape)
-    if quantization(model.config) is not None and all(info.read_dtype == info.dtype for info in held.values()):
+        _check_tensor(path, model.config, name, tensors[name], shape)
+    if quantization(model.config) is not None and all(info.read_dtype == info.dtype for info in tensors.values()):
         raise ConfigError(f"model.path: {path}: config.json has a {QUANTIZATION}, but no tensor is stored with scales")
     predictors = model.family.predictors(model.config)
-    further = sorted(name for name in held if name.startswith(predictors))
+    further = sorted(name for name in tensors if name.startswith(predictors))
     if further and mtp is None:
         raise ConfigError(
             f"model.path: {path} holds {further[0]} and {len(further) - 1} more multi-token prediction tensors, which megarl does not "
@@ -89,19 +89,19 @@ def _check_tensors(model: ModelDescription, mtp: Mtp | None, drop_images: bool) 
     if mtp == "keep" and not further:
         raise ConfigError(f"model.path: {path} holds no multi-token prediction layers (model.mtp=keep)")
     tower = () if model.family.images is None else (model.family.images.tower,)
-    sights = sorted(name for name in held if name.startswith(tower))
+    sights = sorted(name for name in tensors if name.startswith(tower))
     if sights and not drop_images:
         raise ConfigError(
             f"model.path: {path} holds {sights[0]} and {len(sights) - 1} more tensors that see images, which megarl does not train "
             "(model.drop_images=true leaves them out of the model and of what is saved)"
         )
-    optional = {*model.family.optional(model.config), *further, *sights, *directory.scales_of_activations(held)}
-    unknown = sorted(held.keys() - expected.keys() - optional)
+    optional = {*model.family.optional(model.config), *further, *sights, *directory.scales_of_activations(tensors)}
+    unknown = sorted(tensors.keys() - expected.keys() - optional)
     if unknown:
         raise ConfigError(
             f"model.path: {path} holds the tensor {unknown[0]}, which {model.architecture} does not have ({len(unknown)} such tensors)"
         )
-    if model.tied and OUTPUT in held:
+    if model.tied and OUTPUT in tensors:
         _check_tied(path, next(weight.hf[0] for weight in model.weights("lm") if weight.alias))
 
 

@@ -182,21 +182,21 @@ def _with_scales(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInf
     return {name: info for name, info in (held | scaled).items() if name not in used}
 
 
-def _as_known(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _as_known(path: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Name the tensors as the family does: each expert's by itself, and those of a language model without the rest of a larger model."""
     family = find_family(json_object(path / CONFIG))
     if family is None:
-        return held
+        return tensors
     if family.images is not None:
         text = family.images.text
-        named = ((name, replace(info, name=name) if name.startswith(text) else info) for name, info in held.items())
-        held = {_MODEL + name.removeprefix(text) if info.name else name: info for name, info in named}
+        named = ((name, replace(info, name=name) if name.startswith(text) else info) for name, info in tensors.items())
+        tensors = {_MODEL + name.removeprefix(text) if info.name else name: info for name, info in named}
     if family.stacks:
-        held = dict(pair for name, info in held.items() for pair in _parts(family.stacks, name, info))
+        tensors = dict(pair for name, info in tensors.items() for pair in _parts(family.stacks, name, info))
     if not family.stacked:
-        return held
+        return tensors
     hidden = language_model(json_object(path / CONFIG)).get("hidden_size")
-    return _with_stacks(held, {name: (axis, hidden) for name, axis in family.hidden_axes.items()})
+    return _with_stacks(tensors, {name: (axis, hidden) for name, axis in family.hidden_axes.items()})
 
 
 def _parts(stacks: Mapping[str, tuple[str, ...]], name: str, info: TensorInfo) -> list[tuple[str, TensorInfo]]:
@@ -205,12 +205,12 @@ def _parts(stacks: Mapping[str, tuple[str, ...]], name: str, info: TensorInfo) -
     leaves = stacks.get(match[2]) if match else None
     if match is None or leaves is None or len(info.shape) < 2 or info.shape[1] % len(leaves):
         return [(name, info)]
-    found = []
+    parts = []
     for index in range(info.shape[0] * len(leaves)):
         expert, place = divmod(index, len(leaves))
         stack = Stack((info.name or name,), (info,), index, len(leaves))
-        found.append((f"{match[1]}{expert}.{leaves[place]}", replace(stack.part(0), stack=stack)))
-    return found
+        parts.append((f"{match[1]}{expert}.{leaves[place]}", replace(stack.part(0), stack=stack)))
+    return parts
 
 
 def _with_stacks(held: dict[str, TensorInfo], axes: Mapping[str, tuple[int, Any]]) -> dict[str, TensorInfo]:
@@ -220,13 +220,13 @@ def _with_stacks(held: dict[str, TensorInfo], axes: Mapping[str, tuple[int, Any]
         held: the stored tensors.
         axes: `Family.hidden_axes`, with the length of such an axis.
     """
-    found = dict[str, TensorInfo]()
+    tensors = dict[str, TensorInfo]()
     for name, info in held.items():
         packed = name.endswith(_BLOCKS) and name.removesuffix(_BLOCKS) + _MX_SCALES in held
         if name.endswith(_MX_SCALES) and name.removesuffix(_MX_SCALES) + _BLOCKS in held:
             continue
         if not (match := _STACK.fullmatch(name)) or not info.shape:
-            found[name] = info
+            tensors[name] = info
             continue
         names = (name, name.removesuffix(_BLOCKS) + _MX_SCALES) if packed else (name,)
         infos = tuple(held[one] for one in names)
@@ -240,8 +240,8 @@ def _with_stacks(held: dict[str, TensorInfo], axes: Mapping[str, tuple[int, Any]
                 rows, groups, size = shape if len(shape) == 3 else (0, 0, 0)
                 fits = size == _MX_BYTES and infos[1].shape == (info.shape[0], rows, groups) and {one.dtype for one in infos} == {"U8"}
                 part = replace(part, shape=(groups * 2 * _MX_BYTES, rows), dtype=MXFP4 if fits else info.dtype)
-            found[f"{match[1]}{index}.{leaf}"] = replace(part, stack=stack)
-    return found
+            tensors[f"{match[1]}{index}.{leaf}"] = replace(part, stack=stack)
+    return tensors
 
 
 def scales_of_activations(held: Mapping[str, TensorInfo]) -> set[str]:
@@ -338,12 +338,12 @@ def header(file: Path) -> dict[str, TensorInfo]:
             raise ConfigError(f"model.path: {file} is not a safetensors file: {size} bytes, header of {length}")
         raw = stream.read(length)
     try:
-        found = parse_json(raw)
+        entries = parse_json(raw)
     except ValueError as error:
         raise ConfigError(f"model.path: {file} is not a safetensors file: its header is not a JSON object: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise ConfigError(f"model.path: {file} is not a safetensors file: its header is not a JSON object")
-    return {name: _entry(file, name, entry, 8 + length, size) for name, entry in found.items() if name != "__metadata__"}
+    return {name: _entry(file, name, entry, 8 + length, size) for name, entry in entries.items() if name != "__metadata__"}
 
 
 def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> TensorInfo:

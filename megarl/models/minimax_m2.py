@@ -51,12 +51,12 @@ def turned(config: ConfigJson) -> Rope:
     """
     width, head = config["rotary_dim"], blocks.number(config, "head_dim")
     given = config if width is None else {"partial_rotary_factor": width / head, **config}
-    found = rope(given, partial=True)
-    if width is not None and int(head * found.fraction) != width:
+    rotation = rope(given, partial=True)
+    if width is not None and int(head * rotation.fraction) != width:
         raise ConfigError(
-            f"model.path: config.json's rotary_dim={width} is not partial_rotary_factor={found.fraction:g} of head_dim={head}"
+            f"model.path: config.json's rotary_dim={width} is not partial_rotary_factor={rotation.fraction:g} of head_dim={head}"
         )
-    return found
+    return rotation
 
 
 def sizes(config: ConfigJson) -> Sizes:

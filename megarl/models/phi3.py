@@ -58,10 +58,10 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 
 def plain_rope(config: ConfigJson) -> Rope:
     """Return the unscaled RoPE, which config.json may limit to a part of each head. Raise ConfigError for a scaled one."""
-    found = rope(config, partial=True)
-    if found.kind != "default":
-        raise ConfigError(f"model.path: RoPE of type {found.kind!r} is not supported for {NAME}: 'default' is")
-    return found
+    plain = rope(config, partial=True)
+    if plain.kind != "default":
+        raise ConfigError(f"model.path: RoPE of type {plain.kind!r} is not supported for {NAME}: 'default' is")
+    return plain
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def quantization(config: ConfigJson) -> Quantization | None:
         case {"quant_method": "fbgemm_fp8"}:
             return Quantization(("_scale",), None)
         case {"quant_method": "compressed-tensors", "format": str(form), "config_groups": {**groups}} if form in _FLOATS:
-            if (found := _compressed(groups.values())) is not None:
-                return found
+            if (scheme := _compressed(groups.values())) is not None:
+                return scheme
     parts = {key: given.get(key) for key in ("quant_method", "format", "weight_block_size")} if isinstance(given, Mapping) else given
     raise ConfigError(
         f"model.path: config.json's {QUANTIZATION} is not supported: {parts!r:.300}; fp8, fbgemm_fp8 and compressed-tensors of 8-bit "

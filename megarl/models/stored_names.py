@@ -49,34 +49,34 @@ def stored_parts(weights: Iterable[Weight], sizes: Sizes, keys: Collection[str])
     Raises:
         ConfigError: names of parameters that are missing or there twice, or of tensors that belong to none, with their number.
     """
-    held: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    keys_of: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for key in keys:
         name, piece = _local(key)
-        if piece in held[name]:
-            raise ConfigError(f"holds {name} twice, as {held[name][piece]} and {key}")
-        held[name][piece] = key
-    found: dict[str, tuple[StoredPart, ...]] = {}
+        if piece in keys_of[name]:
+            raise ConfigError(f"holds {name} twice, as {keys_of[name][piece]} and {key}")
+        keys_of[name][piece] = key
+    parts_of: dict[str, tuple[StoredPart, ...]] = {}
     missing, used = list[str](), set[str]()
     for weight in weights:
-        places = [(name, index, extents) for name, index, extents in _places(weight, sizes) if name in held]
+        places = [(name, index, extents) for name, index, extents in _places(weight, sizes) if name in keys_of]
         if not places:
             missing.append(weight.name)
             continue
         if len(places) > 1:
-            raise ConfigError(f"holds {weight.name} twice, as {' and '.join(next(iter(held[name].values())) for name, _, _ in places)}")
+            raise ConfigError(f"holds {weight.name} twice, as {' and '.join(next(iter(keys_of[name].values())) for name, _, _ in places)}")
         [(name, index, extents)] = places
-        pieces = _pieces(weight) if "" not in held[name] else {"": parameter_shape(weight.op)}
-        if held[name].keys() != pieces.keys():
+        pieces = _pieces(weight) if "" not in keys_of[name] else {"": parameter_shape(weight.op)}
+        if keys_of[name].keys() != pieces.keys():
             expected = f"{weight.name} or its pieces {', '.join(pieces)}"
-            raise ConfigError(f"holds {', '.join(sorted(held[name].values()))} of {weight.name}, expected {expected}")
-        found[weight.name] = tuple(StoredPart(held[name][piece], index, extents, shape) for piece, shape in pieces.items())
-        used.update(held[name].values())
+            raise ConfigError(f"holds {', '.join(sorted(keys_of[name].values()))} of {weight.name}, expected {expected}")
+        parts_of[weight.name] = tuple(StoredPart(keys_of[name][piece], index, extents, shape) for piece, shape in pieces.items())
+        used.update(keys_of[name].values())
     if missing:
-        raise ConfigError(f"lacks {missing[0]} ({len(missing)} of {len(missing) + len(found)} parameters are missing)")
+        raise ConfigError(f"lacks {missing[0]} ({len(missing)} of {len(missing) + len(parts_of)} parameters are missing)")
     extra = sorted(key for key in keys if key not in used)
     if extra:
         raise ConfigError(f"holds {extra[0]}, which the model does not have ({len(extra)} such tensors)")
-    return found
+    return parts_of
 
 
 def _pieces(weight: Weight) -> dict[str, Shape]:

@@ -21,14 +21,14 @@ _EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$")
 
 def to_te(names: Collection[str]) -> dict[str, str]:
     """Map local names to Transformer Engine's. `names` must cover whole layers, since a norm before a mixture of experts is not fused."""
-    found = dict.fromkeys(names)
+    targets = dict.fromkeys(names)
     renamed = {}
-    for name in found:
+    for name in targets:
         renamed[name] = name
         for norm, linear in _FUSED:
             if name.endswith("." + norm):
                 layer = name.removesuffix(norm)
-                if f"{layer}{linear}weight" in found:
+                if f"{layer}{linear}weight" in targets:
                     renamed[name] = f"{layer}{linear}{_NORM}"
     return renamed
 

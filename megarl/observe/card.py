@@ -133,7 +133,7 @@ def _shareable(value: Any) -> Any:
 
 def _hub_name(model: Path) -> str | None:
     """Return the name under which the hub has the model of a directory; None if nothing in the directory says it."""
-    cached = [found for part in model.parts if (found := _CACHED.fullmatch(part))]
+    cached = [match for part in model.parts if (match := _CACHED.fullmatch(part))]
     if cached:
         return f"{cached[-1][1]}/{cached[-1][2]}"
     try:

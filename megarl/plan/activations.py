@@ -175,17 +175,17 @@ def _attention(facts: Facts, shape: MicroBatchShape) -> int:
 
 def _delta_net(facts: Facts, shape: MicroBatchShape) -> int:
     """A gated delta net between its norm and its residual; what `parallel/delta_net.py` keeps was measured."""
-    its, tp, item = facts.delta_nets, shape.layout.tp, shape.item
-    assert its is not None
-    heads, channels, values = its.heads // tp, its.channels // tp, its.values // tp
-    wide = heads * its.key_dim  # queries or keys, one for each value head
+    nets, tp, item = facts.delta_nets, shape.layout.tp, shape.item
+    assert nets is not None
+    heads, channels, values = nets.heads // tp, nets.channels // tp, nets.values // tp
+    wide = heads * nets.key_dim  # queries or keys, one for each value head
     projected = item * (channels + values + 2 * heads)
     convolved = item * 2 * channels  # before and after
     gated = item * 2 * values + 4 * 2 * values  # the answers, normalised and gated; the gate in float32
     if shape.spec == "te":
         rule = item * (2 * wide + _KERNEL_CHUNK * heads) + 4 * 2 * heads
     else:
-        rule = 4 * int(13.5 * wide + 6 * values + values * its.key_dim // CHUNK + (5.3 * CHUNK + 5) * heads)
+        rule = 4 * int(13.5 * wide + 6 * values + values * nets.key_dim // CHUNK + (5.3 * CHUNK + 5) * heads)
     return shape.rows * (projected + convolved + rule + gated)
 
 

@@ -139,8 +139,8 @@ def _wait(model: Facts, layout: Layout, device: Device, tokens: float, *, expert
         waits += max(moved * outside / far, moved * (1 - outside - 1 / ranks) / link) + 2 * EXCHANGE_LATENCY
     if layout.cp > 1:
         moved = rows * 4 * n.groups * n.head_dim / layout.tp * (layout.cp - 1) * model.attention_layers
-        if (its := model.delta_nets) is not None:  # each rank sends its tokens' heads to the ranks that have these, and gets their answers
-            moved += rows * 2 * (its.channels + 2 * its.values) / layout.tp * (layout.cp - 1) / layout.cp * model.linear_layers
+        if (nets := model.delta_nets) is not None:  # each rank sends its tokens' heads to the ranks that have these, and gets their answers
+            moved += rows * 2 * (nets.channels + 2 * nets.values) / layout.tp * (layout.cp - 1) / layout.cp * model.linear_layers
         moved /= n.layers  # of the average layer
         waits += moved / (link if layout.cp * layout.tp <= device.linked else far) + (layout.cp - 1) * EXCHANGE_LATENCY
     return waits

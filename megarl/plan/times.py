@@ -203,8 +203,8 @@ def _generate(rollout: RolloutSettings, prompts: int, model: Facts, elements: in
     n, ranks = model.n, engine.devices
     sequences = prompts * rollout.samples_per_prompt / rollout.replicas
     response = rollout.max_response_tokens * MEAN_LENGTH
-    held = (rollout.max_prompt_tokens + rollout.max_response_tokens / 2) * MEAN_LENGTH  # tokens of a sequence, halfway through its response
-    cached = engine.sequence(held)
+    size = (rollout.max_prompt_tokens + rollout.max_response_tokens / 2) * MEAN_LENGTH  # tokens of a sequence, halfway through its response
+    cached = engine.sequence(size)
     cached_sequences = max(1.0, engine.cache / cached)  # by the cache of a data-parallel rank
     live = min(sequences, engine.dp * min(rollout.max_num_seqs, cached_sequences))
     active, exchanged = active_parameters(model, elements), _met(model, engine, device)

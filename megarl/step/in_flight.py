@@ -69,7 +69,7 @@ def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
     plain, number = dict(saved["response"]), saved["arrays"]
     versions = [VersionSpan(*span) for span in plain.pop("weight_versions")]
     episode = plain.pop("episode")
-    held = {name: arrays[f"{number}.{name}"] for name in ARRAYS if f"{number}.{name}" in arrays}
+    own_arrays = {name: arrays[f"{number}.{name}"] for name in ARRAYS if f"{number}.{name}" in arrays}
     sampled = saved["sample"]
     sample = Sample(
         prompt_length=plain["prompt_length"],
@@ -77,7 +77,7 @@ def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
         weight_versions=tuple(versions),
         turn_rewards=[(end, reward) for end, reward in sampled["turn_rewards"]],
         starts=plain.get("starts", ()),
-        **held,
+        **own_arrays,
     )
     experts, layers = None, sorted(layer for stage in stages for layer in stage)
     rows = arrays[name] if (name := f"{number}.{EXPERTS}") in arrays else None

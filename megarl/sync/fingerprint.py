@@ -209,8 +209,8 @@ def join(workers: Iterable[Mapping[str, Iterable[Piece]]]) -> dict[str, list[Pri
     agree; if they do not, the tensor gets a fingerprint that covers no element and so equals no other.
     """
     copies: dict[str, list[dict[tuple[int, int, int, int], set[int]]]] = {}
-    for held in workers:
-        for name, pieces in held.items():
+    for digest in workers:
+        for name, pieces in digest.items():
             places = copies.setdefault(name, [])
             for piece in pieces:
                 places += [{} for _ in range(len(places), piece.place + 1)]

@@ -52,7 +52,7 @@ class SenderRounds:
 
     def gathered(self) -> list[Any]:
         """Wait for the other senders' messages of the next round, and return them in the senders' order, without any last ones."""
-        found, number, waiting = list[Any](), self._number, [*self._left]
+        messages, number, waiting = list[Any](), self._number, [*self._left]
         for sender in waiting:
             key = f"{number}/{sender}"
             self._wait(key, f"the first rank of pipeline stage {sender}")
@@ -62,7 +62,7 @@ class SenderRounds:
                 self._left.remove(sender)
                 self.last.append(message)
             else:
-                found.append(message)
+                messages.append(message)
         if waiting:  # they have seen what they waited for before
             if number:
                 self._keys.delete_key(f"told/{number - 1}")
@@ -70,7 +70,7 @@ class SenderRounds:
             elif self._before is not None:
                 self._before.delete_key(_OVER)
         self._number += 1
-        return found
+        return messages
 
     def told(self) -> None:
         """Let the other senders go on: the engines have been told of the messages of the last round."""

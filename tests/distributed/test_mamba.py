@@ -38,7 +38,7 @@ def gaps(grid: Grid) -> list[float]:
     results = []
     for packed in (True, False):
         leaves = [one.clone().requires_grad_() for one in given]
-        out = state_space(*leaves, bounds=bounds) if packed else one_by_one(*leaves)
+        out = state_space(*[*leaves, bounds]) if packed else one_by_one(*leaves)
         results.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
     return [float((one - two).detach().abs().max() / two.abs().max()) for one, two in zip(*results, strict=True)]
 

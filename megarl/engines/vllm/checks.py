@@ -99,9 +99,9 @@ def _check_gpt_oss(model: ModelDescription, settings: RolloutSettings, *, gpu: b
         raise ConfigError(
             f"rollout.dp*rollout.tp={ranks}: does not divide the model's intermediate_size={size}, as vLLM's gpt-oss requires"
         )
-    held = size if settings.expert_parallel else size // ranks
-    if not gpu and held % _CPU_UNITS:
-        raise ConfigError(f"rollout.dp*rollout.tp={ranks}: a CPU worker holds {held} units of each expert, not a multiple of {_CPU_UNITS}")
+    units = size if settings.expert_parallel else size // ranks
+    if not gpu and units % _CPU_UNITS:
+        raise ConfigError(f"rollout.dp*rollout.tp={ranks}: a CPU worker holds {units} units of each expert, not a multiple of {_CPU_UNITS}")
 
 
 def _check_blocks(model: ModelDescription, settings: RolloutSettings) -> None:
@@ -122,13 +122,13 @@ def _check_blocks(model: ModelDescription, settings: RolloutSettings) -> None:
         first = {"layer": min(weight.layers) if weight.layers else 0, "expert": 0}
         names = [name.format(**first) for name in weight.hf] * (len(parts.shapes) // len(weight.hf))
         for index, (name, shape) in enumerate(zip(names, parts.shapes, strict=True)):
-            held = [size // tp if axis == parts.dim else size for axis, size in enumerate(shape)]
+            sizes = [size // tp if axis == parts.dim else size for axis, size in enumerate(shape)]
             if isinstance(parts, QKV) and index:  # a key-value head that has to serve several workers is held by each
-                held[0] = max(held[0], parts.head_dim)
+                sizes[0] = max(sizes[0], parts.head_dim)
             for axis, what in enumerate(("rows", "columns")):
-                if held[axis] % FP8_BLOCK and (what == "columns" or parts.dim == axis):
+                if sizes[axis] % FP8_BLOCK and (what == "columns" or parts.dim == axis):
                     raise ConfigError(
-                        f"rollout.quantization=fp8: with {key} a worker holds {held[axis]} {what} of {name}, not a multiple of {FP8_BLOCK}"
+                        f"rollout.quantization=fp8: with {key} a worker holds {sizes[axis]} {what} of {name}, not a multiple of {FP8_BLOCK}"
                     )
 
 
@@ -213,10 +213,10 @@ def _hybrid_cache_bytes(model: ModelDescription, tp: int, token: int, item: int,
 
     A block holds either tokens or a sequence's state, of as many layers as there are of the rarer kind (v1/core/kv_cache_utils.py).
     """
-    its = delta_nets(model.fields, model.config, model.sizes.blocks)
-    assert its is not None
-    linear, attention = len(its.layers), model.sizes.blocks.count(ATTENTION) or model.sizes.layers - len(its.layers)
+    nets = delta_nets(model.fields, model.config, model.sizes.blocks)
+    assert nets is not None
+    linear, attention = len(nets.layers), model.sizes.blocks.count(ATTENTION) or model.sizes.layers - len(nets.layers)
     together = max(1, min(linear, attention))
-    block = _BLOCK * -(-its.state_bytes(item) // tp // (token * _BLOCK))
+    block = _BLOCK * -(-nets.state_bytes(item) // tp // (token * _BLOCK))
     each = -(-longest // block) * -(-attention // together) + -(-linear // together)
     return int(token * block * together * (sequences * each + 1))

@@ -349,11 +349,11 @@ def _starting(label: str, arguments: Mapping[str, Any], model: ModelDescription,
 
                 cpu_sparse_attention.install()
     megarl.engines.vllm.processes.install()
-    with overheard() as said:  # if its process has died, vLLM's own error is only "see the stack trace above"
+    with overheard() as child_error:  # if its process has died, vLLM's own error is only "see the stack trace above"
         try:
             yield
         except (ValueError, RuntimeError, vllm.v1.engine.core_client.zmq.ZMQError) as error:
-            raise RolloutError(f"{label}: vLLM does not start: {one_line(said() or str(error))}") from error
+            raise RolloutError(f"{label}: vLLM does not start: {one_line(child_error() or str(error))}") from error
 
 
 def _register_model(model: ModelDescription) -> None:

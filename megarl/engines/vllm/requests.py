@@ -16,8 +16,8 @@ BY_POSITION = "megarl_by_position"  # a key of SamplingParams.extra_args
 def check_request(request: Request, limit: int) -> None:
     """Raise ValueError if prompt and response together could exceed `limit` tokens, or the prompt is empty."""
     if not request.tokens or len(request.tokens) + request.max_tokens > limit:
-        asked = f"{len(request.tokens)} tokens and up to {request.max_tokens} more"
-        raise ValueError(f"request {request.id!r}: {asked}; the engine takes 1 + 1 to {limit} in all")
+        size = f"{len(request.tokens)} tokens and up to {request.max_tokens} more"
+        raise ValueError(f"request {request.id!r}: {size}; the engine takes 1 + 1 to {limit} in all")
 
 
 def sampling_parameters(request: Request) -> Any:

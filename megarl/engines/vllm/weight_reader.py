@@ -99,18 +99,18 @@ def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str
     Raises:
         NotImplementedError: a layer's form cannot be read.
     """
-    held, hashed = list[tuple[list[str], int, int, int, int, bool]](), list[Tensor]()
+    places, hashed = list[tuple[list[str], int, int, int, int, bool]](), list[Tensor]()
     for shards in _walk(model, tied):  # one layer at a time: weights read through its kernel are freed after hashing
         if isinstance(shards, _Packed):
-            held.append((shards.names, shards.part.row, shards.part.column, shards.part.rows, shards.part.columns, shards.further))
+            places.append((shards.names, shards.part.row, shards.part.column, shards.part.rows, shards.part.columns, shards.further))
             hashed.append(rearranged_fingerprints(shards.stack_BP[:, shards.part.start : shards.part.stop], shards.part.key_P))
             continue
         _, rows, columns = shards.stack_BRC.shape
-        held.append((shards.names, shards.row, shards.column, rows, columns, shards.further))
+        places.append((shards.names, shards.row, shards.column, rows, columns, shards.further))
         hashed.append(fingerprints(_as_sent(shards, dtype), shards.row, shards.column))
     values = iter(torch.cat(hashed).tolist())
     pieces: dict[str, list[Piece]] = {}
-    for names, row, column, rows, columns, further in held:
+    for names, row, column, rows, columns, further in places:
         for name in names:
             known = pieces.setdefault(name, [])
             place = known[-1].place + (not further) if known else 0
@@ -216,15 +216,15 @@ def _outputs(layer: LinearBase, names: list[str], rows: int) -> list[tuple[str, 
     if isinstance(layer, QKVParallelLinear):
         kv_rank, kv_ranks = layer.tp_rank // layer.num_kv_head_replicas, layer.tp_size // layer.num_kv_head_replicas
         q, k, v = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size, layer.num_kv_heads * layer.v_head_size
-        held, ranks, wholes = [q, k, v], [layer.tp_rank, kv_rank, kv_rank], [q * layer.tp_size, k * kv_ranks, v * kv_ranks]
+        sizes, ranks, wholes = [q, k, v], [layer.tp_rank, kv_rank, kv_rank], [q * layer.tp_size, k * kv_ranks, v * kv_ranks]
     elif isinstance(layer, MergedColumnParallelLinear):
-        held, wholes = [size // layer.tp_size for size in layer.output_sizes], list(layer.output_sizes)
-        ranks = [layer.tp_rank] * len(held)
+        sizes, wholes = [size // layer.tp_size for size in layer.output_sizes], list(layer.output_sizes)
+        ranks = [layer.tp_rank] * len(sizes)
     else:
         return [(names[0], rows, layer.tp_rank * rows if isinstance(layer, ColumnParallelLinear) else 0)]
-    together, rest = len(held) - len(names) + 1, names[1:]
+    together, rest = len(sizes) - len(names) + 1, names[1:]
     starts = [*accumulate(wholes[: together - 1], initial=0), *[0] * len(rest)]
-    parts = zip([names[0]] * together + rest, held, ranks, starts, strict=True)
+    parts = zip([names[0]] * together + rest, sizes, ranks, starts, strict=True)
     return [(name, size, start + rank * size) for name, size, rank, start in parts]
 
 
@@ -302,10 +302,10 @@ def _experts(path: str, layer: RoutedExperts, biases: dict[str, str], joined: bo
 def _expert_biases(path: str, layer: GptOssRoutedExperts, both: list[str], down: list[str]) -> Iterator[_Shards]:
     """Yield the biases of a layer's experts, `both`: of gate and up. Where experts are sliced, the first worker adds those of `down`."""
     kernel, rank = layer.quant_method.moe_kernel.fused_experts, layer.moe_config.tp_rank
-    held = [(layer.w13_bias, layer.w2_bias)]
+    pairs = [(layer.w13_bias, layer.w2_bias)]
     if kernel.w1_bias.data_ptr() != layer.w13_bias.data_ptr():  # after a reload a CPU's kernel has copies of its own
-        held.append((kernel.w1_bias, kernel.w2_bias))
-    for w13_BO, w2_BO in held:
+        pairs.append((kernel.w1_bias, kernel.w2_bias))
+    for w13_BO, w2_BO in pairs:
         yield _Shards([f"{name}_bias" for name in both], 0, rank * w13_BO.shape[1], w13_BO[:, None])
         if rank == 0:
             yield _Shards([f"{name}_bias" for name in down], 0, 0, w2_BO[:, None])
@@ -319,10 +319,10 @@ def _fp8_experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
     if method.fp8_backend not in _AS_LOADED:
         raise NotImplementedError(f"{path}: fp8 experts as rearranged for {method.fp8_backend.value} are not known here")
     kernel, names = method.moe_kernel.fused_experts, expert_names(path, layer, False)
-    held = [("", layer.w13_weight, layer.w2_weight), (SCALES, layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)]
+    stacks = [("", layer.w13_weight, layer.w2_weight), (SCALES, layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)]
     if kernel.w1_scale.data_ptr() != layer.w13_weight_scale_inv.data_ptr():  # after a reload the kernel has a copy of its own
-        held.append((SCALES, kernel.w1_scale, kernel.w2_scale))
-    for scales, w13, w2 in held:
+        stacks.append((SCALES, kernel.w1_scale, kernel.w2_scale))
+    for scales, w13, w2 in stacks:
         gate, up = w13.chunk(2, 1)
         for kind, stack, row, column in zip(names, (gate, up, w2), (rank, rank, 0), (0, 0, rank), strict=True):
             yield _Shards([name + scales for name in kind], row * stack.shape[1], column * stack.shape[2], stack)

@@ -148,13 +148,13 @@ class WorkerExtension:
         return _refusal(lambda: self._megarl_loader().finish())
 
     def megarl_fingerprints(self, tied: bool) -> dict[str, list[tuple[int, ...]]] | str:
-        found = dict[str, list[tuple[int, ...]]]()
+        fingerprints = dict[str, list[tuple[int, ...]]]()
 
         def read() -> None:
             pieces = engine_weights(self.get_model(), tied, self.vllm_config.model_config.dtype)
-            found.update({name: [astuple(piece) for piece in places] for name, places in pieces.items()})
+            fingerprints.update({name: [astuple(piece) for piece in places] for name, places in pieces.items()})
 
-        return _refusal(read) or found
+        return _refusal(read) or fingerprints
 
     def megarl_draw_by_position(self) -> None:
         """From now on, draw each token of a request with BY_POSITION from the request's seed and the token's position.

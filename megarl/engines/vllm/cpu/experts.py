@@ -70,9 +70,9 @@ def _gathered(self: Any, rows: Tensor, sizes: Sequence[int] | None) -> Tensor:
     counts = [len(rows)] * self.world_size if sizes is None else sizes
     padded = rows.new_zeros(max(counts), *rows.shape[1:])  # gloo gathers equal shapes only
     padded[: len(rows)] = rows
-    found = [torch.empty_like(padded) for _ in counts]
-    self.dist_module.all_gather(found, padded, group=self.device_group)
-    return torch.cat([one[:count] for one, count in zip(found, counts, strict=True)])
+    parts = [torch.empty_like(padded) for _ in counts]
+    self.dist_module.all_gather(parts, padded, group=self.device_group)
+    return torch.cat([one[:count] for one, count in zip(parts, counts, strict=True)])
 
 
 def _reduce_scatterv(self: Any, rows: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:

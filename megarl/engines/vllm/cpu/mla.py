@@ -71,9 +71,9 @@ def attend(q_BNC: Tensor, cache: Tensor, block_table: Tensor, lengths_B: Tensor,
         latent: the size of a latent (L).
         scale: the factor of the scores.
     """
-    found = []
+    outputs = []
     for q_NC, blocks, length in zip(q_BNC, block_table.long(), lengths_B.tolist(), strict=True):
         kv_TC = cache[blocks].flatten(0, 1)[:length]
         share_NT = ((q_NC @ kv_TC.T).float() * scale).softmax(-1)
-        found.append(share_NT.to(kv_TC.dtype) @ kv_TC[:, :latent])
-    return torch.stack(found)
+        outputs.append(share_NT.to(kv_TC.dtype) @ kv_TC[:, :latent])
+    return torch.stack(outputs)

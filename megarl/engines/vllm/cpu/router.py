@@ -33,8 +33,8 @@ def install() -> None:
         bias, kind = router.e_score_correction_bias, router.scoring_func
         grouped = router.use_grouped_topk or router.custom_routing_function is not None
         if grouped or kind not in ("softmax", "sigmoid") or (kind == "softmax" and bias is None):
-            found: tuple[Tensor, Tensor] = route(router, hidden, logits_TE, *arguments, **named)
-            return found
+            choice: tuple[Tensor, Tensor] = route(router, hidden, logits_TE, *arguments, **named)
+            return choice
         score_TE = logits_TE.float().softmax(-1) if kind == "softmax" else logits_TE.float().sigmoid()
         expert_TK = (score_TE if bias is None else score_TE + bias.flatten()).topk(router.top_k, -1, sorted=False).indices
         weight_TK = score_TE.gather(-1, expert_TK)

@@ -36,8 +36,8 @@ def install() -> None:
         for index, length in enumerate(lengths):
             start, stop = starts[index : index + 2]
             if stop > start:
-                found = attend(query[start:stop], cache, tables[index], length, self.sinks, self.scale, self.sliding_window)
-                output[start:stop] = found.view(output[start:stop].shape)
+                attended = attend(query[start:stop], cache, tables[index], length, self.sinks, self.scale, self.sliding_window)
+                output[start:stop] = attended.view(output[start:stop].shape)
         return output
 
     def do_kv_cache_update(self: Any, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
