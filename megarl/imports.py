@@ -1,7 +1,5 @@
 """Import helpers: pause the garbage collector, skip a package's `__init__`, and look up objects named in text."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -1,7 +1,5 @@
 """What the driver knows about a response; its tokens and log-probs stay in the object store."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

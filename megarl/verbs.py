@@ -1,7 +1,5 @@
 """The table of verbs. It imports none of their code, so that `megarl --help` comes at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

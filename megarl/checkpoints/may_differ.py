@@ -1,7 +1,5 @@
 """The configuration changes that are allowed when a run resumes from a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase

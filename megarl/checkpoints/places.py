@@ -5,8 +5,6 @@ file of weights 8, so that a model of 60 GB takes a moment. Another model of the
 piece; a few bytes that were changed within a large file, without changing its size, may lie between the pieces.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Write a step directory under a temporary name, rename it when it is complete, update `latest`, and remove steps no longer kept."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -5,8 +5,6 @@ Damage since then is detected with the manifest, which has each file's size and 
 is not signed, so it reveals accidents only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

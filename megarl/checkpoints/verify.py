@@ -1,7 +1,5 @@
 """`megarl verify DIRECTORY`: every step directory with its state, as a table."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path

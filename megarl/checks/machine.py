@@ -1,7 +1,5 @@
 """The checks of this machine, or of the nodes of a Slurm job: open files, shared memory, the network interface, GPUs."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """What a check refuses because no GPU of the run could hold it, and what it warns about."""
 
-from __future__ import annotations
-
 from megarl.config import ConfigError, RunSettings, TrainConfig
 from megarl.plan.devices import NODE, device_of
 from megarl.plan.facts import facts

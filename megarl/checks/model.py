@@ -1,7 +1,5 @@
 """The checks of the model that is trained or plays, in every verb: its directory, its layout, its weights, its lengths."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checks of a run's models other than the policy: `model.base`, critic, teacher, reward model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

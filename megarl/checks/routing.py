@@ -1,7 +1,5 @@
 """The checks of routing replay, and of the experts that an engine reports."""
 
-from __future__ import annotations
-
 from megarl.config import ConfigError, CriticSettings, ModelSettings, RolloutSettings, RoutingSettings
 from megarl.engines.registry import engine_type
 from megarl.models.description import ModelDescription

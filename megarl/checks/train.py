@@ -1,7 +1,5 @@
 """What `megarl train` and `megarl value` refuse before a process starts: one list of checks, each of which takes what it checks."""
 
-from __future__ import annotations
-
 from megarl.checks.data import Data, PromptReader, check_data
 from megarl.checks.memory import check_fits
 from megarl.checks.model import check_length, check_model, check_stops

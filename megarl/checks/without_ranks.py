@@ -1,7 +1,5 @@
 """The checks of the verbs whose engines work without ranks: eval, pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

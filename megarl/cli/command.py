@@ -1,7 +1,5 @@
 """The command line: `megarl VERB CONFIG.yaml [a.b=c ...]`. Thin: nothing heavy is imported before a verb is chosen."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """`megarl config VERB [KEY]`: the keys of a verb's configuration, with their accepted values, defaults and meaning."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

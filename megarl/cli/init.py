@@ -1,7 +1,5 @@
 """`megarl init MODEL DATA`: a commented configuration for the user's own model and data file, which loads and passes the checks."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Groups of Ray actors of one kind: calls on all of them, with bounded waits that name the actor that is late or dead."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

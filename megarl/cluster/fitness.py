@@ -1,7 +1,5 @@
 """Test whether nodes are fit for a run, before it begins and after it has failed: every GPU computes, and what the run reads is there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

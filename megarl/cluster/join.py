@@ -1,7 +1,5 @@
 """What a job's other nodes run: `python -m megarl.cluster.join DIRECTORY` joins the driver's session, and ends with it."""
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import ExitStack, suppress

@@ -1,7 +1,5 @@
 """What this machine has, found out without starting anything on a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

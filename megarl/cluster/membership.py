@@ -1,7 +1,5 @@
 """Wait until the nodes of an allocation have joined the driver's session, and report which have not."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The nodes of a Ray session, and tasks and actors that run on a given one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ray

@@ -5,8 +5,6 @@ a tensor-parallel group, an expert-parallel group, as many data-parallel ranks o
 possible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

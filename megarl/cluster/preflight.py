@@ -1,7 +1,5 @@
 """Test the nodes of an allocation before anything large is loaded: what each reports of itself, and how fast they reach each other."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

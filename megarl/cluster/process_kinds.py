@@ -1,7 +1,5 @@
 """The processes that a run will have, known before any is started: its groups of model ranks and its engines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm

@@ -1,7 +1,5 @@
 """Patches of Ray 2.60's start, where it does not fit a training run: servers that nobody uses, and time limits that no setting changes."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Reserve places for actors in a Ray cluster."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

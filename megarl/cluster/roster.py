@@ -3,8 +3,6 @@
 Whatever is asked may not answer, or not for a minute. So nobody waits for this thread: it leaves what it has learned, and when.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Find the processes of this machine that a signal has stopped. Everything is read from /proc; nobody is asked."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

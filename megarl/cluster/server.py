@@ -5,8 +5,6 @@ word. So each call is made in a thread of its own. Whoever waits for it goes on 
 lost, and when a signal arrives.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

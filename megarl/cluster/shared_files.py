@@ -1,7 +1,5 @@
 """Check that every machine of a run sees the files of the one that started it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

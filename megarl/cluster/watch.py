@@ -7,8 +7,6 @@ If one of Ray's own processes is stopped or has ended, the session is lost. The 
 since it waits for Ray in a way that nothing can interrupt, the watch reports the failure and ends the process.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Hints for the refusal of an unknown key: the key that was meant, even if it was given by its name in verl, TRL, slime or OpenRLHF."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """Load a YAML file and overrides as a validated tree, and dump it back. Every refusal is one line that starts with the dotted key."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

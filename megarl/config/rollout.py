@@ -1,7 +1,5 @@
 """The engines: how they sample, and how new weights reach them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Routing replay: the experts to which a mixture-of-experts model sends tokens."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from megarl.config.section import Fraction, Section

@@ -1,7 +1,5 @@
 """What a process that runs scorers, environments or tools may do."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

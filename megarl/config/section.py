@@ -1,7 +1,5 @@
 """The base class of every section of a configuration, and the types of its values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit

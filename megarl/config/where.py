@@ -1,7 +1,5 @@
 """Conditions on the columns of rows: a value, a list of accepted values, or the range {min, max} of a number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any

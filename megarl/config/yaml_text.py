@@ -4,8 +4,6 @@ PyYAML implements YAML 1.1, in which `010` is 8, `1:30` is 90, `no` is false, an
 boolean is one (plus .inf, .nan, True and the like); anything else is a string, which a numeric key refuses.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

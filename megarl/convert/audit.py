@@ -1,7 +1,5 @@
 """An audit of a Hugging Face directory: every tensor is either used exactly once, or left out for a recorded reason."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A memory budget that threads share: each reserves what its work needs, waiting until that much is free."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

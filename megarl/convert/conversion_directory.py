@@ -5,8 +5,6 @@ last one completes the directory. A process that dies releases its unit (the ker
 continues where it stopped.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -4,8 +4,6 @@ Its weights are found by name (`stored_names`), and every shape is checked again
 executing anything (`dcp_index`), tensors with torch's `weights_only`; `common.pt` and pickled objects are never opened.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run a conversion: convert units on threads, show a progress bar, stop at the first error."""
 
-from __future__ import annotations
-
 import os
 import threading
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """The plan of a conversion, made before any weight is read: every parameter with its tensors on both sides, divided into units of work."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

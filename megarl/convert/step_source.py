@@ -1,7 +1,5 @@
 """A model in a step directory, as the source of a conversion."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

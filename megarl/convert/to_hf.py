@@ -1,7 +1,5 @@
 """Convert a model in a Megatron checkpoint, whichever layout saved it, into a Hugging Face directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

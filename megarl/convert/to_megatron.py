@@ -1,7 +1,5 @@
 """Convert a Hugging Face directory, or another program's checkpoint, into a step directory with one model in torch_dist format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A number is the float that is written with the same digits, or, where no float i
 would be 123456789012345680. This module is imported in the sandbox, so it imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from decimal import Decimal

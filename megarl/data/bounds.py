@@ -1,7 +1,5 @@
 """Time and memory limits for checks of untrusted files: a model's chat template, a data set's parameters, a compressed table."""
 
-from __future__ import annotations
-
 import ctypes
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Questions from reasoning-gym."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

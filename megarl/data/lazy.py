@@ -1,7 +1,5 @@
 """A sequence whose items are made on demand."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TypeVar, overload

@@ -1,7 +1,5 @@
 """Chat messages as data files have them: checked, and without what a file format fills in."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Several weighted sources as one sequence."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

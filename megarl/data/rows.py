@@ -1,7 +1,5 @@
 """Rows of sources of prompts: read, checked, not yet rendered."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The order in which prompts are drawn: shuffled epochs that can be stopped and resumed exactly at any point."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

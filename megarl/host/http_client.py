@@ -1,7 +1,5 @@
 """Requests to the user's servers, each of which succeeds or fails within its time limit, and goes to the given address and no other."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import socket

@@ -1,7 +1,5 @@
 """Find the network interface of this machine that leads to a host. Linux, IPv4."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Moves tensors that are not in use off the device and back, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence

@@ -9,8 +9,6 @@ A driver that is killed leaves no message, nor does one that calls Ray when one 
 this process prints one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

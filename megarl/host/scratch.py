@@ -5,8 +5,6 @@ released the lock: the next start then kills any processes that are left, and re
 another user, or of another machine or boot (a lock on a shared disk may not be visible) has an unknown owner, and is kept.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Environment variables of the user's shell: a run uses them, or names them at its start, because its configuration says otherwise."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 

@@ -5,8 +5,6 @@ everywhere: whoever sends it does not want to wait.
 SIGUSR1 is Slurm's warning that one of them will follow (`megarl slurm`). It is handled the same way, except that repeats are ignored.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Checks made where a run is written, not where it runs: what this machine lacks is named as not checked instead of refused."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`megarl dpo`: a policy from pairs of responses, without a reward model (DPO, cDPO)."""
 
-from __future__ import annotations
-
 from megarl.checks.without_engines import check_dpo
 from megarl.config import DpoConfig
 from megarl.loops.supervised import learn_pairs

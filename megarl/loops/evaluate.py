@@ -1,7 +1,5 @@
 """Evaluations of sets of prompts: `evaluate` inside a run, `run_eval` as the verb `megarl eval`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`megarl pairs`: pairs of a policy's responses to the same prompt, the better one first: preferences for `megarl rm` to learn from."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

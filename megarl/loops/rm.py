@@ -1,7 +1,5 @@
 """`megarl rm`: a reward model from pairs of responses, saved as a sequence classifier that transformers loads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

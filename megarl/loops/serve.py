@@ -4,8 +4,6 @@ The protocol is that of `megarl.rewards.http`; of each sample only `prompt`, `re
 in training: the prompt through the chat template (or `data.template`), the response, and the end token if it is finished.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

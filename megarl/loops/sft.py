@@ -1,7 +1,5 @@
 """`megarl sft`: supervised training on the assistant's messages, on the same ranks and layouts as the RL loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megarl.algorithms.sft import Sft

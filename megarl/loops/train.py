@@ -1,7 +1,5 @@
 """The RL loop: generate, score, forward, advantages, update, sync. Each phase is one call."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`megarl value`: value pretraining as a separate stage, whose critic later runs can start from (`critic.path`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 

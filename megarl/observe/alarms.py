@@ -1,7 +1,5 @@
 """Signs that a run is going wrong: each is a named warning, given once."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass

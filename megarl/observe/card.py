@@ -3,8 +3,6 @@
 Paths and addresses of the machines are left out of it, since models are shared.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

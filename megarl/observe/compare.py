@@ -1,7 +1,5 @@
 """`megarl compare RUN RUN ...`: runs side by side, as a table and one picture."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

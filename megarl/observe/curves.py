@@ -1,7 +1,5 @@
 """The course of a run's metrics over its steps: for its picture, and for comparing runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 SCORES = ("avg@", "pass@", "greedy")  # how the names of a set's held-out scores begin

@@ -1,7 +1,5 @@
 """Signs that a run learns nothing or diverges, and what to try."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ They are named `rank-0.log`, `engine-1.log`, ...; a process that replaces anothe
 checkpoint, begins `rank-0.2.log`.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

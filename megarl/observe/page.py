@@ -1,7 +1,5 @@
 """report.html: a run on one page that needs no network and runs no script. Whatever a model wrote is shown as plain text."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

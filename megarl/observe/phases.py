@@ -1,7 +1,5 @@
 """Where a run's time goes: every moment belongs to exactly one phase."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The peak memory of a run's processes, by kind of process."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

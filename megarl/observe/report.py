@@ -1,7 +1,5 @@
 """The curves of a run as one picture."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Restarts of the parts of a run that have failed: how many are allowed, and what is reported about each."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator

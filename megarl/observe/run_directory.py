@@ -1,7 +1,5 @@
 """The directory of a run: one run at a time writes to it, and the files of earlier runs are kept."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a finished run has left in its directory, for a script or a notebook."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

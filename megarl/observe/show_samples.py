@@ -1,7 +1,5 @@
 """`megarl samples RUN`: the responses that a run has kept in its files."""
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import sys

@@ -1,7 +1,5 @@
 """Where a run's numbers are written: always JSON lines, TensorBoard and trackers as the configuration says."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -9,8 +9,6 @@ Axes: R rows of the packed micro-batch on a context-parallel rank, S = R / tp ro
 rank's experts process.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 Every figure is an assumption that `megarl plan` prints beside the results; none was measured by megarl.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 GB = 1_000_000_000

@@ -1,7 +1,5 @@
 """What a GPU of an engine (vLLM) holds: weights, buffers and the KV cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -1,7 +1,5 @@
 """The numbers of a model that determine its bytes and FLOPs, read from config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

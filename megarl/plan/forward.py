@@ -1,7 +1,5 @@
 """FLOPs of a token, and seconds of a forward pass through the stages of a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The host memory of a node, and what a step puts into Ray's object store."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import lru_cache

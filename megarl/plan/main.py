@@ -1,7 +1,5 @@
 """`megarl plan`: the command line."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -3,8 +3,6 @@
 All ranks of a pipeline stage hold equally many, whatever their tensor-parallel and expert-parallel rank: what does not divide is padded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm, prod

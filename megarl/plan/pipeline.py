@@ -1,7 +1,5 @@
 """What a pipeline stage keeps for all micro-batches in flight, with the chosen recomputation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

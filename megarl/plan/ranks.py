@@ -1,7 +1,5 @@
 """What each rank of a group needs in each phase of a step: weights, gradients, optimizer, activations, and buckets of weight updates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Remedies for a run that does not fit: settings that save memory or GPUs, and cost time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Plan layouts and engines for a number of GPUs, and rank those that fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product

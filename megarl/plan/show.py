@@ -1,7 +1,5 @@
 """The tables of a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table

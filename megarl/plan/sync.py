@@ -1,7 +1,5 @@
 """The memory that a weight update takes beside the weights, on a rank that sends and on a GPU of an engine."""
 
-from __future__ import annotations
-
 from megarl.config import RolloutSettings, SyncSettings
 from megarl.models.description import ModelDescription
 from megarl.plan.engines import FP8_BYTES, absorbed_bytes, engine_weights

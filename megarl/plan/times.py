@@ -1,7 +1,5 @@
 """Seconds of a step from FLOPs, bytes and the assumptions of `devices`: for comparing layouts, not as a promise."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan of a run: its groups of ranks, its engines, its nodes, its times, and whatever does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain

@@ -1,7 +1,5 @@
 """The model of a run's best evaluation."""
 
-from __future__ import annotations
-
 import math
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Copies of the last steps in the machines' memory, which outlive the ranks that made them (`save.rolling`)."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """Whether a run has finished already: a chain of jobs, or another start, then has nothing to do."""
 
-from __future__ import annotations
-
 import json
 import sys
 

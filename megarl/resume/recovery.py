@@ -1,7 +1,5 @@
 """Recovery from failed ranks: they are restarted, and the run goes back to the last step that was copied or saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

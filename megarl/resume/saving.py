@@ -1,7 +1,5 @@
 """Saving a run so that it can be killed at any moment: its state and models in one step directory, and how it resumes from there."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping

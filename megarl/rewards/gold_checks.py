@@ -1,7 +1,5 @@
 """The reference answers of a run, parsed before it starts by the verifiers that will score by them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

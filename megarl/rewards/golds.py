@@ -7,8 +7,6 @@ texts and numbers are compared here, formulas are rewritten for math-verify, and
 This module is imported in the sandbox and by checks, so it imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """math-verify as a verifier. It runs only in the scoring processes."""
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace

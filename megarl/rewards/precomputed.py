@@ -1,7 +1,5 @@
 """Scorers of rewards that are already known: those of an environment, or of the reward model on the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Self
 

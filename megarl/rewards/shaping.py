@@ -1,7 +1,5 @@
 """Reward shaping after the verifier: punishment of answers that run into the length limit."""
 
-from __future__ import annotations
-
 
 def overlong_punishment(length: int, limit: int, buffer: int) -> float:
     """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), to be added to the reward.

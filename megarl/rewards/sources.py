@@ -1,7 +1,5 @@
 """The reward sources of `reward.source`: the scorer of each, and the checks that can be made before work starts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

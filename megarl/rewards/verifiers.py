@@ -3,8 +3,6 @@
 This module imports neither torch nor the config, so that a scoring process takes no longer to start than its verifier's own imports.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The weighted sum of several rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType

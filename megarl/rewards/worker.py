@@ -4,8 +4,6 @@ It receives pickled chunks of samples and answers in JSON after each sample, so 
 ["ready"], ["refused", text], [number, value, parts, null], [number, null, {}, error].
 """
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

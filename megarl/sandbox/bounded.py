@@ -3,8 +3,6 @@
 This module is imported in the sandbox, so of megarl it imports only this package.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Messages over a socket pair, each preceded by its length in four bytes (big-endian)."""
 
-from __future__ import annotations
-
 import select
 import socket
 import struct

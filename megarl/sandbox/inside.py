@@ -3,8 +3,6 @@
 Of megarl, this module imports only this package, so that it does not delay the start of a process.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource

@@ -3,8 +3,6 @@
 This module is imported in the sandbox, so it imports nothing else of megarl.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

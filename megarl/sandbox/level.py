@@ -1,7 +1,5 @@
 """The level of isolation that this machine's kernel allows, and the files that an isolated process can see."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Start a process in the sandbox, and end it together with everything that it has started."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import secrets

@@ -4,8 +4,6 @@ A seccomp filter cannot distinguish the sandbox's processes from others, so it s
 module imports only this package.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Checks that refuse a job before it is submitted."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

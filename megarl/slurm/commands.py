@@ -1,7 +1,5 @@
 """Call Slurm's commands, in an environment that decides nothing for them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What a user asks of Slurm for a run."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`megarl slurm CONFIG.yaml ...` and `megarl slurm status RUN`: the command line."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The options of sbatch: those that a job is made of, and the user's own (`--sbatch`), which must not change them."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The partition in which a job is to run: its nodes, and what it refuses, compared before the job would wait in the queue for ever."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import suppress

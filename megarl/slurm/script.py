@@ -1,7 +1,5 @@
 """Render the script of a job from the template in `slurm/`."""
 
-from __future__ import annotations
-
 import shlex
 import sysconfig
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Report the state of a run and of its Slurm jobs, from the run's files and squeue."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

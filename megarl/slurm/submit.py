@@ -1,7 +1,5 @@
 """Submit a run to Slurm."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Nothing depends on timing: token counts decide which weights sample which token, so runs are reproducible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

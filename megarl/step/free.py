@@ -1,7 +1,5 @@
 """`rollout.mode: free`: the engines never wait; responses in progress when new weights arrive continue under them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

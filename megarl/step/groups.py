@@ -1,7 +1,5 @@
 """The groups of one step: requested, scored as they finish, and replaced if they have no signal."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Responses as a file of a checkpoint: those that a resumed run learns from but could not sample again with its weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

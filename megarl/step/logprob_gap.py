@@ -1,7 +1,5 @@
 """How far engines and trainer disagree about the same tokens, and the gap beyond which they are not running the same model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from megarl.config import RolloutSettings, SyncSettings

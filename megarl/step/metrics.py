@@ -1,7 +1,5 @@
 """Metrics of a step's responses that show the health of a run, under the names usual in the field."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

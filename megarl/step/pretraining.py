@@ -3,8 +3,6 @@
 This module decides how long it lasts, for RL runs and for `megarl value`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

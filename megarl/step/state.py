@@ -1,7 +1,5 @@
 """The state of an RL run between two steps: everything that is not in a model or a metric."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any

@@ -4,8 +4,6 @@ torch gives every group a device of its own (distributed_c10d.py:2169), and gloo
 second even when idle (gloo's transport/tcp/loop.cc); a grid has 18 groups, an engine 9.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

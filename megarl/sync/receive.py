@@ -1,7 +1,5 @@
 """The engine's side of a weight update, for any engine: receives the buckets and checks that every tensor came. Needs only torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any

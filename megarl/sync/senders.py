@@ -5,8 +5,6 @@ tells the others when the engines have them. This goes through the ranks' store.
 to the engine worker that shares its device, so that an update takes as long as its largest stage, as far as the engines' network keeps up.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import zlib

@@ -1,7 +1,5 @@
 """Rendezvous stores that listen on a single address."""
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 from functools import cache

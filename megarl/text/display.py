@@ -1,7 +1,5 @@
 """Make text from others (a model, a server, a client) fit for a terminal and for a one-line error."""
 
-from __future__ import annotations
-
 MAX_CHARS = 1500  # characters of a line, unless the caller wants fewer
 
 

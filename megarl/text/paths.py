@@ -1,7 +1,5 @@
 """Limits on the names of files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Print the output of a verb."""
 
-from __future__ import annotations
-
 import os
 import sys
 

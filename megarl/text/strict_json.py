@@ -1,7 +1,5 @@
 """Read JSON from files that others wrote."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What every tracker is given, and what it does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

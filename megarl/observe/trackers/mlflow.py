@@ -1,7 +1,5 @@
 """MLflow: the server, database or folder that MLFLOW_TRACKING_URI names."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

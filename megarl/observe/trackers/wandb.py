@@ -1,7 +1,5 @@
 """Weights & Biases. Without WANDB_API_KEY or WANDB_MODE a run is recorded offline, for `wandb sync` later; nothing prompts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
