@@ -1,10 +1,8 @@
 """The command line as a user meets it."""
 
 import resource
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 
 from megarl.cli import command as cli
 from megarl.errors import SaveError
-from megarl.host.termination import SIGNALS
 from megarl.verbs import TOOLS, VERBS
 
 EXAMPLE = """
@@ -31,15 +28,6 @@ def megarl(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
-@pytest.fixture
-def termination() -> Iterator[None]:
-    """Gives the signals back their meaning after a test that runs the command in this process."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_help_comes_at_once() -> None:
@@ -71,9 +59,7 @@ def test_the_installed_command_finds_a_reward_function_in_the_folder_where_it_is
     assert shown.returncode == 0 and shown.stdout == "megarl: job.yaml passes every check\n", shown.stderr
 
 
-def test_a_check_warns_of_an_object_store_that_is_too_small(
-    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], termination: None
-) -> None:
+def test_a_check_warns_of_an_object_store_that_is_too_small(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.yaml").write_text(EXAMPLE.replace("nowhere/at/all", str(tiny_model)))
     lengths = (
         "rollout.max_prompt_tokens=256",
@@ -90,7 +76,7 @@ def test_a_check_warns_of_an_object_store_that_is_too_small(
 
 
 @pytest.mark.parametrize("verb", [*VERBS, *TOOLS])
-def test_every_verb_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str], termination: None) -> None:
+def test_every_verb_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([verb, "--help"])
     shown = capsys.readouterr().out
@@ -106,7 +92,7 @@ def test_every_verb_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[st
         ]
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str], termination: None) -> None:
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert (ended.value.code, capsys.readouterr().out) == (0, f"megarl {version('megarl')}\n")
@@ -127,9 +113,7 @@ def test_an_unknown_verb_is_refused() -> None:
         ("name", "megarl: error: override 'name': expected key.subkey=value"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(
-    tmp_path: Path, override: str, line: str, capsys: pytest.CaptureFixture[str], termination: None
-) -> None:
+def test_bad_input_is_refused_in_one_line(tmp_path: Path, override: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text(EXAMPLE)
     assert cli.main(["train", str(tmp_path / "config.yaml"), *override.split(), f"run_dir={tmp_path}"]) == 2
     shown = capsys.readouterr()
@@ -137,7 +121,7 @@ def test_bad_input_is_refused_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]  # nothing was begun
 
 
-def test_every_fault_gets_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], termination: None) -> None:
+def test_every_fault_gets_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text(EXAMPLE)
     assert cli.main(["train", str(tmp_path / "config.yaml"), "train.stesp=3", "seed=-1"]) == 2
     assert [line.split(":")[2].strip() for line in capsys.readouterr().err.splitlines()] == ["seed", "train.stesp"]
@@ -145,7 +129,7 @@ def test_every_fault_gets_its_line(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])
 def test_a_missing_model_is_refused_before_anything_starts(
-    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, termination: None
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(EXAMPLE)
@@ -157,7 +141,7 @@ def test_a_missing_model_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize(("fault", "traced"), [(SaveError("step 3: No space\nleft"), False), (KeyError("a bug"), True)])
 def test_what_stops_a_run_is_one_line_and_only_an_unforeseen_fault_has_a_traceback(
-    tmp_path: Path, fault: Exception, traced: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, termination: None
+    tmp_path: Path, fault: Exception, traced: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stage(_: object) -> None:
         raise fault

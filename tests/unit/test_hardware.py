@@ -51,12 +51,8 @@ def test_gpus_are_those_of_the_machine_that_the_environment_leaves(
         ([], 2, None),
         ([], 1, "2 GPUs are asked for, in blocks on one node each (policy 1x1, engines 1x1); there are 1 (1)"),
         ([], 0, "this machine has no GPU; .* `megarl slurm CONFIG.yaml --nodes N --gpus-per-node 8 --dry-run`"),
-        (["layout={ranks: 4, tp: 2, ep: 2}", "rollout.replicas=2", "rollout.tp=2"], 8, None),
-        (
-            ["layout={ranks: 4, tp: 2, ep: 2}", "rollout.replicas=2", "rollout.tp=2"],
-            7,
-            "8 GPUs .* (policy 2x2, engines 2x2); there are 7 (7)",
-        ),
+        (EIGHT, 8, None),
+        (EIGHT, 7, "8 GPUs .* (policy 2x2, engines 2x2); there are 7 (7)"),
     ],
 )
 def test_a_layout_for_more_gpus_than_this_machine_has_is_refused_with_both_numbers(
@@ -72,27 +68,14 @@ def test_a_layout_for_more_gpus_than_this_machine_has_is_refused_with_both_numbe
         check_gpus(demand(config), here)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
-            ["sync.transport=cuda_ipc"],
-            "^sync.transport=cuda_ipc: shares memory on one GPU, but ranks and engines have",
-        ),
-    ],
-)
-def test_what_gpus_would_do_wrong_is_refused(tmp_path: Path, tiny_model: Path, overrides: list[str], line: str) -> None:
+def test_what_gpus_would_do_wrong_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     """On any machine: the run would join a cluster."""
-    elsewhere = [
-        "cluster={address: auto, interface: lo, gpus: true}",
-        "rollout.kv_cache_mb=null",
-        "model.dtype=bfloat16",
-        "sync.transport=nccl",
-    ]
+    cluster = ["cluster={address: auto, interface: lo, gpus: true}", "rollout.kv_cache_mb=null"]
+    elsewhere = [*cluster, "model.dtype=bfloat16", "sync.transport=nccl"]
     path = Job(tmp_path, tiny_model).write()
     assert check_train(load(path, elsewhere, TrainConfig)).train
-    with pytest.raises(ConfigError, match=line):
-        check_train(load(path, [*elsewhere, *overrides], TrainConfig))
+    with pytest.raises(ConfigError, match="^sync.transport=cuda_ipc: shares memory on one GPU, but ranks and engines have"):
+        check_train(load(path, [*elsewhere, "sync.transport=cuda_ipc"], TrainConfig))
 
 
 # A package that Megatron would take up where it finds it, and that would then run on CUDA alone.

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from megarl.cli import command as cli
 from tests.e2e.job import RL
-
-
-@pytest.fixture(scope="module", autouse=True)
-def keep_sigterm() -> Iterator[None]:
-    """The command line takes SIGTERM over; the test run keeps its own."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def refusal(runs: Path, model: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:

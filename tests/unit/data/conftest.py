@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,3 +24,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedT
         tokenizers[name] = load_tokenizer(path) if like is None else copy.copy(like)
         tokenizers[name].chat_template = (path / "chat_template.jinja").read_text()
     return tokenizers
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(tiny_model)

@@ -14,16 +14,10 @@ from megarl.config import ConfigError, FileSource, MixtureSource, SourceFormat
 from megarl.config.data import PromptPart
 from megarl.data import large
 from megarl.data.sources import load_prompts
-from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.written import ROW, save_to_disk, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    return load_tokenizer(tiny_model)
 
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "17 + 17?"}]

@@ -26,17 +26,11 @@ from megarl.data import large
 from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
-from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.test_preferences import plain
 from tests.unit.data.written import written
 
 DROP = SourceFormat(overlong="drop")
 LONG, ENDLESS = "1 + " * 70 + "1?", "1 + " * 20_000  # the second is not even tokenised
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    return load_tokenizer(tiny_model)
 
 
 def rows(*texts: str) -> list[dict[str, Any]]:

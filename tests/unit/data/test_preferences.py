@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,11 +33,6 @@ ROW = {"prompt": "Spell cat", "chosen": "tac", "rejected": "cat"}
 CONVERSATION = {"chosen": [USER, {"role": "assistant", "content": "tac"}], "rejected": [USER, {"role": "assistant", "content": "cat"}]}
 
 Load = Callable[..., list[Preference]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    return load_tokenizer(tiny_model)
 
 
 @pytest.fixture
@@ -199,14 +193,6 @@ def test_tokenizers_are_compared_by_content(tiny_model: Path, tmp_path: Path) ->
         check_same_tokenizer(tmp_path / "nowhere", "reward.path", tiny_model, "model.path")
 
 
-@pytest.fixture
-def termination() -> Iterator[None]:
-    """Gives SIGTERM back its meaning after a test that runs the command in this process."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
 STAGE = """
 name: stage
 run_dir: {runs}
@@ -240,7 +226,7 @@ data:
     ],
 )
 def test_bad_settings_of_a_stage_are_refused_before_it_starts(
-    verb: str, override: str, line: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], termination: None
+    verb: str, override: str, line: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = copy_of(tiny_model, tmp_path / "other", "config.json", '"hidden_size": 128', '"hidden_size": 96')
     classifier = copy_of(tiny_model, tmp_path / "rm", "config.json", "ForCausalLM", "ForSequenceClassification")

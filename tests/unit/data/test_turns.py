@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from megarl.config import ConfigError, PromptFormat
 from megarl.data.template import render_chats
-from megarl.data.tokenizer import encode, load_tokenizer
+from megarl.data.tokenizer import encode
 from megarl.data.turns import TurnTokens, check_turns
 
 if TYPE_CHECKING:
@@ -27,11 +26,6 @@ QWEN = (
     "{%- else %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{%- endif %}"
 )
-
-
-@pytest.fixture
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    return load_tokenizer(tiny_model)
 
 
 @pytest.mark.parametrize("template", [None, QWEN], ids=["tiny", "qwen"])

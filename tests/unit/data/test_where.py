@@ -25,7 +25,6 @@ from megarl.data import large
 from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_conversations
-from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.written import ROW, save_to_disk, write
 
 if TYPE_CHECKING:
@@ -44,11 +43,6 @@ ROWS: list[dict[str, Any]] = [
 ]
 KINDS = ("jsonl", "parquet", "categories", "datasets", "large parquet", "large datasets")
 Read = Callable[..., list[str]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
-    return load_tokenizer(tiny_model)
 
 
 @pytest.fixture

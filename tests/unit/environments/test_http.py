@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import socket
 import threading
 import time
@@ -323,11 +322,7 @@ def test_a_missing_environment_server_is_a_warning_in_a_check_and_refused_at_the
 ) -> None:
     """As one of rewards: where the checks run it may not be reached, or not be up yet."""
     arguments = given("environment={source: {type: http, url: 'http://127.0.0.1:1'}}", *EPISODES)(Room(tmp_path, tiny_model, "train"))
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        for more, status, kind in ((["--check"], 0, "warning: from here"), ([], 2, "error")):
-            assert cli.main(["train", *arguments, *more]) == status
-            line = capsys.readouterr().err.splitlines()[0]
-            assert line.startswith(f"megarl: {kind}: environment.source: reset(seed=1): no answer: ConnectionRefusedError")
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    for more, status, kind in ((["--check"], 0, "warning: from here"), ([], 2, "error")):
+        assert cli.main(["train", *arguments, *more]) == status
+        line = capsys.readouterr().err.splitlines()[0]
+        assert line.startswith(f"megarl: {kind}: environment.source: reset(seed=1): no answer: ConnectionRefusedError")

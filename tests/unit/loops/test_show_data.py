@@ -1,10 +1,8 @@
 """`megarl data`: the sources that a run reads, the rows that are asked for, what was left out; and the same at a run's start."""
 
 import json
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from megarl.cli import command as cli
 from megarl.config import SftConfig, load
 from megarl.data.supervised import load_demonstrations
 from megarl.data.tokenizer import load_tokenizer
-from megarl.host.termination import SIGNALS
 from megarl.loops.show_data import tell_first, verb_of
 from megarl.observe.run import Run
 from tests.unit.bad_input.cases import VERBS
@@ -27,15 +24,6 @@ BAD = {"messages": [{"role": "user", "content": "17 + 17?"}]}
 LONG = {"messages": [USER, {"role": "assistant", "content": "34 " * 100}]}
 ROWS = [GOOD[0], GOOD[1], BAD, GOOD[2], LONG, GOOD[3]]
 DROP = ("data.on_bad_row=drop", "data.overlong=drop")
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """The command line takes them over; the test run keeps its own."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

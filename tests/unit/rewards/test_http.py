@@ -3,7 +3,6 @@
 import itertools
 import json
 import logging
-import signal
 import socket
 import threading
 import time
@@ -360,19 +359,15 @@ def test_a_server_that_is_down_is_a_warning_before_the_run_and_refused_at_its_st
     with serving(length_of) as server:
         pass
     (tmp_path / "job.yaml").write_text(RL.format(runs=tmp_path / "out", model=tiny_model))
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        run = [str(tmp_path / "job.yaml"), f"{key}={{type: http, url: '{server.url}'}}"]
-        for command, status, kind in (
-            (["train", *run, "--check"], 0, "warning: from here"),
-            (["slurm", *run, "--nodes", "1", "--dry-run"], 0, "warning: from here"),
-            (["train", *run], 2, "error"),
-        ):
-            assert cli.main(command) == status
-            [line] = [line for line in capsys.readouterr().err.splitlines() if "ConnectionRefused" in line]
-            assert line.startswith(f"megarl: {kind}: {key}.url: {server.url}: ConnectionRefusedError: ") and not (tmp_path / "out").exists()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    run = [str(tmp_path / "job.yaml"), f"{key}={{type: http, url: '{server.url}'}}"]
+    for command, status, kind in (
+        (["train", *run, "--check"], 0, "warning: from here"),
+        (["slurm", *run, "--nodes", "1", "--dry-run"], 0, "warning: from here"),
+        (["train", *run], 2, "error"),
+    ):
+        assert cli.main(command) == status
+        [line] = [line for line in capsys.readouterr().err.splitlines() if "ConnectionRefused" in line]
+        assert line.startswith(f"megarl: {kind}: {key}.url: {server.url}: ConnectionRefusedError: ") and not (tmp_path / "out").exists()
 
 
 def test_an_address_is_read_from_a_file_when_the_run_starts(tmp_path: Path) -> None:
