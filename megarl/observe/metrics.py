@@ -8,34 +8,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Self
 
 
 @dataclass(frozen=True)
-class Mean:
+class Sums:
+    """Sums that are added field by field."""
+
+    def merge(self, other: Self) -> Self:
+        return replace(self, **{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Mean(Sums):
     """A weighted mean: `total` is the weighted sum, `weight` the sum of the weights. With weight 0 it has no value."""
 
     total: float
     weight: float
-
-    def merge(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> float | None:
         return self.total / self.weight if self.weight else None
 
 
 @dataclass(frozen=True)
-class Std:
+class Std(Sums):
     """The standard deviation (divided by the weight, not by weight - 1) from the weighted sums of x and x^2."""
 
     total: float
     square: float
     weight: float
-
-    def merge(self, other: Std) -> Std:
-        return Std(self.total + other.total, self.square + other.square, self.weight + other.weight)
 
     def value(self) -> float | None:
         if not self.weight:
@@ -45,28 +48,22 @@ class Std:
 
 
 @dataclass(frozen=True)
-class SampleShare:
+class SampleShare(Sums):
     """The effective sample size of weights, as a share of their count: (sum of w)^2 / (count * sum of w^2). No value if all are 0."""
 
     total: float
     square: float
     count: float
 
-    def merge(self, other: SampleShare) -> SampleShare:
-        return SampleShare(self.total + other.total, self.square + other.square, self.count + other.count)
-
     def value(self) -> float | None:
         return self.total**2 / (self.count * self.square) if self.square else None
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(Sums):
     """A count or an extensive quantity."""
 
     total: float
-
-    def merge(self, other: Sum) -> Sum:
-        return Sum(self.total + other.total)
 
     def value(self) -> float:
         return self.total
@@ -112,7 +109,7 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Explained:
+class Explained(Sums):
     """Explained variance, 1 - Var(goal - guess) / Var(goal), from sums of goal, goal^2, error = goal - guess and error^2."""
 
     count: float
@@ -120,15 +117,6 @@ class Explained:
     goal_square: float
     error: float
     error_square: float
-
-    def merge(self, other: Explained) -> Explained:
-        return Explained(
-            self.count + other.count,
-            self.goal + other.goal,
-            self.goal_square + other.goal_square,
-            self.error + other.error,
-            self.error_square + other.error_square,
-        )
 
     def value(self) -> float | None:
         if not self.count:
