@@ -8,7 +8,7 @@ import struct
 import time
 from typing import Any
 
-from tests.unit.sandbox.attacks import hostile
+from tests.unit.sandbox.attacks import HOSTILE, hostile
 
 
 @hostile
@@ -17,24 +17,19 @@ def fork_and_return_twice(meta: dict[str, Any]) -> float:
     return 0.25
 
 
-@hostile
-def a_child_that_stays(meta: dict[str, Any]) -> float:
-    return _children(1)
-
-
-@hostile
-def forty_children(meta: dict[str, Any]) -> float:
-    return _children(40)
-
-
-@hostile
-def a_fork_bomb(meta: dict[str, Any]) -> float:
-    return _children(1000)
-
-
-@hostile
-def a_child_that_dies_later(meta: dict[str, Any]) -> float:
-    return _children(1, seconds=0.05, status=9)
+HOSTILE.update(
+    a_child_that_stays=lambda meta: _children(1),
+    forty_children=lambda meta: _children(40),
+    a_fork_bomb=lambda meta: _children(1000),
+    a_child_that_dies_later=lambda meta: _children(1, seconds=0.05, status=9),
+    garbage_on_every_descriptor=lambda meta: _send(b"\x00\x00\x00\x05hello"),
+    an_endless_message=lambda meta: _send(b"\xff\xff\xff\xff" + b"x" * 100_000),
+    deep_json=lambda meta: _say(b"[" * 60_000),
+    a_score_of_another_sample=lambda meta: _say(b"[999, 1.0, {}, null]"),
+    a_long_integer=lambda meta: _say(b"[" + b"9" * 50_000 + b"]"),
+    ready_again=lambda meta: _say(b'["ready"]'),
+    refused_late=lambda meta: _say(b'["refused", "path: this run must end"]'),
+)
 
 
 @hostile
@@ -50,35 +45,15 @@ def a_daemon(meta: dict[str, Any]) -> float:
 
 
 @hostile
-def garbage_on_every_descriptor(meta: dict[str, Any]) -> float:
-    return _send(b"\x00\x00\x00\x05hello")
-
-
-@hostile
 def a_pickle_on_every_descriptor(meta: dict[str, Any]) -> float:
     payload = f"cposix\nsystem\n(S'touch {meta['touched']}'\ntR.".encode()
     return _send(struct.pack("!i", len(payload)) + payload)
 
 
 @hostile
-def an_endless_message(meta: dict[str, Any]) -> float:
-    return _send(b"\xff\xff\xff\xff" + b"x" * 100_000)
-
-
-@hostile
 def half_a_message(meta: dict[str, Any]) -> None:
     _send(b"\x00\x00\x10\x00")
     time.sleep(60)
-
-
-@hostile
-def deep_json(meta: dict[str, Any]) -> float:
-    return _say(b"[" * 60_000)
-
-
-@hostile
-def a_score_of_another_sample(meta: dict[str, Any]) -> float:
-    return _say(b"[999, 1.0, {}, null]")
 
 
 @hostile
@@ -94,24 +69,9 @@ def a_score_that_is_text(meta: dict[str, Any]) -> float:
 
 
 @hostile
-def a_long_integer(meta: dict[str, Any]) -> float:
-    return _say(b"[" + b"9" * 50_000 + b"]")
-
-
-@hostile
 def an_integer_beyond_every_float(meta: dict[str, Any]) -> float:
     json.dumps = lambda *_, **__: f"[0, {10**400}, {{}}, null]"
     return 1.0
-
-
-@hostile
-def ready_again(meta: dict[str, Any]) -> float:
-    return _say(b'["ready"]')
-
-
-@hostile
-def refused_late(meta: dict[str, Any]) -> float:
-    return _say(b'["refused", "path: this run must end"]')
 
 
 @hostile

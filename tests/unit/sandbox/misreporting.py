@@ -5,7 +5,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from tests.unit.sandbox.attacks import hostile
+from tests.unit.sandbox.attacks import HOSTILE, hostile
 
 
 class Evil(float):
@@ -21,9 +21,16 @@ class Raises(Exception):
         raise ValueError("and again")
 
 
-@hostile
-def an_evil_number(meta: dict[str, Any]) -> Any:
-    return Evil(1)
+HOSTILE.update(
+    an_evil_number=lambda meta: Evil(1),
+    ten_thousand_parts=lambda meta: {"score": 1.0} | {f"part {number}": 1.0 for number in range(10_000)},
+    a_part_with_a_long_name=lambda meta: {"score": 1.0, "x" * 1_000_000: 1.0},
+    a_number_too_large=lambda meta: 10**400,
+    a_number_whose_square_overflows=lambda meta: 1e308,
+    a_decimal=lambda meta: Decimal(1),
+    a_fraction=lambda meta: Fraction(1, 2),
+    a_complex_number=lambda meta: 1j,
+)
 
 
 @hostile
@@ -52,38 +59,3 @@ def prints_without_end(meta: dict[str, Any]) -> float:
     for _ in range(100):
         os.write(1, b"x" * 99_999 + b"\n")
     return 1.0
-
-
-@hostile
-def ten_thousand_parts(meta: dict[str, Any]) -> Any:
-    return {"score": 1.0} | {f"part {number}": 1.0 for number in range(10_000)}
-
-
-@hostile
-def a_part_with_a_long_name(meta: dict[str, Any]) -> Any:
-    return {"score": 1.0, "x" * 1_000_000: 1.0}
-
-
-@hostile
-def a_number_too_large(meta: dict[str, Any]) -> Any:
-    return 10**400
-
-
-@hostile
-def a_number_whose_square_overflows(meta: dict[str, Any]) -> Any:
-    return 1e308
-
-
-@hostile
-def a_decimal(meta: dict[str, Any]) -> Any:
-    return Decimal(1)
-
-
-@hostile
-def a_fraction(meta: dict[str, Any]) -> Any:
-    return Fraction(1, 2)
-
-
-@hostile
-def a_complex_number(meta: dict[str, Any]) -> Any:
-    return 1j

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.unit.sandbox.attacks import hostile
+from tests.unit.sandbox.attacks import HOSTILE, hostile
 
 LIBC = ctypes.CDLL(None)
 PIDFD_OPEN, PIDFD_GETFD, PIDFD_SEND_SIGNAL = 434, 438, 424  # on each architecture
@@ -48,34 +48,16 @@ def on_a_child(call: Callable[[int], Any]) -> int:
         os.waitpid(child, 0)
 
 
-@hostile
-def trace_a_process(meta: dict[str, Any]) -> int:
-    return on_a_child(lambda pid: LIBC.ptrace(PTRACE_SEIZE, pid, None, None))
-
-
-@hostile
-def read_anothers_memory(meta: dict[str, Any]) -> int:
-    return on_a_child(lambda pid: _copy(LIBC.process_vm_readv, pid))
-
-
-@hostile
-def write_anothers_memory(meta: dict[str, Any]) -> int:
-    return on_a_child(lambda pid: _copy(LIBC.process_vm_writev, pid))
-
-
-@hostile
-def hold_a_process(meta: dict[str, Any]) -> int:
-    return on_a_child(lambda pid: LIBC.syscall(PIDFD_OPEN, pid, 0))
-
-
-@hostile
-def take_anothers_descriptor(meta: dict[str, Any]) -> int:
-    return on_a_child(lambda pid: LIBC.syscall(PIDFD_GETFD, LIBC.syscall(PIDFD_OPEN, pid, 0), 1, 0))
-
-
-@hostile
-def limit_a_process(meta: dict[str, Any]) -> int:
-    return on_a_child(lambda pid: LIBC.prlimit(pid, 0, (ctypes.c_ulong * 2)(60, 60), None))
+HOSTILE.update(
+    trace_a_process=lambda meta: on_a_child(lambda pid: LIBC.ptrace(PTRACE_SEIZE, pid, None, None)),
+    read_anothers_memory=lambda meta: on_a_child(lambda pid: _copy(LIBC.process_vm_readv, pid)),
+    write_anothers_memory=lambda meta: on_a_child(lambda pid: _copy(LIBC.process_vm_writev, pid)),
+    hold_a_process=lambda meta: on_a_child(lambda pid: LIBC.syscall(PIDFD_OPEN, pid, 0)),
+    take_anothers_descriptor=lambda meta: on_a_child(lambda pid: LIBC.syscall(PIDFD_GETFD, LIBC.syscall(PIDFD_OPEN, pid, 0), 1, 0)),
+    limit_a_process=lambda meta: on_a_child(lambda pid: LIBC.prlimit(pid, 0, (ctypes.c_ulong * 2)(60, 60), None)),
+    memory_shared_by_a_number=lambda meta: works(lambda: LIBC.shmctl(LIBC.shmget(0, 4096, 0o1600), 0, None)),
+    keys_of_the_user=lambda meta: works(lambda: LIBC.syscall(ADD_KEY, b"user", b"megarl-test", b"x", ctypes.c_long(1), OWN_KEYS)),
+)
 
 
 @hostile
@@ -84,16 +66,6 @@ def have_the_kernel_signal_a_process(meta: dict[str, Any]) -> int:
     pipe, _ = os.pipe()
     by_fcntl = on_a_child(lambda pid: fcntl.fcntl(pipe, fcntl.F_SETOWN, pid))
     return by_fcntl + on_a_child(lambda pid: fcntl.ioctl(pipe, FIOSETOWN, pid.to_bytes(4, sys.byteorder)))
-
-
-@hostile
-def memory_shared_by_a_number(meta: dict[str, Any]) -> int:
-    return works(lambda: LIBC.shmctl(LIBC.shmget(0, 4096, 0o1600), 0, None))
-
-
-@hostile
-def keys_of_the_user(meta: dict[str, Any]) -> int:
-    return works(lambda: LIBC.syscall(ADD_KEY, b"user", b"megarl-test", b"x", ctypes.c_long(1), OWN_KEYS))
 
 
 @hostile

@@ -8,37 +8,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.unit.sandbox.attacks import hostile
+from tests.unit.sandbox.attacks import HOSTILE, hostile
 
-
-@hostile
-def environment(meta: dict[str, Any]) -> int:
-    return int("RAY_AUTH_TOKEN" in os.environ) + sum(meta["secret"] in value for value in os.environ.values())
-
-
-@hostile
-def environment_of_the_run(meta: dict[str, Any]) -> int:
-    return sum(meta["secret"] in _text(f"/proc/{pid}/environ") for pid in [meta["driver"], os.getppid(), 1])
-
-
-@hostile
-def environment_of_everybody(meta: dict[str, Any]) -> int:
-    return sum(meta["secret"] in _text(f"/proc/{pid}/environ") for pid in range(1, 4096))
-
-
-@hostile
-def memory_of_the_run(meta: dict[str, Any]) -> int:
-    return len(_text(f"/proc/{meta['driver']}/maps")) + len(_text(f"/proc/{meta['driver']}/mem"))
-
-
-@hostile
-def trace_the_run(meta: dict[str, Any]) -> int:
-    return int(ctypes.CDLL(None).ptrace(16, meta["driver"], 0, 0) == 0)
-
-
-@hostile
-def home_directory(meta: dict[str, Any]) -> int:
-    return int(meta["secret"] in _text(meta["secret_file"]))
+HOSTILE.update(
+    environment=lambda meta: int("RAY_AUTH_TOKEN" in os.environ) + sum(meta["secret"] in value for value in os.environ.values()),
+    environment_of_the_run=lambda meta: sum(meta["secret"] in _text(f"/proc/{pid}/environ") for pid in [meta["driver"], os.getppid(), 1]),
+    environment_of_everybody=lambda meta: sum(meta["secret"] in _text(f"/proc/{pid}/environ") for pid in range(1, 4096)),
+    memory_of_the_run=lambda meta: len(_text(f"/proc/{meta['driver']}/maps")) + len(_text(f"/proc/{meta['driver']}/mem")),
+    trace_the_run=lambda meta: int(ctypes.CDLL(None).ptrace(16, meta["driver"], 0, 0) == 0),
+    home_directory=lambda meta: int(meta["secret"] in _text(meta["secret_file"])),
+    home_directory_through_a_shell=lambda meta: int(meta["secret"] in os.popen(f"cat {meta['secret_file']} 2>&1").read()),
+    write_beside_the_run=lambda meta: _writes(meta["touched"]),
+    write_where_the_code_is=lambda meta: _writes(__file__ + "c") + _writes(str(Path(json.__file__).with_name("evil.py"))),
+    mount_something=lambda meta: int(ctypes.CDLL(None).mount(b"/", b"/mnt", None, 4096, None) == 0),
+    run_a_setuid_program=lambda meta: int("uid=0" in os.popen("su -c id nobody 2>&1 </dev/null").read() and os.getuid() != 0),
+    tcp_to_this_machine=lambda meta: _connects(socket.AF_INET, ("127.0.0.1", meta["tcp_port"])),
+    a_socket_in_the_file_tree=lambda meta: _connects(socket.AF_UNIX, meta["unix_path"]),
+    an_abstract_socket=lambda meta: _connects(socket.AF_UNIX, "\0" + meta["abstract"]),
+    shared_memory_of_the_run=lambda meta: int(meta["secret"] in _text(meta["shared_memory"])),
+)
 
 
 @hostile
@@ -54,21 +42,6 @@ def home_directory_through_root(meta: dict[str, Any]) -> int:
 
 
 @hostile
-def home_directory_through_a_shell(meta: dict[str, Any]) -> int:
-    return int(meta["secret"] in os.popen(f"cat {meta['secret_file']} 2>&1").read())
-
-
-@hostile
-def write_beside_the_run(meta: dict[str, Any]) -> int:
-    return _writes(meta["touched"])
-
-
-@hostile
-def write_where_the_code_is(meta: dict[str, Any]) -> int:
-    return _writes(__file__ + "c") + _writes(str(Path(json.__file__).with_name("evil.py")))
-
-
-@hostile
 def remove_the_code(meta: dict[str, Any]) -> int:
     try:
         os.unlink(__file__)
@@ -78,24 +51,9 @@ def remove_the_code(meta: dict[str, Any]) -> int:
 
 
 @hostile
-def mount_something(meta: dict[str, Any]) -> int:
-    return int(ctypes.CDLL(None).mount(b"/", b"/mnt", None, 4096, None) == 0)
-
-
-@hostile
 def become_root_again(meta: dict[str, Any]) -> int:
     status = _text("/proc/self/status")
     return int("NoNewPrivs:\t1" not in status) if status else 0
-
-
-@hostile
-def run_a_setuid_program(meta: dict[str, Any]) -> int:
-    return int("uid=0" in os.popen("su -c id nobody 2>&1 </dev/null").read() and os.getuid() != 0)
-
-
-@hostile
-def tcp_to_this_machine(meta: dict[str, Any]) -> int:
-    return _connects(socket.AF_INET, ("127.0.0.1", meta["tcp_port"]))
 
 
 @hostile
@@ -116,16 +74,6 @@ def udp_to_this_machine(meta: dict[str, Any]) -> int:
     except OSError:
         pass
     return 0  # the test looks whether it came
-
-
-@hostile
-def a_socket_in_the_file_tree(meta: dict[str, Any]) -> int:
-    return _connects(socket.AF_UNIX, meta["unix_path"])
-
-
-@hostile
-def an_abstract_socket(meta: dict[str, Any]) -> int:
-    return _connects(socket.AF_UNIX, "\0" + meta["abstract"])
 
 
 @hostile
@@ -151,11 +99,6 @@ def a_socket_to_the_hypervisor(meta: dict[str, Any]) -> int:
 def a_socket_by_another_call(meta: dict[str, Any]) -> int:
     parameters = ctypes.create_string_buffer(120)
     return int(ctypes.CDLL(None).syscall(425, 1, parameters) >= 0)  # io_uring_setup
-
-
-@hostile
-def shared_memory_of_the_run(meta: dict[str, Any]) -> int:
-    return int(meta["secret"] in _text(meta["shared_memory"]))
 
 
 @hostile
