@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from megarl.config import ConfigError
+from megarl.checks.model import check_sight
+from megarl.config import ConfigError, ModelSettings
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint
 from megarl.models.hf import Checkpoint, read_config
@@ -21,7 +22,7 @@ from megarl.models.hf_writer import described
 from megarl.models.registry import FAMILIES, MODEL_TYPES, completed
 from megarl.models.vision import DEFAULTS
 from megarl.plan.parameters import model_elements
-from tests.published_models import MODELS, QWEN3_VL_30B_A3B
+from tests.published_models import MODELS, QWEN3_VL_30B_A3B, description_of
 from tests.unit.convert.converting import WEIGHTS, convert, stored
 from tools.make_tiny_model import SEEING, build
 
@@ -119,6 +120,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_model_of_another_kind_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.path: config\.json[^\n]*{message}"):
         _ = ModelDescription.of(nested(**changes)).fields
+
+
+@pytest.mark.parametrize(
+    ("given", "sees", "message"),
+    [
+        ({"max_pixels": 4096}, False, r"model\.max_pixels=4096: Qwen3MoeForCausalLM sees no images"),
+        ({"vision": "train"}, False, r"model\.vision=train: Qwen3MoeForCausalLM sees no images"),
+        ({"drop_images": True}, True, r"model\.drop_images=true: Qwen3VLMoeForConditionalGeneration is read whole"),
+    ],
+)
+def test_what_is_set_for_images_and_does_not_apply_is_refused(given: dict[str, Any], sees: bool, message: str) -> None:
+    model = ModelDescription.of(QWEN3_VL_30B_A3B) if sees else description_of(MODELS["Qwen3-30B-A3B"])
+    check_sight(ModelSettings(path=Path("model")), model)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check_sight(ModelSettings(path=Path("model"), **given), model)
 
 
 def test_the_description_in_the_directory_is_checked(path: Path, tmp_path: Path) -> None:
