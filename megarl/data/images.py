@@ -123,13 +123,13 @@ class ImageReader:
         Raises:
             ConfigError: the image tokens are not exactly theirs.
         """
-        found, expected = np.flatnonzero(tokens == self._token), sum(image.tokens for image in images)
-        if len(found) != expected:
-            raise ConfigError(f"{place}: {len(found)} image tokens, and its {len(images)} images have {expected}")
+        positions, expected = np.flatnonzero(tokens == self._token), sum(image.tokens for image in images)
+        if len(positions) != expected:
+            raise ConfigError(f"{place}: {len(positions)} image tokens, and its {len(images)} images have {expected}")
         first, placed = 0, list[PlacedImage]()
         for image in images:
-            one = PlacedImage(int(found[first]), image)
-            if found[first + image.tokens - 1] != one.end - 1:
+            one = PlacedImage(int(positions[first]), image)
+            if positions[first + image.tokens - 1] != one.end - 1:
                 raise ConfigError(f"{place}: the tokens of an image do not follow each other")
             placed.append(one)
             first += image.tokens

@@ -120,10 +120,10 @@ class AgentPlayer:
             raise Refusal(500, "engine_failed", "the engine has failed") from None
         if self._over:
             raise Refusal(401, "episode_ended", "the episode has ended")
-        said, answer = await self._tokens.apart(self._taken, number, question, read, sample)
+        reply, answer = await self._tokens.apart(self._taken, number, question, read, sample)
         self._written += sample.response_length
         self._cut = sample.finish_reason == "length" and limit == most
-        self._said[number] = said
+        self._said[number] = reply
         return answer
 
     def _room(self, context: Sequence[int]) -> int:
@@ -227,16 +227,16 @@ class AgentPlayer:
         return _Said(read, sample, text if read.dialogue is not None else read.text + whole, question.tools, conversation), answer
 
     def _played(self, turn: Turn, error: str | None) -> Played:
-        said = [self._said[number] for number in sorted(self._said)]
+        replies = [self._said[number] for number in sorted(self._said)]
         reason = "abort" if error is not None else "length" if self._cut else "stop"
-        turns = contexts([one.sample for one in said])
+        turns = contexts([one.sample for one in replies])
         sample = chained([joined(one, reason) for one in turns]) if turns else NOTHING
         rewards = () if error is not None else ((sample.response_length, turn.reward),)
         follows = [
             f"\n\n{decode(self._tokens.tokenizer, one[0].tokens[: one[0].prompt_length].tolist(), finished=False)}" for one in turns[1:]
         ]
-        reward, text = 0.0 if error is not None else turn.reward, said[-1].text if said else ""
-        return Played(replace(sample, turn_rewards=rewards), text, reward, len(said), error, self._unreadable, follows, turn.info)
+        reward, text = 0.0 if error is not None else turn.reward, replies[-1].text if replies else ""
+        return Played(replace(sample, turn_rewards=rewards), text, reward, len(replies), error, self._unreadable, follows, turn.info)
 
 
 def contexts(turns: Sequence[Sample]) -> list[list[Sample]]:

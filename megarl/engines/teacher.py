@@ -162,9 +162,9 @@ class ServerTeacher:
             RewardUnavailable: the server does not score them, after all attempts; or not the policy's tokens.
         """
         texts = contexts(units, ray.get(list(payload_N)))
-        asked = [text for text in texts if len(text) > 1]
+        questions = [text for text in texts if len(text) > 1]
         try:
-            scored = score(self._server, self._settings, self._key, asked, self._columns.top_k or 0)
+            scored = score(self._server, self._settings, self._key, questions, self._columns.top_k or 0)
             return self._columns.store(units, texts, scored)
         except (Unanswered, RolloutError) as error:
             raise RewardUnavailable(str(error)) from None

@@ -105,8 +105,8 @@ def check_server(settings: TeacherServer, key: str, policy: Path, named: int, lo
 
 
 def _body(model: str, prompt: Any, named: int, **more: Any) -> bytes:
-    asked = {"model": model, "prompt": prompt, "prompt_logprobs": named, "max_tokens": 1, "temperature": 0, **more}
-    return json.dumps(asked).encode()
+    body = {"model": model, "prompt": prompt, "prompt_logprobs": named, "max_tokens": 1, "temperature": 0, **more}
+    return json.dumps(body).encode()
 
 
 def _question(model: str, text: Sequence[int], named: int) -> HttpQuestion[TokenScores]:
@@ -146,12 +146,12 @@ def _entries(answer: bytes) -> list[dict[int, float]]:
     """Return the log-probs by token id of all tokens but the first. Raises PermanentFault if the answer does not have them."""
     try:
         _, *entries = json.loads(answer)["choices"][0]["prompt_logprobs"]
-        found = [{int(token): min(0.0, float(one["logprob"])) for token, one in entry.items()} for entry in entries]
+        logprobs = [{int(token): min(0.0, float(one["logprob"])) for token, one in entry.items()} for entry in entries]
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         raise PermanentFault(f"the answer has no prompt_logprobs by token id: {answer[:60]!r}") from None
-    if any(not entry or math.isnan(sum(entry.values())) for entry in found):
+    if any(not entry or math.isnan(sum(entry.values())) for entry in logprobs):
         raise PermanentFault("prompt_logprobs that are empty or nan")
-    return found
+    return logprobs
 
 
 def _model_names(answer: bytes) -> list[str]:

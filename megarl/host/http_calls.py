@@ -172,12 +172,12 @@ def _answered(
     server: Server, limits: HttpLimits, key: str, question: Callable[[int], HttpQuestion[Result]], number: int, call: Round
 ) -> Result:
     """Return the answer to one question, after as many attempts as it needs and the settings allow."""
-    asked, pause, end = question(number), limits.backoff_s, call.begun + limits.deadline_s
+    request, pause, end = question(number), limits.backoff_s, call.begun + limits.deadline_s
     deadline, faults, last = f"{key}.deadline_s={limits.deadline_s:g}", _Faults(), list[str]()
     while faults.total < limits.attempts and (remaining_s := end - time.monotonic()) > 0:
         within_s, limit = min((limits.timeout_s, f"{key}.timeout_s={limits.timeout_s:g}"), (remaining_s, deadline))
         try:
-            return exchange(server, asked, within_s, limit, call)
+            return exchange(server, request, within_s, limit, call)
         except PermanentFault as error:
             faults.add(error)
             break

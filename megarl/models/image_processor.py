@@ -107,12 +107,12 @@ def opened(data: bytes) -> PIL.Image.Image:
     from PIL import ImageOps
 
     try:
-        found = Pillow.open(io.BytesIO(data), formats=FORMATS)
-        width, height = found.size  # of the header
+        picture = Pillow.open(io.BytesIO(data), formats=FORMATS)
+        width, height = picture.size  # of the header
         if width * height > MOST_PIXELS:
             raise BadImage(f"more than {MOST_PIXELS} pixels")
-        found.load()
-        return ImageOps.exif_transpose(found).convert("RGB")
+        picture.load()
+        return ImageOps.exif_transpose(picture).convert("RGB")
     except BadImage:
         raise
     except Pillow.DecompressionBombError:
