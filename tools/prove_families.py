@@ -23,7 +23,7 @@ from safetensors import safe_open
 from megarl.models.description import ModelDescription
 from tests.e2e.job import Job
 from tools.bench_routing import commit, put
-from tools.make_tiny_model import FAMILIES, build, has_experts
+from tools.make_tiny_model import FAMILIES, SEEING, build, has_experts
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "megarl" / "models" / "figures.md"
@@ -137,11 +137,12 @@ def written(page: str) -> dict[str, list[str]]:
 def main() -> int:
     """Prove the families, and return 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[*FAMILIES, []], help="default: all")
+    played = [family for family in FAMILIES if family not in SEEING]  # those that engines run
+    parser.add_argument("families", nargs="*", metavar="FAMILY", choices=[*played, []], help="default: all")
     parser.add_argument("--write", action="store_true", help="write the table into megarl/models/figures.md")
     given = parser.parse_args()
     failed = []
-    for family in given.families or FAMILIES:
+    for family in given.families or played:
         with tempfile.TemporaryDirectory(prefix="family-") as scratch:
             proof = prove(family, Path(scratch))
         print(f"{family}: {' | '.join(proof.cells)}", flush=True)

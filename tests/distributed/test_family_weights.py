@@ -54,7 +54,9 @@ def in_bfloat16(path: Path, target: Path) -> Path:
     """The same model stored as large ones are: bfloat16, a router's expert bias in float32."""
     tensors = {name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16() for name, tensor in stored(path).items()}
     target.mkdir()
-    (target / "config.json").write_text(json.dumps({**read_config(path), "dtype": "bfloat16"}))
+    config = read_config(path)
+    parts = {key: {**config[key], "dtype": "bfloat16"} for key in ("vision_config",) if key in config}
+    (target / "config.json").write_text(json.dumps({**config, **parts, "dtype": "bfloat16"}))
     save_file(dict(each_stored(tensors, path)), target / "model.safetensors", metadata={"format": "pt"})
     return target
 

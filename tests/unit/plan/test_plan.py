@@ -450,6 +450,8 @@ def test_a_model_that_sees_images_is_planned_with_its_tower(tmp_path: Path) -> N
     for layout in (Layout(ranks=8, tp=2, ep=4), Layout(ranks=16, pp=2, vpp=2, ep=8)):
         [first, *rest], [one, *others] = (shards(which, "lm", layout, {}) for which in (model, text))
         assert first[0] == replace(one[0], frozen=538_631_408) and first[1:] == one[1:] and rest == others
+        trained = shards(model, "lm", layout, {}, tower=True)[0][0]
+        assert trained.frozen == 0 and trained.elements == first[0].elements
     config = load(EXAMPLES / "qwen3_vl_30b_a3b" / "sft.yaml", [f"model.path={tmp_path}"], SftConfig)
     plan = build(config, models_of(config), device_of(80, config.cluster.gpus_per_node), 80, None)
     assert plan.faults == []
