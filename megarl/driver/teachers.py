@@ -11,9 +11,8 @@ import ray
 from megarl.batch import balance
 from megarl.cluster.actor_group import ActorGroup, WorkerDied, end
 from megarl.config import TeacherServer, TrainConfig
-from megarl.driver.dispatch import ENGINE_FAULTS
 from megarl.driver.engines import engine_environment
-from megarl.engines.engine import Scoring, Setup, as_rollout
+from megarl.engines.engine import EngineDead, RolloutTimeout, Scoring, Setup, as_rollout
 from megarl.engines.registry import ENGINES
 from megarl.engines.teacher import Columns, EngineTeacher, ServerTeacher, Stored, Unit, named
 from megarl.engines.teacher_server import server_of
@@ -116,6 +115,6 @@ class Teachers:
         """
         try:
             parts = self.group.wait(running, "teachers", self._config.cluster.phase_timeout_s)
-        except ENGINE_FAULTS as error:
+        except (EngineDead, RolloutTimeout) as error:
             raise WorkerDied(f"teachers: {error}") from error
         return [unit for part in parts for unit in part]
