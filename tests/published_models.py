@@ -422,7 +422,7 @@ MODELS = {
             "max_position_embeddings": 262144,
             "tie_word_embeddings": False,
         },
-        31_577_937_344,  # published as 31.6B
+        31_577_940_288,  # published as 31.6B
         Layout(ranks=16, tp=2, pp=2, ep=8),
     ),
 }

@@ -165,7 +165,8 @@ SPARSE["olmoe"] = ("olmoe", {"rope_parameters", "clip_qkv", "norm_topk_prob", "r
 SPARSE["blocks"] = (  # as published
     "nemotron_h",
     {"layers_block_type", "n_group", "topk_group", "norm_topk_prob", "time_step_limit", "use_conv_bias", "conv_kernel", "mlp_hidden_act"},
-    {"hybrid_override_pattern": "ME", "num_hidden_layers": 2},
+    # transformers' cache takes no model without attention.
+    {"hybrid_override_pattern": "ME", "num_hidden_layers": 2, "use_cache": False},
 )
 
 
