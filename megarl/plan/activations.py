@@ -189,13 +189,13 @@ def _delta_net(facts: Facts, shape: MicroBatchShape) -> int:
 
 def _mamba(facts: Facts, shape: MicroBatchShape) -> int:
     """A Mamba mixer between its norm and its residual; what `parallel/mamba.py` keeps was measured."""
-    its, tp, item = facts.delta_nets, shape.layout.tp, shape.item
-    assert its is not None
-    heads, channels, values, keys = its.heads // tp, its.channels // tp, its.values // tp, its.heads // tp * its.key_dim
+    nets, tp, item = facts.delta_nets, shape.layout.tp, shape.item
+    assert nets is not None
+    heads, channels, values, keys = nets.heads // tp, nets.channels // tp, nets.values // tp, nets.heads // tp * nets.key_dim
     projected = item * (channels + values + heads)
     if shape.spec == "te":  # mamba_ssm computes what is between again, but for the states at the chunks' begins and the norm's input
-        return shape.rows * (projected + item * 2 * values + 4 * values * its.key_dim // _MAMBA_CHUNK)
-    states = 4 * (10 * values + 3 * keys + 2 * values * its.key_dim // CHUNK + (3 * CHUNK + 7) * heads + 2 * (channels - values))
+        return shape.rows * (projected + item * 2 * values + 4 * values * nets.key_dim // _MAMBA_CHUNK)
+    states = 4 * (10 * values + 3 * keys + 2 * values * nets.key_dim // CHUNK + (3 * CHUNK + 7) * heads + 2 * (channels - values))
     return shape.rows * (projected + item * 2 * channels + states)
 
 
