@@ -83,7 +83,7 @@ class AgentPlayer:
         self._asked, self._written = 0, 0
         self._longest: int | None = None  # tokens of a context
         self._draws = Counter[bytes]()  # requests by their tokens
-        self._cut = self._unreadable = self._over = False
+        self._cut = self._refused = self._unreadable = self._over = False
         self._failure: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
 
     async def play(self, host: AgentHost) -> Played:
@@ -95,8 +95,8 @@ class AgentPlayer:
             turn = self._failure.result() if self._failure.done() else playing.result()
             error = None if self._said else NO_CALL
         except EnvironmentFailed as failure:
-            # An agent that fails since a limit has ended its episode has not earned anything; it has not failed to be scored.
-            turn, error = Turn(None), None if self._cut and self._said else str(failure)
+            # An agent that fails since a limit has refused its last request has not earned anything; it has not failed to be scored.
+            turn, error = Turn(None), None if self._refused and self._said else str(failure)
         finally:
             self._over = True
             playing.cancel()
@@ -122,7 +122,7 @@ class AgentPlayer:
             raise Refusal(401, "episode_ended", "the episode has ended")
         reply, answer = await self._tokens.apart(self._taken, number, question, read, sample)
         self._written += sample.response_length
-        self._cut = sample.finish_reason == "length" and limit == most
+        self._cut, self._refused = sample.finish_reason == "length" and limit == most, False
         self._said[number] = reply
         return answer
 
@@ -145,7 +145,7 @@ class AgentPlayer:
                     400, "max_response_tokens", f"the episode has had its rollout.max_response_tokens={self._limits.response_tokens}"
                 )
         except Refusal:
-            self._cut = self._longest is not None
+            self._cut = self._refused = self._longest is not None
             raise
         return min(self._limits.turn_tokens or room, room, left)
 
@@ -196,7 +196,7 @@ class AgentPlayer:
         dialogue, spoken = last.read.dialogue.branch(), last.sample.tokens[last.sample.prompt_length :].tolist()
         reading = dialogue.after(spoken, last.text, question.messages[len(last.conversation) :])
         if reading is None:
-            self._cut = self._unreadable = True
+            self._cut = self._refused = self._unreadable = True
             raise Refusal(400, "unreadable", "template and tokenizer cannot write what the policy wrote as plain text")
         return _Read(reading.tokens if reading.anew else [*last.read.tokens, *spoken, *reading.tokens], dialogue, "")
 
