@@ -81,11 +81,12 @@ AGENT = "environment={source: {type: agent, function: 'tests.e2e.agents:play'}, 
 
 @pytest.mark.long
 def test_an_agent_over_openais_client_trains_and_each_context_is_as_the_engine_read_it(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
-    """Two turns, a fork of the first and a conversation of its own: three contexts; one agent in four fails."""
+    """Two turns, a fork of the first and a conversation of its own: three contexts; agents fail in the first step, by their seeds."""
     job = lab.run(Job(tmp_path / "job", tiny_model, (*GAME, AGENT, "layout.ranks=2", "layout.cp=2")))
+    assert job.steps()[0]["environment/failed"] > 0
     for step in job.steps():
         assert step["training/logprob_gap_mean"] <= 1e-5 and step["routing/replay_hit_rate"] == 1.0 and step["actor/grad_norm"] > 0
-        assert 0 < step["environment/failed"] == step["events/reward/ValueError"] < 32
+        assert step["environment/failed"] == step.get("events/reward/ValueError", 0) < 32
         assert step["environment/contexts/mean"] == 3 and step["environment/turns/mean"] == 4
         assert 0 < step["environment/word/mean"] < 1 and step["reward/mean"] == step["environment/reward/mean"]
 
