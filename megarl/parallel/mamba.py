@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.models.delta_nets import CHUNK
@@ -33,12 +34,23 @@ class GroupedRMSNorm(torch.nn.Module):
         super().__init__()
         assert not norm_before_gate
         self.eps, self.group_size = eps, group_size
+        self.tp_group: Any = None  # upstream sets it (mamba_mixer.py:427)
         self.weight = torch.nn.Parameter(torch.ones(size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each group of the last axis."""
         groups = F.rms_norm(x.float().unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps)
         return (self.weight.float() * groups.flatten(-2)).to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the weight to Megatron's checkpoints: each tensor-parallel rank has that of its heads. The signature is Megatron's."""
+        assert metadata is not None
+        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=replicas
+        )
 
 
 class Mamba(MambaMixer):
@@ -48,7 +60,7 @@ class Mamba(MambaMixer):
         self, config: TransformerConfig, submodules: MambaMixerSubmodules, layer_number: int, pg_collection: Any, **rest: Any
     ) -> None:
         super().__init__(config, submodules, config.hidden_size, layer_number=layer_number, pg_collection=pg_collection)
-        self.norm.eps = config.layernorm_epsilon  # upstream's is 1e-5 (mamba_mixer.py:424)
+        self.norm.eps = config.layernorm_epsilon  # upstream's is 1e-5 (mamba_mixer.py:421)
         for parameter in (self.A_log, self.D):  # upstream keeps them in float32, unlike published checkpoints
             parameter.data = parameter.data.to(config.params_dtype)
 
