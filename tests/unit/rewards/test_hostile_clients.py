@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from megarl.host import http_server
 from megarl.rewards import server as module
 from tests.unit.rewards.scoring_server import HEAD, TOKEN, Lengths, ask, asking, assert_alive, eventually, raw, serving
 
@@ -20,8 +21,8 @@ def model() -> Lengths:
 
 
 def test_slow_headers_and_bodies_run_into_their_time_limits(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEADERS_S", 0.4)
-    monkeypatch.setattr(module, "BODY_S", 0.4)
+    monkeypatch.setattr(http_server, "HEADERS_S", 0.4)
+    monkeypatch.setattr(http_server, "BODY_S", 0.4)
     with serving(model) as server, ThreadPoolExecutor(8) as pool:
         drip = [b"x"] * 100
         silent = pool.submit(raw, server.port)
@@ -37,7 +38,7 @@ def test_slow_headers_and_bodies_run_into_their_time_limits(model: Lengths, monk
 
 
 def test_a_client_that_does_not_read_its_answer_is_disconnected(model: Lengths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNREAD_S", 0.3)
+    monkeypatch.setattr(http_server, "UNREAD_S", 0.3)
     body = asking(*[""] * 1_000_000)
     with serving(model) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
@@ -57,7 +58,7 @@ def test_a_connection_serves_one_request(model: Lengths) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer other"}, {"Authorization": f"Basic {TOKEN}"}])
 def test_bodies_without_the_token_are_not_read(model: Lengths, given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LINGER_S", 20.0)
+    monkeypatch.setattr(http_server, "LINGER_S", 20.0)
     size = 32 << 20
 
     def body() -> Iterator[bytes]:
@@ -89,7 +90,7 @@ def test_a_token_of_invalid_bytes_gets_401(model: Lengths) -> None:
 def test_an_invalid_content_length_is_refused(
     model: Lengths, length: bytes, status: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LINGER_S", 0.1)
+    monkeypatch.setattr(http_server, "LINGER_S", 0.1)
     with serving(model) as server:
         found = raw(server.port, HEAD + b"Content-Length: " + length + b"\r\n\r\n")
         head, _, body = found.partition(b"\r\n\r\n")
