@@ -161,7 +161,7 @@ def test_a_run_goes_on_on_any_other_layout(lab: Lab, long: bool, tmp_path: Path,
 
 
 FAMILIES = {
-    "qwen3": ("layout.ranks=2", "layout.tp=2"),
+    "qwen3": ("layout.ranks=2", "layout.tp=2", "save.every=2"),
     "glm4_moe": ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "model.mtp=keep", "save.every=2"),
 }
 PREDICTOR = "model.layers.2."  # behind the last layer
