@@ -57,16 +57,30 @@ def unused(body: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in used and not (value is None or value is False or value in ([], {}))}
 
 
+def chat_request(
+    messages: list[Message], tools: list[dict[str, Any]] | None, choice: str | None, more: dict[str, Any], limits: dict[str, Any]
+) -> ChatRequest:
+    """Return the request for an answer to a conversation.
+
+    Args:
+        messages: from `read_messages`, as are the tools.
+        tools: the tools.
+        choice: the client's choice of tools; None: it has none. One that would require a call is not used.
+        more: what else the client asks for and does not get.
+        limits: from `read_limits`.
+    """
+    if choice not in (None, "auto", "none"):
+        more = {**more, "tool_choice": choice}
+    return ChatRequest(messages, tools=tools, calls=tools is not None and choice != "none", unused=more, **limits)
+
+
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Read a request to `/v1/chat/completions`. Raises Refusal."""
     if body.get("n") not in (None, 1):
         raise Refusal(400, "invalid_n", f"n={body['n']!r:.40}: a request has one answer")
     messages, tools = read_messages(body.get("messages"), body.get("tools"))
     choice, more = body.get("tool_choice"), unused(body, USED | {"n"})
-    if choice not in (None, "auto", "none"):
-        more["tool_choice"] = choice
-    limits = read_limits(body, "max_completion_tokens", "max_tokens")
-    return ChatRequest(messages, tools=tools, calls=tools is not None and choice != "none", unused=more, **limits)
+    return chat_request(messages, tools, choice, more, read_limits(body, "max_completion_tokens", "max_tokens"))
 
 
 def read_text(body: Mapping[str, Any]) -> ChatRequest:

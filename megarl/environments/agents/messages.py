@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.data.messages import Message
-from megarl.environments.agents.chat import Event, read_limits, read_messages, text_of, unused
+from megarl.environments.agents.chat import Event, chat_request, read_limits, read_messages, text_of, unused
 from megarl.environments.agents.questions import Answer, ChatRequest, Refusal
 
 USED = {"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"}
@@ -28,12 +28,8 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         raise Refusal(400, "invalid_request_error", "tools must be a list of tools with an input_schema; there are no server tools")
     schemas = None if not tools else [_schema(tool) for tool in tools]
     messages, schemas = read_messages(messages, schemas)
-    choice, more = (body.get("tool_choice") or {}).get("type", "auto"), unused(body, USED)
-    if choice not in ("auto", "none"):
-        more["tool_choice"] = choice
-    return ChatRequest(
-        messages, tools=schemas, calls=schemas is not None and choice != "none", unused=more, **read_limits(body, "max_tokens")
-    )
+    choice = (body.get("tool_choice") or {}).get("type", "auto")
+    return chat_request(messages, schemas, choice, unused(body, USED), read_limits(body, "max_tokens"))
 
 
 def _message(one: dict[str, Any], place: str) -> list[Message]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.data.messages import Message
-from megarl.environments.agents.chat import Event, read_limits, read_messages, text_of, unused
+from megarl.environments.agents.chat import Event, chat_request, read_limits, read_messages, text_of, unused
 from megarl.environments.agents.questions import Answer, ChatRequest, Refusal
 
 USED = {"model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "store"}
@@ -32,11 +32,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         raise Refusal(400, "invalid_tools", "tools must be a list of functions; there are no built-in tools")
     schemas = None if tools is None else [{"type": "function", "function": _function(tool)} for tool in tools]
     messages, schemas = read_messages(messages, schemas)
-    choice, more = body.get("tool_choice"), unused(body, USED)
-    if choice not in (None, "auto", "none"):
-        more["tool_choice"] = choice
-    limits = read_limits(body, "max_output_tokens")
-    return ChatRequest(messages, tools=schemas, calls=schemas is not None and choice != "none", unused=more, **limits)
+    return chat_request(messages, schemas, body.get("tool_choice"), unused(body, USED), read_limits(body, "max_output_tokens"))
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
