@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import time
 
@@ -73,6 +74,19 @@ def end(spared: set[int], *directories: str, over: bool = False) -> int:
     return len(killed)
 
 
+def remove_tree(path: str | os.PathLike[str]) -> None:
+    """Remove a directory and what it holds, as far as that can be done.
+
+    A response's program may have nested directories by the thousand, or taken its own rights away: Python's own removal is recursive until
+    3.13, and gives up at a directory that it cannot read.
+    """
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", os.fspath(path)], stderr=subprocess.DEVNULL, check=False)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; this process goes last
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -83,4 +97,4 @@ if __name__ == "__main__":
         if os.getppid() != driver and not os.path.exists(os.path.join(sys.argv[1], REPORTED)):
             print(f"megarl: failed: {SILENT}", file=sys.stderr, flush=True)
     end({driver}, sys.argv[1], over=over)  # spare the driver, which may go on without the session
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    remove_tree(sys.argv[1])

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megarl.errors import Unfit
-from megarl.host.reaper import end
+from megarl.host.reaper import end, remove_tree
 
 PREFIX, OWNER = "megarl-", "owner"
 SHORT = "/tmp"  # for directories whose paths must be short
@@ -43,7 +43,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove the directory and its contents. May be called twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_tree(self.path)
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
@@ -109,11 +109,18 @@ def _take(directory: Path) -> int | None:
 
 def _holds_a_living_one(directory: Path) -> bool:
     """Whether a run is still going that was started by this owner's processes, and whose directory lies inside this one."""
-    for owner in directory.rglob(PREFIX + "*/" + OWNER):
-        lock = _take(owner.parent)
-        if lock is None:
-            return True
-        os.close(lock)
+    waiting = [str(directory)]
+    while waiting:  # not recursive: what a killed run's programs have left may be nested as deep as a path can be
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    continue
+                waiting.append(entry.path)
+                if entry.name.startswith(PREFIX) and os.path.lexists(os.path.join(entry.path, OWNER)):
+                    lock = _take(Path(entry.path))
+                    if lock is None:
+                        return True
+                    os.close(lock)
     return False
 
 
@@ -121,7 +128,7 @@ def _remove(directory: Path) -> None:
     """Remove a directory, its lock last, so that the next start finds whatever could not be removed now."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
         elif path.name != OWNER:
             path.unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_tree(directory)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError
+from megarl.host import reaper
 from megarl.host.reaper import QUIET_S, end, members
 from megarl.host.scratch import OWNER, PREFIX, Scratch, sweep
 
@@ -146,6 +147,43 @@ def test_a_living_run_inside_a_killed_one_is_not_touched(start: Start) -> None:
     inner.kill()
     sweep()
     assert not alive(inner.agent) and not alive(outer.agent) and not outer.path.exists()
+
+
+def nested(path: Path) -> None:
+    """Directories in one another, more than Python's own walks get to."""
+    here = os.open(path, os.O_RDONLY)
+    for _ in range(3_000):
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+
+
+def test_directories_nested_by_the_thousand_are_removed(place: Path, start: Start) -> None:
+    nested((scratch := Scratch("sandbox-")).path)
+    scratch.remove()
+    assert not list(place.iterdir())
+    (owner := start()).kill()
+    nested(owner.path / "r")
+    sweep()
+    assert not alive(owner.agent) and not owner.path.exists()
+    (session := place / "session").mkdir()
+    nested(session)
+    subprocess.run([sys.executable, "-I", "-S", reaper.__file__, str(session)], input=reaper.OVER, check=True)
+    assert not session.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed, who cannot read everything")
+def test_directories_that_a_program_has_closed_are_removed() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        session = Path(place, "session")
+        subprocess.run(["sh", "-c", 'mkdir -p "$1/a/b" && chmod 0 "$1/a"', "sh", session], user=65534, check=True)
+        script = Path(place, "reaper.py")  # where that user can read it
+        script.write_bytes(Path(reaper.__file__).read_bytes())
+        subprocess.run(["python3", "-I", "-S", script, session], input=reaper.OVER, user=65534, check=True)
+        assert not session.exists()
 
 
 def another_boot(path: Path) -> None:

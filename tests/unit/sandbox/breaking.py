@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,17 @@ def a_large_file(meta: dict[str, Any]) -> int:
 @hostile
 def many_files(meta: dict[str, Any]) -> int:
     return len([open("/dev/null") for _ in range(10_000)])
+
+
+@hostile
+def a_deep_folder(meta: dict[str, Any]) -> int:
+    os.chdir(os.environ["HOME"])
+    with suppress(OSError):  # where there is a limit
+        while True:
+            os.mkdir("d")
+            os.chdir("d")
+    time.sleep(600)
+    return 1
 
 
 @hostile
