@@ -112,7 +112,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     ),
     (
         _tests(570, "tests/e2e/test_kills.py"),
-        _tests(240, "tests/e2e/test_resume.py"),
+        _tests(270, "tests/e2e/test_resume.py"),
         _tests(150, "tests/e2e/test_hanging_disk.py"),
         _tests(90, "tests/e2e/test_kept.py"),
         _distributed(45, "routing"),
@@ -124,8 +124,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(150, "tests/e2e/test_engines.py"),
         _tests(60, "tests/e2e/test_environments.py"),
         _tests(240, "tests/slurm"),
-        _tests(90, "tests/e2e/test_distillation.py"),
-        _tests(30, "tests/e2e/test_rlhf.py"),
+        _tests(90, "tests/e2e/test_rlhf.py"),
         _distributed(120, "layouts"),
         _distributed(300, "lora"),
     ),
@@ -143,7 +142,12 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(25, "value_model"),
         _distributed(240, "megatron_checkpoints"),
     ),
-    (_tests(1200, "tests/e2e/test_soak.py"),),
+    (
+        _tests(1200, "tests/e2e/test_soak.py"),
+        _tests(150, "tests/e2e/test_distillation.py"),
+        _tests(60, "tests/e2e/test_sync.py"),
+        _distributed(20, "lifetime"),
+    ),
 )
 PROOFS = {proof.name: proof for part in PARTS for proof in part}
 

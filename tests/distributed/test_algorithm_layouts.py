@@ -24,7 +24,7 @@ SPLITS: dict[str, tuple[Layout, Cut, int, slice]] = {
 MODEL = {
     "tp2": (Layout(ranks=2, tp=2), slice(0, None, 3)),
     "pp2": (Layout(ranks=2, pp=2), slice(1, None, 3)),
-    "cp2": (Layout(ranks=2, cp=2), slice(None)),
+    "cp2": (Layout(ranks=2, cp=2), slice(0, None, 2)),
     "ep2": (Layout(ranks=2, ep=2), slice(2, None, 3)),
 }
 

@@ -78,7 +78,6 @@ CASES = [
 SUITE = [
     ("qwen2_tied", "tp2"),
     ("qwen2_tied", "dp2"),
-    ("deepseek_v3", "ep4"),
     ("deepseek_v3", "tp2_etp2_ep2"),
     ("deepseek_v32", "cp2"),
     ("glm4_moe", "cp2"),

@@ -15,6 +15,7 @@ from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid, destroy_grid, init_grid
 from tests.distributed.tiny_training import Job, build, learn, make_checkpoint
 from tests.rank_pool import Pool
+from tests.rows import rows
 
 LIVES = 4
 LAYOUTS = {
@@ -55,7 +56,7 @@ def lives(grid: Grid, job: Job) -> list[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["tp2_ep2", "pp2_vpp2"]))
 def test_a_model_and_its_grid_that_were_dropped_leave_nothing(pool: Pool, tmp_path: Path, name: str) -> None:
     """The routers' auxiliary loss too: it has a graph of its own."""
     path = make_checkpoint(tmp_path / "model", num_experts_per_tok=2)

@@ -26,7 +26,7 @@ def one_rank(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
 @pytest.fixture(scope="package")
 def steps(long: bool) -> int:
     """Of the straight run, one of which pretrains the critic; with --long there are more at which it could be killed."""
-    return STEPS if long else STEPS - 2
+    return STEPS if long else STEPS - 4
 
 
 @pytest.fixture(scope="package")

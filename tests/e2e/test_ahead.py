@@ -50,6 +50,7 @@ def test_a_run_whose_engines_are_ahead_goes_on_as_if_nothing_had_been(mode: str,
     assert_same(lab.run(Job(cut, tiny_model, (*EACH, *MODES[mode], "rollout.max_num_seqs=2"))), straight, "model")
 
 
+@pytest.mark.long
 def test_free_engines_keep_the_bound_on_lag(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     """With experts replayed, of a response that two versions have written too."""
     free = (*EACH, "rollout.mode=free", "rollout.max_lag=2", "train.prompts_per_step=4")

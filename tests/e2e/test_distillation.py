@@ -44,6 +44,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, tiny_model: 
         check_train(config)
 
 
+@pytest.mark.long
 def test_named_tokens_bring_the_policy_closer_wherever_teacher_and_policy_are(
     lab: Lab, tmp_path: Path, tiny_model: Path, teacher: Path
 ) -> None:

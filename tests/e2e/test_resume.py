@@ -219,6 +219,7 @@ def supervised(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: P
     return lab.learn(Job(tmp_path_factory.mktemp("supervised"), tiny_model, verb="sft", template=SFT))
 
 
+@pytest.mark.long
 def test_supervised_training_whose_driver_is_killed_leaves_no_process_and_goes_on(
     lab: Lab, supervised: Job, tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -109,6 +109,7 @@ def test_an_idle_service_ends_when_its_rank_does(tmp_path: Path, reward_model: P
         job.kill()
 
 
+@pytest.mark.long
 def test_ppo_is_the_same_wherever_its_reward_model_stands(lab: Lab, tmp_path: Path, tiny_model: Path, reward_model: Path, url: str) -> None:
     parts = (
         f"{{name: judge, source: {{type: reward_model, path: {reward_model}}}, weight: 0.25}}",

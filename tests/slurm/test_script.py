@@ -13,6 +13,7 @@ import pytest
 from megarl.slurm.job import Job
 from megarl.slurm.script import NODE_SCRIPTS, render, templates
 from tests.e2e.job import RL
+from tests.rows import rows
 from tests.slurm.cluster import Cluster
 from tests.slurm.virtual import MANY
 from tests.unit.slurm.test_submission import JOB
@@ -131,7 +132,7 @@ def output(directory: Path, name: str) -> str:
     return "".join(path.read_text() for path in sorted((directory / "runs" / name / "slurm").glob("*.out")))
 
 
-@pytest.mark.parametrize("by", ["SIGUSR1", "SIGTERM"])
+@pytest.mark.parametrize("by", rows(["SIGUSR1", "SIGTERM"], ["SIGTERM"]))
 def test_a_preempted_run_is_saved_and_queued_again_on_both_kinds_of_cluster(
     by: str, slurm: Cluster, tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.host.reaper import SILENT, members
+from tests.rows import rows
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,7 +58,10 @@ JOB = """
 """
 
 
-@pytest.mark.parametrize(("victim", "when"), [("raylet", "in a call"), ("gcs_server", "waiting for nodes")])
+LOST = [("raylet", "in a call"), ("gcs_server", "waiting for nodes")]
+
+
+@pytest.mark.parametrize(("victim", "when"), rows(LOST, LOST[1:]))
 def test_a_job_whose_session_is_lost_is_queued_again(tmp_path: Path, victim: str, when: str) -> None:
     """The job script reads `lost`, however the driver ends. The watch is there before the nodes are."""
     nodes = '["a"]' if when == "in a call" else '["a", "b"]'
@@ -110,7 +114,7 @@ REAPER = """
 """
 
 
-@pytest.mark.parametrize("number", ["SIGSTOP", "SIGKILL"])
+@pytest.mark.parametrize("number", rows(["SIGSTOP", "SIGKILL"], ["SIGSTOP"]))
 def test_a_session_closes_without_its_reaper(number: str) -> None:
     with tempfile.TemporaryDirectory(prefix="ms-") as place:  # a short name: Ray's sockets live below it
         done = run(REAPER, number, TMPDIR=place)
@@ -156,7 +160,7 @@ HELPER = """
 """
 
 
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("number", rows(["SIGKILL", "SIGSTOP"], ["SIGSTOP"]))
 def test_a_dead_or_stopped_copy_store_is_not_reported_as_a_rank(number: str) -> None:
     done = run(HELPER, number)
     assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from megarl.plan.search import nearest, search
 from megarl.plan.sync import QUANTIZED, receiver_bytes, sender_bytes, sent_bytes
 from megarl.plan.whole import Plan, build, models_of
 from tests.published_models import MODELS, config_of, description_of
+from tests.rows import rows
 from tests.unit.examples.test_configurations import EXAMPLES
 
 H200 = DEVICES["H200"]
@@ -191,13 +192,16 @@ def test_of_an_engine_that_does_not_fit_a_larger_one_and_a_smaller_dtype_are_nam
     assert wide.notes[0].startswith("rollout.tp=32: nodes of more than 8 GPUs")
 
 
+SPREAD = [
+    ("DeepSeek-V3", "deepseek_v3", 128, 141, True),  # no node holds it
+    ("Qwen3-235B-A22B", "qwen3_235b_a22b", 128, 80, True),  # fills a node of these GPUs
+    ("Qwen3-30B-A3B", "qwen3_30b_a3b", 32, 80, False),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "example", "gpus", "memory_gb", "far"),
-    [
-        ("DeepSeek-V3", "deepseek_v3", 128, 141, True),  # no node holds it
-        ("Qwen3-235B-A22B", "qwen3_235b_a22b", 128, 80, True),  # fills a node of these GPUs
-        ("Qwen3-30B-A3B", "qwen3_30b_a3b", 32, 80, False),
-    ],
+    rows(SPREAD, SPREAD[1:]),
 )
 def test_engines_are_spread_over_nodes_where_those_of_one_node_are_full(
     published: Path, name: str, example: str, gpus: int, memory_gb: float, far: bool
