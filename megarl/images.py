@@ -1,6 +1,6 @@
-"""The image as data, engines and ranks share it: a file's bytes by content hash, and where its tokens stand in a sequence.
+"""The image as data, engines and ranks share it: a reference to a file's bytes by content hash, and where its tokens stand in a sequence.
 
-What travels is the file, a tenth of its pixels: whoever computes with it cuts it into patches with the model's own processor.
+No bytes travel: whoever computes with an image reads its file, and cuts it into patches with the model's own processor.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megarl.image_source import ImageSource
+
 MARK = "\ufdd0"  # stands for an image in a text: Unicode guarantees that it is no character
 
 
@@ -18,9 +20,14 @@ class Image:
     """One image. Two of the same digest and grid are the same."""
 
     digest: str  # SHA-256 of the file's bytes, in hexadecimal
+    size: tuple[int, int] = field(compare=False)  # width and height as it lies upright
     grid: tuple[int, int, int]  # patches: frames, rows, columns
     merge: int  # patches of the side of a square that becomes one token
-    data: bytes = field(repr=False, compare=False)  # the file: PNG, JPEG, ...
+    source: ImageSource = field(repr=False, compare=False)
+
+    def read(self) -> bytes:
+        """Return the file: PNG, JPEG, ... Raise ImageGone if it is not there any more, or has changed since it was drawn."""
+        return self.source.read(self.digest)
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from megarl.batch import VersionSpan
+from megarl.images import PlacedImage
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Response:
     episode: EpisodeSummary | None = None  # set if an environment answered
     weight_versions: Sequence[VersionSpan] = ()  # as in its Sample
     starts: Sequence[int] = ()  # as in its Sample
+    images: Sequence[PlacedImage] = ()  # as in its Sample
     sampled: Sequence[int] = ()  # the loss tokens of each span of `weight_versions`; empty: all tokens are
 
     @property

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megarl.batch import Sample
-from megarl.images import PlacedImage
+from megarl.image_source import kept_file
+from megarl.images import Image, PlacedImage
 from megarl.models.image_processor import ImageProcessor
 from tools.make_tiny_model import VISION
 
@@ -25,6 +26,11 @@ def picture(rng: np.random.Generator, form: str = "PNG") -> bytes:
     file = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8)).save(file, form)
     return file.getvalue()
+
+
+def image_of(processor: ImageProcessor, data: bytes, folder: Path) -> Image:
+    """The reference to a picture that is written into a folder."""
+    return processor.read(data, kept_file(data, folder))
 
 
 def inverted(data: bytes) -> bytes:
@@ -47,7 +53,7 @@ def samples(path: Path, counts: Sequence[int] = (2, 0, 1, 3), seed: int = 3) -> 
     for count in counts:
         tokens, placed = text(6), list[PlacedImage]()
         for _ in range(count):
-            image = processor.read(picture(rng))
+            image = image_of(processor, picture(rng), path.parent / "pictures")
             placed.append(PlacedImage(len(tokens) + 1, image))
             tokens += [START, *[PAD] * image.tokens, END, *text(6)]
         prompt = len(tokens)

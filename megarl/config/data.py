@@ -37,6 +37,8 @@ class TableSource(Section):
     rows: PositiveInt | None = None
     """Maximum number of rows to read, before `where` selects among them; null: all."""
     where: Where = {}
+    image_folder: Place | None = None
+    """The folder in which the paths of images start, and in which the files lie that they lead to; null: that of `path`."""
 
 
 class FileSource(TableSource):

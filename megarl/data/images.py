@@ -6,8 +6,6 @@ list of parts alike; marks become the image's tokens when the text is tokenised.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config import ModelSettings
+from megarl.config.data import TableSource
 from megarl.data.intake import TooLong
 from megarl.data.rendering import Reply
 from megarl.errors import ConfigError
+from megarl.image_source import BadImage, ImageSource, held, read_bounded
 from megarl.images import MARK, Image, PlacedImage
 from megarl.models.description import ModelDescription
-from megarl.models.image_processor import BadImage, ImageProcessor
+from megarl.models.image_processor import ImageProcessor
 
 if TYPE_CHECKING:
     from megarl.data.template import ChatTemplate
 
-MOST_BYTES = 64 << 20  # of an image's file
 COLUMN = "images"  # of a row: the images of parts that name none
+HERE = "<image>"  # stands for one of these in a content that is a text, as verl has it
 _PARTS = {"text": ("text",), "image": ("image", "path", "url"), "image_url": ("image_url",)}  # type of a part -> keys of what it holds
 
 
@@ -44,14 +44,14 @@ class ImageReader:
     def __init__(self, processor: ImageProcessor, token: int, most: int, limit_key: str) -> None:
         self._processor, self._token, self._most, self._limit_key = processor, token, most, limit_key
 
-    def take(self, messages: Any, row: Mapping[str, Any], folder: Path, place: str) -> tuple[Any, list[Image]]:
+    def take(self, messages: Any, row: Mapping[str, Any], source: TableSource, place: str) -> tuple[Any, list[Image]]:
         """Return the messages with marks in the place of images, and the images in order.
 
         Args:
             messages: as the row has them; what is no list of parts is left as it is.
-            row: its columns, of which `images` holds those of parts that name none.
-            folder: of the file, from which paths start.
-            place: the start of an error's message.
+            row: its columns, of which `images` holds those of parts that name none, and of "<image>" in a content that is a text.
+            source: the row's file.
+            place: the start of an error's message, which ends with the row's number.
 
         Raises:
             ConfigError: a part or an image that is not taken, or images that no part stands for.
@@ -66,6 +66,8 @@ class ImageReader:
             where = f"{place}: message {number}"
             if isinstance(content, str) and MARK in content:
                 raise ConfigError(f"{where}: its content has U+{ord(MARK):04X}, which stands for images here")
+            if isinstance(content, str) and rest and HERE in content and message.get("role") != "assistant":
+                content = _parts_of(content)
             if not isinstance(content, list):
                 changed.append(message)
                 continue
@@ -81,7 +83,7 @@ class ImageReader:
                     if not rest:
                         raise ConfigError(f"{where}: part {index}: names no image, and the column {COLUMN!r} has no more")
                     value = rest.pop(0)
-                image = self._read(value, folder, f"{where}: part {index}")
+                image = self._read(value, source, int(place.rpartition(":")[2]), f"{where}: part {index}")
                 total += image.tokens
                 if total > self._most:
                     raise TooLong(f"{place}: {len(images) + 1} images have {total} tokens, more than {self._limit_key}={self._most}")
@@ -135,9 +137,15 @@ class ImageReader:
             first += image.tokens
         return placed
 
-    def _read(self, value: Any, folder: Path, place: str) -> Image:
+    def _read(self, value: Any, source: TableSource, row: int, place: str) -> Image:
+        if isinstance(value, dict):  # as the library datasets writes images
+            value = value["bytes"] if value.get("bytes") is not None else value.get("path")
         try:
-            return self._processor.read(_bytes(value, folder))
+            data, where = held(value), ImageSource(str(source.path), row)
+            if data is None:
+                path = _path(value, source.image_folder or source.path.parent)
+                data, where = read_bounded(path), ImageSource(str(path))
+            return self._processor.read(data, where)
         except BadImage as error:
             raise ConfigError(f"{place}: the image is refused: {error}") from None
 
@@ -161,6 +169,12 @@ def reader_of(settings: ModelSettings, most: int, limit_key: str) -> ImageReader
     return ImageReader(processor, vision.image_token, most, limit_key)
 
 
+def check_folder(source: TableSource, reader: ImageReader | None, key: str) -> None:
+    """Raise ConfigError if a source has a folder of images and nothing reads them; `key`: the source's dotted key."""
+    if reader is None and source.image_folder is not None:
+        raise ConfigError(f"{key}.image_folder={source.image_folder}: the model sees no images, or reads none of this source")
+
+
 def _part(part: Any, place: str) -> tuple[str, Any]:
     """Return whether a part is a text or an image, and what it holds; None: an image that it does not name."""
     if isinstance(part, dict):
@@ -177,36 +191,22 @@ def _part(part: Any, place: str) -> tuple[str, Any]:
     raise ConfigError(f"{place}: must be a text or an image, with its type, and is {part!r:.80}")
 
 
-def _bytes(value: Any, folder: Path) -> bytes:
-    """Return the bytes of an image's file. Raise BadImage if they are not there."""
-    if isinstance(value, dict):  # as the library datasets writes images
-        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-    if isinstance(value, bytes):
-        return _bounded(value)
+def _parts_of(content: str) -> list[dict[str, str]]:
+    """Return a text with `HERE` for its images as parts."""
+    first, *others = content.split(HERE)
+    return [{"type": "text", "text": first}, *(part for text in others for part in ({"type": "image"}, {"type": "text", "text": text}))]
+
+
+def _path(value: Any, folder: Path) -> Path:
+    """Return the file of an image that a row names. Raise BadImage if it is none, or not inside the folder."""
     if not isinstance(value, str) or not value:
         raise BadImage(f"neither a path nor bytes but {value!r:.80}")
-    if value.startswith("data:"):
-        head, _, body = value.partition(",")
-        if not head.endswith(";base64") or len(body) > 2 * MOST_BYTES:
-            raise BadImage(f"a data URL of at most {MOST_BYTES} bytes in base64 is taken, not {value!r:.40}")
-        try:
-            return _bounded(base64.b64decode(body, validate=True))
-        except binascii.Error as error:
-            raise BadImage(f"not base64: {error}") from None
     if "://" in value:
         raise BadImage(f"{value!r:.80} is an address, and nothing is fetched: give the file's path or bytes")
-    path = folder / value
     try:
-        if not path.is_file():
-            raise BadImage(f"no such file: {path}")
-        if path.stat().st_size > MOST_BYTES:
-            raise BadImage(f"{path} has {path.stat().st_size} bytes, more than {MOST_BYTES}")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise BadImage(f"{path}: {error}") from None
-
-
-def _bounded(data: bytes) -> bytes:
-    if len(data) > MOST_BYTES:
-        raise BadImage(f"{len(data)} bytes, more than {MOST_BYTES}")
-    return data
+        path, root = (folder / value).resolve(), folder.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte in the path, or links that lead to each other
+        raise BadImage(f"{folder / value}: {error}") from None
+    if not path.is_relative_to(root):
+        raise BadImage(f"{value!r:.80} leads out of {folder}; the source's image_folder may be another")
+    return path

@@ -12,7 +12,7 @@ from megarl.data.answers import text_of
 from megarl.data.columns import at
 from megarl.data.conversations import Conversation, Script, plain_script, tokenised
 from megarl.data.files import taken_rows
-from megarl.data.images import COLUMN, ImageReader
+from megarl.data.images import COLUMN, ImageReader, check_folder
 from megarl.data.intake import UNUSED, Intake
 from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
@@ -72,6 +72,7 @@ def load_conversations(
     """
     if not tokenizer.chat_template:
         raise ConfigError(f"{key}: the tokenizer has no chat template, and conversations need one")
+    check_folder(source, reader, key)
     intake = Intake.of(data)
     template, filled = ChatTemplate(tokenizer, data, intake=intake), source.path.suffix != ".jsonl"
     used = {name.partition(".")[0] for name in (source.messages_key, *source.where)} | {source.messages_key, TOOLS, ARGUMENTS}
@@ -83,7 +84,7 @@ def load_conversations(
         intake.note(UNUSED, row.keys() - used)
         given, images = at(row, source.messages_key, place, f"{key}.messages_key"), list[Image]()
         if reader is not None:
-            given, images = reader.take(given, row, source.path.parent, place)
+            given, images = reader.take(given, row, source, place)
         messages = checked(given, place, filled)
         if isinstance(messages, str):
             raise ConfigError(f"{place}: a conversation is a list of chat messages, not a text")

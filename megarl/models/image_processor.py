@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
+from megarl.image_source import BadImage, ImageSource
 from megarl.images import Image
 from megarl.lazy_torch import Tensor, torch
 from megarl.text.display import one_line
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MOST_PIXELS = 1 << 26  # of a file before it is resized: 8192 x 8192
 KEPT_BYTES = 1 << 28  # of patches that are kept for further passes
-
-
-class BadImage(ValueError):
-    """A file that is no image, or none that is taken; the message says why, without its name."""
 
 
 class ImageProcessor:
@@ -58,8 +55,12 @@ class ImageProcessor:
         inner.size["shortest_edge"], inner.size["longest_edge"] = least, most
         return inner
 
-    def read(self, data: bytes) -> Image:
+    def read(self, data: bytes, source: ImageSource) -> Image:
         """Check a file and count its patches.
+
+        Args:
+            data: its bytes.
+            source: where they are.
 
         Raises:
             BadImage: it is no image of a known format, damaged, too large or too narrow.
@@ -71,7 +72,7 @@ class ImageProcessor:
         except ValueError as error:  # of smart_resize
             raise BadImage(one_line(str(error), 200)) from None
         assert rows * columns == patches, f"{rows} x {columns} patches, and the processor has {patches}"
-        return Image(hashlib.sha256(data).hexdigest(), (1, rows, columns), inner.merge_size, data)
+        return Image(hashlib.sha256(data).hexdigest(), (width, height), (1, rows, columns), inner.merge_size, source)
 
     def pixels(self, image: Image) -> Tensor:
         """Return the patches of an image, float32 [P, channels * frames * patch * patch]."""
@@ -79,7 +80,7 @@ class ImageProcessor:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        cut = self.inner(images=[opened(image.data)], return_tensors="pt")
+        cut = self.inner(images=[opened(image.read())], return_tensors="pt")
         grid = tuple(cut["image_grid_thw"][0].tolist())
         if grid != image.grid:
             raise ValueError(f"image {image.digest[:12]}: cut into {grid} patches here, and counted as {image.grid}")

@@ -29,7 +29,7 @@ from megarl.parallel.weights import load_hf
 from tests.distributed.exported import tensors_of
 from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import BY_GRADIENTS, assert_same_gradients, moved
-from tests.image_samples import PAD, inverted, samples
+from tests.image_samples import PAD, image_of, inverted, samples
 from tests.rank_pool import Pool
 from tests.rows import rows
 from tools.check_logits import Part, joined, transformers_model
@@ -113,7 +113,7 @@ def test_an_image_changes_what_follows_it_and_nothing_else(pool: Pool, make: Mak
     path = make("qwen3_vl_moe")
     one, two = samples(path, (2, 1))
     first, last = one.images
-    other = replace(last, image=replace(last.image, digest="another", data=inverted(last.image.data)))
+    other = replace(last, image=image_of(ImageProcessor(path), inverted(last.image.read()), path.parent / "pictures"))
     batch = pack([one, two])
     [[seen, altered]] = pool.run(logits, Layout(), path, [batch, pack([replace(one, images=[first, other]), two])])
     gap_T = (joined([seen], batch, 129) - joined([altered], batch, 129)).abs().amax(-1)

@@ -5,24 +5,29 @@ from __future__ import annotations
 import base64
 import io
 import json
+import pickle
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from PIL import Image as Pillow
+from pyarrow import parquet
 
+from megarl import image_source
 from megarl.config import ConfigError, ConversationSource, SftData
 from megarl.data.conversations import Conversation
-from megarl.data.images import MOST_BYTES, ImageReader
+from megarl.data.images import ImageReader
 from megarl.data.supervised import LIMIT_KEY, load_conversations
 from megarl.data.tokenizer import load_tokenizer
+from megarl.image_source import MOST_BYTES, ImageGone
 from megarl.images import MARK, axes_of
 from megarl.models.description import ModelDescription
 from megarl.models.image_processor import MOST_PIXELS, ImageProcessor
-from tests.image_samples import END, PAD, START, picture
+from tests.image_samples import END, PAD, START, image_of, picture
 from tools.make_tiny_model import build
 
 
@@ -33,11 +38,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def load(path: Path, folder: Path, rows: list[dict[str, Any]], most: int = 400, **data: Any) -> list[Conversation]:
+def load(
+    path: Path, folder: Path, rows: list[dict[str, Any]], most: int = 400, root: Path | None = None, **data: Any
+) -> list[Conversation]:
     """The conversations of rows in a JSONL file of the folder."""
     file = folder / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = ConversationSource(type="conversations", path=file)
+    return load_file(path, file, most, root, **data)
+
+
+def load_file(path: Path, file: Path, most: int = 400, root: Path | None = None, **data: Any) -> list[Conversation]:
+    source = ConversationSource(type="conversations", path=file, image_folder=root)
     vision = ModelDescription.read(path).sizes.vision
     assert vision is not None
     reader = ImageReader(ImageProcessor(path), vision.image_token, most, LIMIT_KEY)
@@ -61,12 +72,27 @@ def test_images_are_where_the_template_has_them_and_no_image_token_is_learned(pa
     turns[2]["content"][1] = {"type": "text", "text": "again"}
     one, text = load(path, tmp_path, [{**row, "messages": turns}, asked("no image at all")])
     assert text.images == () or text.images == []
-    assert [placed.image.data for placed in one.images] == [*files, files[0]]
+    assert [placed.image.read() for placed in one.images] == [*files, files[0]]
     for placed in one.images:
         assert (one.tokens[placed.start : placed.end] == PAD).all()
         assert one.tokens[placed.start - 1] == START and one.tokens[placed.end] == END
     learned = one.tokens[one.prompt_length :][one.loss_mask]
     assert load_tokenizer(path).decode(learned) == "two<|end|>yes<|end|>" and MARK not in load_tokenizer(path).decode(one.tokens)
+
+
+def test_a_content_that_is_a_text_has_its_images_where_verl_writes_them(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(picture(np.random.default_rng(1)))
+    (tmp_path / "b").write_bytes(picture(np.random.default_rng(2)))
+    texts = {"messages": [{"role": "user", "content": "<image>x<image> y"}, {"role": "assistant", "content": "z"}], "images": ["a", "b"]}
+    parts = asked({"type": "image", "image": "a"}, "x", {"type": "image", "image": "b"}, " y", answer="z")
+    one, other, bare = load(path, tmp_path, [texts, parts, {**texts, "images": None}])
+    assert np.array_equal(one.tokens, other.tokens) and one.images == other.images and not bare.images
+    for images, message in (
+        (["a"], "names no image, and the column 'images' has no more"),
+        (["a"] * 3, "has 1 images that no part stands"),
+    ):
+        with pytest.raises(ConfigError, match=rf"train\.jsonl:1: [^\n]*{message}"):
+            load(path, tmp_path, [{**texts, "images": images}])
 
 
 def test_positions_and_patches_are_those_of_transformers(path: Path, tmp_path: Path) -> None:
@@ -172,13 +198,86 @@ def test_images_that_alone_are_too_long_are_not_all_read(path: Path, tmp_path: P
     assert len(load(path, tmp_path, [many, asked(image)], most=80, overlong="drop")) == 1
 
 
-def test_limits_of_pixels_change_the_number_of_tokens_and_not_what_is_cut(path: Path) -> None:
+def test_limits_of_pixels_change_the_number_of_tokens_and_not_what_is_cut(path: Path, tmp_path: Path) -> None:
     data = picture(np.random.default_rng(5))
     small, large = ImageProcessor(path, most=300), ImageProcessor(path, least=3000)
-    one, two = small.read(data), large.read(data)
+    one, two = (image_of(processor, data, tmp_path) for processor in (small, large))
     assert one.digest == two.digest and one.tokens < two.tokens
     assert len(small.pixels(one)) == 4 * one.tokens and len(large.pixels(two)) == 4 * two.tokens
     with pytest.raises(ValueError, match=r"^image [0-9a-f]{12}: cut into \(1, \d+, \d+\) patches here, and counted as"):
         small.pixels(two)
     with pytest.raises(ConfigError, match=r"^model\.min_pixels=5000: more than model\.max_pixels=4096$"):
-        ImageProcessor(path, least=5000).read(data)
+        image_of(ImageProcessor(path, least=5000), data, tmp_path)
+
+
+def test_an_image_outside_its_folder_is_refused(path: Path, tmp_path: Path) -> None:
+    """However a row names it: by a link, a path that leads up, or from the root."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "secret.png").write_bytes(picture(np.random.default_rng(4)))
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "up").symlink_to(tmp_path)
+    (folder / "round").symlink_to(folder / "round")
+    for name in ("link.png", "up/secret.png", "../secret.png", str(tmp_path / "secret.png")):
+        with pytest.raises(ConfigError, match=r"train\.jsonl:1: [^\n]* leads out of [^\n]*; the source's image_folder may be another$"):
+            load(path, folder, [asked({"type": "image", "image": name})])
+    with pytest.raises(ConfigError, match=r"train\.jsonl:1: message 0: part 0: the image is refused: "):
+        load(path, folder, [asked({"type": "image", "image": "round"})])
+    names = ["secret.png", "data/link.png", "data/../data/up/secret.png"]
+    assert len(load(path, folder, [asked({"type": "image", "image": name}) for name in names], root=tmp_path)) == 3
+
+
+def test_images_travel_as_references_to_wherever_their_bytes_are(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, data URLs of JSONL, and bytes in Parquet of several groups of rows and in what `datasets` writes."""
+    rng = np.random.default_rng(6)
+    files = [picture(rng) for _ in range(70)]
+    urls = ["data:image/png;base64," + base64.b64encode(data).decode() for data in files]
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(asked({"type": "image_url", "image_url": {"url": url}})) for url in urls))
+    answer = {"role": "assistant", "content": "two"}
+    asking = [{"role": "user", "content": "a <image>?"}, answer]
+    rows = [{"messages": asking, "images": [{"bytes": data, "path": "a.png"}]} for data in files]
+    parquet.write_table(table := pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=30)
+    (saved := tmp_path / "saved").mkdir()
+    parts = [table.slice(0, 50), table.slice(50)]
+    for number, part in enumerate(parts):
+        with pyarrow.OSFile(str(saved / f"{number}.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, part.schema) as stream:
+            stream.write_table(part, max_chunksize=20)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"{number}.arrow"} for number in range(2)]}))
+    for file in (tmp_path / "train.jsonl", tmp_path / "train.parquet", saved):
+        references = [one.images[0].image for one in load_file(path, file)]
+        assert len(pickle.dumps(references)) < 400 * len(files)
+        monkeypatch.setattr(image_source, "_cache", image_source._Cache())
+        assert [reference.read() for reference in references] == files
+
+
+def test_an_image_that_has_changed_since_it_was_drawn_is_not_taken(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(7)
+    one, other = picture(rng), picture(rng)
+    (tmp_path / "a.png").write_bytes(one)
+    (tmp_path / "train.jsonl").touch()
+    url = {"type": "image", "image": "data:image/png;base64," + base64.b64encode(one).decode()}
+    [[named], [inline]] = [
+        [placed.image for placed in row.images] for row in load(path, tmp_path, [asked({"type": "image", "image": "a.png"}), asked(url)])
+    ]
+    cases = {"has changed since": lambda: (tmp_path / "a.png").write_bytes(other), "cannot be read": lambda: (tmp_path / "a.png").unlink()}
+    for message, change in cases.items():
+        change()
+        monkeypatch.setattr(image_source, "_cache", image_source._Cache())
+        with pytest.raises(ImageGone, match=rf"^image [0-9a-f]{{12}}: [^\n]*a\.png {message}[^\n]*$"):
+            named.read()
+    assert inline.read() == one
+    for rows, message in (([asked("none")] * 2, "has changed since"), ([asked("none")], "cannot be read")):
+        (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        monkeypatch.setattr(image_source, "_cache", image_source._Cache())
+        with pytest.raises(ImageGone, match=rf"train\.jsonl:2 {message}"):
+            inline.read()
+
+
+def test_a_process_keeps_the_last_images_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_source, "CACHED_BYTES", 1000)
+    cache = image_source._Cache()
+    for number in range(100):
+        cache.put(str(number), bytes(300))
+    assert [number for number in range(100) if cache.get(str(number)) is not None] == [97, 98, 99]
+    cache.put("large", bytes(2000))
+    assert cache.get("large") is None and cache.get("99") is None
