@@ -50,7 +50,7 @@ class Sample:
     loss_mask: np.ndarray | None = None  # bool [response]: tokens written by the policy, not by a tool or the user; None: all of them
     turn_rewards: Sequence[tuple[int, float]] = ()  # from an environment: (response tokens up to the end of a turn, its reward)
     starts: Sequence[int] = ()  # indices of the tokens with which further contexts begin
-    images: Sequence[PlacedImage] = ()  # in order
+    images: Sequence[PlacedImage] = ()  # in order, by the tokens' indices
 
     @property
     def response_length(self) -> int:
@@ -83,7 +83,7 @@ class Batch:
     extra_T: Mapping[str, Tensor] = field(default_factory=dict)  # e.g. old_logp, ref_logp, rollout_logp, advantage, weight
     in_order: bool = False  # true if known to hold every entry of every sequence, sequence by sequence, in order of position
     begin_T: Tensor | None = None  # int64, position of the first entry of the entry's context; None: each sequence is one context
-    images_N: Sequence[Sequence[PlacedImage]] | None = None  # of each sequence, in order; None: no sequence has any
+    images_N: Sequence[Sequence[PlacedImage]] | None = None  # of each sequence, by position of their entries; None: no sequence has any
 
     def __len__(self) -> int:
         return len(self.input_T)
@@ -129,6 +129,10 @@ class Batch:
         _, context_T, count_C = torch.unique(name_T, return_inverse=True, return_counts=True)
         return context_T, count_C
 
+    def seen(self) -> list[Sequence[PlacedImage]]:
+        """The images of each sequence of which entries are held here."""
+        return [] if self.images_N is None else [self.images_N[n] for n in self.seq_T.unique().tolist()]
+
     def spread(self, value_N: Tensor) -> Tensor:
         """A per-sequence value, repeated for each entry of the sequence: [N] -> [T]."""
         return value_N.index_select(0, self.seq_T)  # three times as fast as value_N[seq_T] on CPU
@@ -145,7 +149,6 @@ def pack(samples: Sequence[Sample]) -> Batch:
     `extra_T["rollout_logp"]` (float32) holds the engine's log-prob at loss tokens and 0 in the prompt. Routed experts are not included.
     """
     if any(sample.starts for sample in samples):
-        assert not any(sample.images for sample in samples), "images in samples of several contexts"
         return _pack_contexts(samples)
     lengths = np.array([len(sample.tokens) - 1 for sample in samples], dtype=np.int64)
     prompts = np.array([sample.prompt_length - 1 for sample in samples], dtype=np.int64)  # entries before the first loss token
@@ -168,8 +171,25 @@ def pack(samples: Sequence[Sample]) -> Batch:
         count_N=torch.from_numpy(np.array([sample.loss_tokens for sample in samples], dtype=np.int64)),
         extra_T=extra,
         in_order=True,
-        images_N=[sample.images for sample in samples] if any(sample.images for sample in samples) else None,
+        images_N=_images(samples),
     )
+
+
+def _images(samples: Sequence[Sample]) -> list[list[PlacedImage]] | None:
+    """The images of each sample, each at the position of the entry that feeds its first token."""
+    if not any(sample.images for sample in samples):
+        return None
+    images_N = list[list[PlacedImage]]()
+    for sample in samples:
+        learned, ends, fed = _loss_mask(sample), [*sample.starts, len(sample.tokens)], list[PlacedImage]()
+        for one in sample.images:
+            of_response = (max(0, place - sample.prompt_length) for place in (one.start, one.end))
+            assert not learned[slice(*of_response)].any(), "tokens of images are never loss tokens"
+            context = bisect.bisect_right(sample.starts, one.start)
+            if one.start < ends[context] - 1:  # a context's last token is not fed
+                fed.append(replace(one, start=one.start - context))
+        images_N.append(fed)
+    return images_N
 
 
 def _pack_contexts(samples: Sequence[Sample]) -> Batch:
@@ -184,7 +204,7 @@ def _pack_contexts(samples: Sequence[Sample]) -> Batch:
     keep_T = torch.ones(len(joined), dtype=torch.bool).index_fill(0, entry_E, False)
     dropped_N = torch.bincount(seq_E, minlength=len(samples))
     length_N = joined.length_N - dropped_N
-    batch = replace(joined.take(keep_T.nonzero().squeeze(1)), length_N=length_N, in_order=True)
+    batch = replace(joined.take(keep_T.nonzero().squeeze(1)), length_N=length_N, in_order=True, images_N=_images(samples))
     position_T = torch.arange(len(batch)) - batch.spread(length_N.cumsum(0) - length_N)
     begins = [(0, *(start - place for place, start in enumerate(sample.starts, 1))) for sample in samples]
     counts = [np.diff([*begin, int(length)]) for begin, length in zip(begins, length_N, strict=True)]
@@ -206,8 +226,9 @@ def pack_scored(samples: Sequence[Sample]) -> Batch:
 
     def judged(sample: Sample) -> Sample:
         read = last_context(sample)
-        tokens = np.append(read, read[-1])
-        return replace(sample, tokens=tokens, prompt_length=len(read), rollout_logp=nothing, loss_mask=None, starts=())
+        tokens, first = np.append(read, read[-1]), len(sample.tokens) - len(read)
+        images = [replace(one, start=one.start - first) for one in sample.images if one.start >= first]
+        return replace(sample, tokens=tokens, prompt_length=len(read), rollout_logp=nothing, loss_mask=None, starts=(), images=images)
 
     return pack([judged(sample) for sample in samples])
 
@@ -241,7 +262,6 @@ def concat(batches: Sequence[Batch], names: Sequence[Sequence[int]] | None = Non
         else torch.cat([torch.zeros_like(b.seq_T) if begin_T is None else begin_T for b, begin_T in zip(batches, begins, strict=True)]),
     )
     if any(batch.images_N is not None for batch in batches):
-        assert names is None, "images in sequences of several parts"
         whole = replace(whole, images_N=[own for b in batches for own in (b.images_N or [()] * len(b.length_N))])
     flat = range(len(whole.length_N)) if names is None else [name for own in names for name in own]
     first = {name: n for n, name in reversed([*enumerate(flat)])}
@@ -256,6 +276,7 @@ def concat(batches: Sequence[Batch], names: Sequence[Sequence[int]] | None = Non
         count_N=whole.count_N[first_N],
         start_N=whole.start_N[first_N],
         in_order=False,
+        images_N=None if whole.images_N is None else [whole.images_N[n] for n in first_N.tolist()],
     )
 
 

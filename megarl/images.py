@@ -5,8 +5,9 @@ No bytes travel: whoever computes with an image reads its file, and cuts it into
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,13 @@ class PlacedImage:
     def end(self) -> int:
         """The place of the first token after it."""
         return self.start + self.image.tokens
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> PlacedImage:
+        """Return the one that `dataclasses.asdict` has written."""
+        image = plain["image"]
+        size, grid, source = tuple(image["size"]), tuple(image["grid"]), ImageSource(**image["source"])
+        return cls(plain["start"], Image(image["digest"], size, grid, image["merge"], source))
 
 
 def axes_of(length: int, images: Sequence[PlacedImage]) -> np.ndarray:

@@ -67,6 +67,8 @@ def check_sight(settings: ModelSettings, model: ModelDescription) -> None:
         raise ConfigError(f"model.{key}={limits[key]}: {model.architecture} sees no images")
     if settings.vision == "train" and model.sizes.vision is None:
         raise ConfigError(f"model.vision=train: {model.architecture} sees no images")
+    if settings.vision == "train" and settings.lora is not None:
+        raise ConfigError("model.vision=train: model.lora trains adapters of the language model alone")
     if settings.drop_images and model.sizes.vision is not None:
         raise ConfigError(f"model.drop_images=true: {model.architecture} is read whole, and what sees images is kept as it is")
 

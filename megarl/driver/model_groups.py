@@ -42,6 +42,7 @@ from megarl.observe.restarts import Restarts
 from megarl.ranks.model_worker import TRAINED, ModelWorker
 from megarl.ranks.step_plan import Group, StepPlan, plan_scoring, plan_step, response_advantages
 from megarl.ranks.step_worker import COLUMN, RLSpec
+from megarl.ranks.tower_work import TowerWork
 from megarl.response import Response
 
 
@@ -101,7 +102,14 @@ class ModelGroups(TrainedGroups):
         self.take_devices(keep_weights=not sync_follows)
         readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
         plans = [
-            plan_step(self.config, groups, group.layout.dp, capacity(self.config.train, self.config.critic, group.roles), self.stages)
+            plan_step(
+                self.config,
+                groups,
+                group.layout.dp,
+                capacity(self.config.train, self.config.critic, group.roles),
+                self.stages,
+                TowerWork.of(self.config.model, group.layout),
+            )
             for group in readers
         ]
         scoring = [] if self.teachers is None else self.teachers.start(plans[0], groups)

@@ -248,6 +248,11 @@ def chained(contexts: Sequence[Sample]) -> Sample:
         np.concatenate(experts) if len(experts) == len(contexts) else None,
         mask,
         starts=tuple(ends[:-1]),
+        images=[
+            replace(image, start=image.start + end - len(one.tokens))
+            for end, one in zip(ends, contexts, strict=True)
+            for image in one.images
+        ],
     )
 
 
@@ -282,4 +287,5 @@ def joined(turns: Sequence[Sample], finish_reason: str) -> Sample:
         versions((turn.prompt_length - start, turn) for turn in turns),
         np.concatenate(experts) if len(experts) == len(turns) else None,
         None if mask.all() else mask,
+        images=last.images,
     )

@@ -8,6 +8,7 @@ from megarl.config import SftConfig
 from megarl.data.conversations import Conversation, sample
 from megarl.loops.supervised import Stage, learn
 from megarl.ranks.learner import MiniBatch, mini_batch
+from megarl.ranks.tower_work import TowerWork
 from megarl.resume.finished import has_finished
 
 
@@ -17,8 +18,10 @@ def sft(config: SftConfig) -> None:
         return
     data, objective, settings = check_sft(config), Sft(config.sft.aggregation), config.sft
 
+    layout, tower = config.layout, TowerWork.of(config.model, config.layout)
+
     def plan(batch: Sequence[Conversation]) -> MiniBatch:
-        return mini_batch(objective, [sample(one) for one in batch], [0.0] * len(batch), config.layout.dp, settings.micro_batch_tokens)
+        return mini_batch(objective, [sample(one) for one in batch], [0.0] * len(batch), layout.dp, settings.micro_batch_tokens, tower)
 
     def draw(indices: list[int]) -> MiniBatch:
         return plan([data.train[index] for index in indices])

@@ -25,6 +25,7 @@ from megarl.observe.restarts import Restarts
 from megarl.observe.run import BEST, Run
 from megarl.plan.search import smallest_engine
 from megarl.ranks.learner import MiniBatch, TrainSpec, mini_batch
+from megarl.ranks.tower_work import TowerWork
 from megarl.resume.best import Best
 from megarl.resume.recovery import Recoverable, newest, recovering
 from megarl.resume.saving import Checkpoints, ResumePoint, every, resume_point
@@ -172,10 +173,12 @@ def learn_pairs(
         finish: see `Stage`.
     """
 
+    tower = TowerWork.of(config.model, config.layout)
+
     def plan(batch: Sequence[Preference]) -> MiniBatch:
         samples = [sample(side) for pair in batch for side in (pair.chosen, pair.rejected)]
         margins = [pair.margin for pair in batch for _ in range(2)]
-        return mini_batch(objective, samples, margins, config.layout.dp, config.learn.micro_batch_tokens)
+        return mini_batch(objective, samples, margins, config.layout.dp, config.learn.micro_batch_tokens, tower)
 
     def draw(indices: list[int]) -> MiniBatch:
         return plan([pairs.train[index] for index in indices])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -65,8 +65,7 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
     row_T = real.nonzero().squeeze(1)
     bounds = torch.tensor([0, *padded, *([fill] if fill else [])]).cumsum(0)
     params = _params(bounds.to(torch.int32).to(device), max([*padded, fill]))
-    if batch.images_N is not None and any(images := [batch.images_N[n] for n in contexts.tolist()]):
-        assert batch.begin_T is None, "images in sequences of several contexts"
+    if batch.images_N is not None and any(images := _images(batch, order_T[counts.cumsum(0) - counts].tolist(), lengths)):
         params = _with_images(params, images, lengths, [*padded, fill], source, device)
     ids = torch.zeros(len(source), dtype=torch.int64)
     ids[real] = batch.input_T[entry]
@@ -80,6 +79,22 @@ def pack_micro(batch: Batch, *, cp_rank: int, cp_size: int, tp: int, device: tor
         entry_T=entry,
         row_T=row_T.to(device),
     )
+
+
+def _images(batch: Batch, firsts: Sequence[int], lengths: Sequence[int]) -> list[Sequence[PlacedImage]]:
+    """The images of contexts, by their places in them.
+
+    Args:
+        batch: the micro-batch.
+        firsts: the first entry of each context.
+        lengths: its number of entries.
+    """
+    assert batch.images_N is not None
+    images_C = list[Sequence[PlacedImage]]()
+    for first, length in zip(firsts, lengths, strict=True):
+        own, begin = batch.images_N[int(batch.seq_T[first])], 0 if batch.begin_T is None else int(batch.begin_T[first])
+        images_C.append([replace(one, start=one.start - begin) for one in own if begin <= one.start < begin + length])
+    return images_C
 
 
 def _shortest_first(length_C: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ REDUCE_LATENCY = 0.03e-3  # seconds of one of the two sums over an engine's tens
 SEQUENCE_LATENCY = 15e-6  # seconds in which an engine's host schedules and reads a token of one of its sequences
 HOST_BANDWIDTH = 25e9  # bytes per second between a GPU and its host's pinned memory
 HOST_MEMORY = 40e9  # bytes per second of a GPU's share of its host's memory, in Adam's pass
+IMAGE_SHARE, IMAGE_TOKENS = 0.5, 1024  # share of a sequence's tokens that are images', and the tokens of an image
 IMBALANCE = 1.5  # tokens of the busiest rank's experts, relative to the mean
 MEAN_LENGTH = 0.5  # of a response, as a share of the longest
 

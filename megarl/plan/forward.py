@@ -5,9 +5,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import Layout
-from megarl.plan.devices import EXCHANGE_LATENCY, FLOAT32, LAYER_LATENCY, NETWORK_SHARE, STREAM_SHARE, TRAIN_MFU, Device
+from megarl.plan.devices import (
+    EXCHANGE_LATENCY,
+    FLOAT32,
+    IMAGE_SHARE,
+    IMAGE_TOKENS,
+    LAYER_LATENCY,
+    NETWORK_SHARE,
+    STREAM_SHARE,
+    TRAIN_MFU,
+    Device,
+)
 from megarl.plan.facts import Facts
 from megarl.plan.parameters import stage_layers
+from megarl.plan.tower import tower_flops
 
 
 def active_parameters(model: Facts, elements: int) -> float:
@@ -83,6 +94,9 @@ def stage_seconds(
         flops = mixture * mixtures + dense * (len(layers) - mixtures) + 2 * n.vocab * n.hidden * (stage == layout.pp - 1)
         exchanged = waits[True] * mixtures + waits[False] * (len(layers) - mixtures) + hop * len(chunks) * (layout.pp > 1)
         seconds.append(tokens * flops / rate + exchanged)
+    if n.vision is not None:  # which every rank of the first stage computes, in one of the three passes of training
+        seen = tokens * IMAGE_SHARE / IMAGE_TOKENS * tower_flops(n.vision, IMAGE_TOKENS)
+        seconds[0] += seen / (device.flops * TRAIN_MFU) / (3 if training else 1)
     return seconds
 
 

@@ -11,6 +11,7 @@ from megarl.plan.facts import facts
 from megarl.plan.parameters import shards, stage_layers
 from megarl.plan.pipeline import OutputHead, Recompute, in_flight, stage_bytes
 from megarl.plan.states import ITEM, States, states
+from megarl.plan.tower import tower_bytes
 
 CONTEXT = 3 * GB  # CUDA's context, NCCL's buffers, cuBLAS's workspaces: an estimate
 
@@ -160,5 +161,8 @@ def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: 
     parts: dict[str, float] = {**stage_bytes(description, shape, layers, flying, recompute, head, working=work.gpu and role.trained)}
     if not role.trained:
         parts.pop("layer inputs", None)
+    if stage == 0 and description.n.vision is not None:  # every token may be an image's
+        trained = role.trained and settings.vision == "train"
+        parts["tower"] = tower_bytes(description.n.vision, role.micro_batch_tokens, shape.item, trained=trained)
     logits, working = parts.pop("logits", 0), parts.pop("working set", 0)
     return {"activations": sum(parts.values()), "logits": logits, "working set": working}

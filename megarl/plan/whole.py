@@ -13,12 +13,12 @@ from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_layout
-from megarl.plan.devices import GB, MEAN_LENGTH, Device
+from megarl.plan.devices import GB, IMAGE_SHARE, IMAGE_TOKENS, MEAN_LENGTH, Device
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.facts import facts
 from megarl.plan.forward import active_parameters
 from megarl.plan.host import NodeMemory, plan_host
-from megarl.plan.parameters import model_elements
+from megarl.plan.parameters import language_elements, model_elements
 from megarl.plan.ranks import GroupMemory, PlannedModel, Work, plan_group
 from megarl.plan.remedies import offloaded, overrides, parked, quantized, recomputed, spread
 from megarl.plan.sync import kept_bytes, receiver_bytes, sender_bytes, sent_bytes
@@ -109,7 +109,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     engine = receiver = host = None
     apart, teaching = dict[str, EngineMemory](), 0
     engines, beside, update_bytes, shared = 0, 0.0, 0, False
-    policy, elements = facts(model), model_elements(model)
+    policy, elements = facts(model), language_elements(model)
     needed_gpus = sum(group.layout.ranks for group in groups)
     offloaded = max(stage.offloaded for group in groups for stage in group.stages)
     if isinstance(config, TrainConfig):
@@ -133,14 +133,14 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         waiting = max(stage.host for group in groups for stage in group.stages)
         sent, ahead = sent_bytes(model, config.rollout, dtype), config.rollout.mode != "sync"
         teachers = [] if config.distillation is None else [models[name] for name in config.distillation.models]
-        taught = [(facts(teacher), model_elements(teacher)) for teacher in teachers]
+        taught = [(facts(teacher), language_elements(teacher)) for teacher in teachers]
         times = plan_times(config, policy, elements, engine, device, waiting, offloaded, sent, taught, ahead=ahead)
     else:
         assert isinstance(config, LearnConfig)
         times = plan_learning(config, policy, elements, device, offloaded)
     plan = Plan(
         architecture=model.architecture,
-        parameters=elements,
+        parameters=model_elements(model),
         active=active_parameters(policy, elements),
         device=device,
         memory=memory,
@@ -161,6 +161,11 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     )
     if isinstance(config, TrainConfig) and config.distillation is not None and not config.distillation.models:
         plan.notes.append(f"distillation.{next(iter(config.distillation.scorers))}: a server scores beside the policy, in no more time")
+    if model.sizes.vision is not None:
+        plan.notes.append(
+            f"images are {IMAGE_SHARE:.0%} of the tokens, of {IMAGE_TOKENS} tokens each, and in the fullest micro-batch all; the vision "
+            "tower is whole on each rank of the first stage, and the times have no backward pass of it"
+        )
     if engine is not None and engine.tp > device.node:
         plan.notes.append(
             f"rollout.tp={engine.tp}: nodes of more than {device.node} GPUs, since the tp GPUs of a data-parallel rank are on one node; "

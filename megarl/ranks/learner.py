@@ -24,6 +24,7 @@ from megarl.ranks.step_plan import split_step
 
 if TYPE_CHECKING:
     from megarl.parallel.checkpoint.state import ModelState
+    from megarl.ranks.tower_work import TowerWork
 
 MODEL = "model"  # the model's name in a checkpoint
 
@@ -51,7 +52,9 @@ class MiniBatch:
         return sum(len(sample.tokens) for sample in self.samples)
 
 
-def mini_batch(objective: Objective, samples: Sequence[Sample], margin_N: Sequence[float], dp: int, capacity: int) -> MiniBatch:
+def mini_batch(
+    objective: Objective, samples: Sequence[Sample], margin_N: Sequence[float], dp: int, capacity: int, tower: TowerWork | None = None
+) -> MiniBatch:
     """Split samples over ranks and micro-batches, balanced by tokens; pairs stay together.
 
     Args:
@@ -60,13 +63,16 @@ def mini_batch(objective: Objective, samples: Sequence[Sample], margin_N: Sequen
         margin_N: for each sample, by how much the chosen response of its pair should be better.
         dp: the number of data-parallel ranks.
         capacity: the largest number of tokens in a micro-batch.
+        tower: as of `plan_step`.
 
     Raises:
         ValueError: a sequence or pair does not fit, there are fewer of them than ranks, or there is no loss token (in a pair: on one side).
     """
     unit = objective.responses
     fed = [len(sample.tokens) - (objective.head == "lm") for sample in samples]  # a last token has no next one to predict
-    [shards] = split_step([sum(fed[n : n + unit]) for n in range(0, len(fed), unit)], 1, dp, capacity)
+    more = [0 if tower is None else tower.tokens(sample.images) for sample in samples]
+    length_U, more_U = ([sum(values[n : n + unit]) for n in range(0, len(fed), unit)] for values in (fed, more))
+    [shards] = split_step(length_U, 1, dp, capacity, more_U)
     count_N = torch.tensor([sample.loss_tokens for sample in samples])
     return MiniBatch(
         samples=samples,

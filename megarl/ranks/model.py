@@ -73,7 +73,7 @@ class Model:
         """
         self._grid, self._backend = grid, backend
         self._weights_parking, self._training_parking = Parking(backend.parking_buffer), Parking(backend.parking_buffer)
-        self._head = head
+        self._head, self._tower = head, settings.vision == "train"
         self.description = ModelDescription.read(path, keeps_mtp=settings.mtp == "keep" and head == "lm")
         self._config = transformer_config(self.description, settings, layout, backend)
         sees = self.description.sizes.vision is not None
@@ -200,7 +200,8 @@ class Model:
         if not report:
             return memory
         lengths = [length for batch in batches for length in batch.contexts()[1].tolist()]
-        flops = training_flops(self.description, self._head, lengths)
+        images = [one.image for batch in batches for own in batch.seen() for one in own]
+        flops = training_flops(self.description, self._head, lengths, images, tower=self._tower)
         dtype = str(self._config.params_dtype).removeprefix("torch.")
         return memory | speed(flops, self._grid.world // self._grid.dp_size, self._seconds, self._backend.name, dtype)
 

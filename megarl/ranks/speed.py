@@ -1,32 +1,39 @@
-"""Training speed, by the formula of `megarl plan`: FLOPs of weights and causal attention, not counting recomputation."""
+"""Training speed, by the formula of `megarl plan`: FLOPs of weights and attention, not counting recomputation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.images import Image
 from megarl.models.description import ModelDescription
 from megarl.models.weight_map import HeadKind
 from megarl.observe.metrics import Mean, Metric
 from megarl.plan.devices import device_named
 from megarl.plan.facts import facts
 from megarl.plan.forward import forward_flops
-from megarl.plan.parameters import model_elements
+from megarl.plan.parameters import language_elements
+from megarl.plan.tower import tower_flops
 
 PASSES = 3  # a forward, and a backward with twice its FLOPs
 
 
-def training_flops(model: ModelDescription, head: HeadKind, lengths: Sequence[int]) -> float:
+def training_flops(
+    model: ModelDescription, head: HeadKind, lengths: Sequence[int], images: Sequence[Image] = (), *, tower: bool = False
+) -> float:
     """The FLOPs of one update on sequences of the given lengths.
 
     Args:
         model: the model.
         head: its head; a scalar head has none of the output layer's FLOPs.
         lengths: the number of tokens of each sequence.
+        images: those of the sequences.
+        tower: whether the vision tower is trained; else it has no backward.
     """
     its = facts(model)
     without = 0 if head == "lm" or its.tied else its.n.vocab * its.n.hidden
-    elements = model_elements(model) - without
-    return PASSES * sum(length * forward_flops(its, elements, length) for length in lengths)
+    elements = language_elements(model) - without
+    seen = 0.0 if (sizes := model.sizes.vision) is None else sum(tower_flops(sizes, image.tokens) for image in images)
+    return PASSES * sum(length * forward_flops(its, elements, length) for length in lengths) + seen * (PASSES if tower else 1)
 
 
 def speed(flops: float, ranks: int, seconds: float, device: str | None, dtype: str) -> dict[str, Metric]:

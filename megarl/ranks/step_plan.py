@@ -21,6 +21,7 @@ from megarl.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
     from megarl.data.prompts import Prompt
+    from megarl.ranks.tower_work import TowerWork
     from megarl.response import Response
     from megarl.rewards.score import Score
 
@@ -151,7 +152,14 @@ def participants(config: TrainConfig, groups: Sequence[Group]) -> list[bool]:
     return part_N
 
 
-def plan_step(config: TrainConfig, groups: Sequence[Group], dp: int, capacity: int, stages: Sequence[Sequence[int]] = ()) -> StepPlan:
+def plan_step(
+    config: TrainConfig,
+    groups: Sequence[Group],
+    dp: int,
+    capacity: int,
+    stages: Sequence[Sequence[int]] = (),
+    tower: TowerWork | None = None,
+) -> StepPlan:
     """Plan a step: which responses to train on, their split, and the loss weights of each global mini-batch.
 
     The mini-batches hold the same responses whatever `dp` and `capacity` are. The samples of a response are on one data-parallel rank, and
@@ -164,6 +172,7 @@ def plan_step(config: TrainConfig, groups: Sequence[Group], dp: int, capacity: i
         dp: the number of data-parallel ranks.
         capacity: the largest number of tokens in a micro-batch.
         stages: the MoE layers of each pipeline stage of the policy.
+        tower: the work of a vision tower, which the ranks share equally, too; None: the responses have no images.
 
     Raises:
         ValueError: a sample does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
@@ -181,7 +190,8 @@ def plan_step(config: TrainConfig, groups: Sequence[Group], dp: int, capacity: i
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
     length_NC = [response.entries for response in responses]
     together = algorithm.joins_tokens and max(map(sum, length_NC)) <= capacity
-    split = split_samples(length_NC, config.train.mini_batches, dp, capacity, together=together)
+    more_N = None if tower is None else [tower.tokens(response.images) for response in responses]
+    split = split_samples(length_NC, config.train.mini_batches, dp, capacity, together=together, more_N=more_N)
     sample_S = [(n, context) for n, length_C in enumerate(length_NC) for context in range(len(length_C))]
     size = len(responses) // config.train.mini_batches
     mini_batches = [list(range(first, first + size)) for first in range(0, len(split) * size, size)]
@@ -330,12 +340,20 @@ def response_advantages(
     return advantage_N.numpy()
 
 
-def split_step(length_N: Sequence[int], mini_batches: int, dp: int, capacity: int) -> Split:
+def split_step(length_N: Sequence[int], mini_batches: int, dp: int, capacity: int, more_N: Sequence[int] | None = None) -> Split:
     """`split_samples`, of responses of one sample each; `length_N` is the number of tokens of each."""
-    return split_samples([[length] for length in length_N], mini_batches, dp, capacity)
+    return split_samples([[length] for length in length_N], mini_batches, dp, capacity, more_N=more_N)
 
 
-def split_samples(length_NC: Sequence[Sequence[int]], mini_batches: int, dp: int, capacity: int, *, together: bool = False) -> Split:
+def split_samples(
+    length_NC: Sequence[Sequence[int]],
+    mini_batches: int,
+    dp: int,
+    capacity: int,
+    *,
+    together: bool = False,
+    more_N: Sequence[int] | None = None,
+) -> Split:
     """Split responses into consecutive mini-batches, each of these over ranks, and the samples of a rank over micro-batches.
 
     Within a mini-batch all ranks get the same number of micro-batches, balanced by tokens; a rank with fewer samples than that gets empty
@@ -347,6 +365,7 @@ def split_samples(length_NC: Sequence[Sequence[int]], mini_batches: int, dp: int
         dp: the number of data-parallel ranks.
         capacity: the largest number of tokens in a micro-batch.
         together: the samples of a response go into the same micro-batch.
+        more_N: the tokens that each response's other work is worth, for the balance between ranks; None: there is none.
 
     Returns:
         The split of the samples, which are numbered response by response.
@@ -358,11 +377,12 @@ def split_samples(length_NC: Sequence[Sequence[int]], mini_batches: int, dp: int
     first_N = np.cumsum([0, *map(len, length_NC)]).tolist()
     samples_N = [list(range(*bounds)) for bounds in pairwise(first_N)]
     length_S = [length for length_C in length_NC for length in length_C]
+    work_N = [sum(length_C) + more for length_C, more in zip(length_NC, more_N or [0] * len(length_NC), strict=True)]
     size = len(length_NC) // mini_batches
     split = []
     for first in range(0, size * mini_batches, size):
         mini_batch = samples_N[first : first + size]
-        shards = [[mini_batch[n] for n in shard] for shard in balance([sum(length_NC[n]) for n in range(first, first + size)], dp)]
+        shards = [[mini_batch[n] for n in shard] for shard in balance(work_N[first : first + size], dp)]
         if not together:
             shards = [[[sample] for samples in shard for sample in samples] for shard in shards]
         length_U = [[sum(length_S[sample] for sample in unit) for unit in shard] for shard in shards]

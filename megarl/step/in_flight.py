@@ -11,6 +11,7 @@ import ray
 
 from megarl.batch import Sample, VersionSpan
 from megarl.data.prompts import Prompt
+from megarl.images import PlacedImage
 from megarl.ranks.response_file import ARRAYS, EXPERTS, META, ResponseFile
 from megarl.ranks.step_plan import Group
 from megarl.response import EpisodeSummary, Response
@@ -66,7 +67,7 @@ def _score(saved: dict[str, Any]) -> Score:
 def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
     plain, number = dict(saved["response"]), saved["arrays"]
     versions = [VersionSpan(*span) for span in plain.pop("weight_versions")]
-    episode = plain.pop("episode")
+    episode, images = plain.pop("episode"), [PlacedImage.of(one) for one in plain.pop("images", ())]
     own_arrays = {name: arrays[f"{number}.{name}"] for name in ARRAYS if f"{number}.{name}" in arrays}
     sampled = saved["sample"]
     sample = Sample(
@@ -75,6 +76,7 @@ def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
         weight_versions=tuple(versions),
         turn_rewards=[(end, reward) for end, reward in sampled["turn_rewards"]],
         starts=plain.get("starts", ()),
+        images=images,
         **own_arrays,
     )
     experts, layers = None, sorted(layer for stage in stages for layer in stage)
@@ -85,4 +87,5 @@ def _response(saved: dict[str, Any], arrays: Any, stages: Stages) -> Response:
         **plain | {"payload": ray.put(sample), "experts": experts},
         episode=None if episode is None else EpisodeSummary(**episode),
         weight_versions=tuple(versions),
+        images=images,
     )

@@ -5,6 +5,7 @@ Axes: T tokens fed, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,26 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.batch import Batch, Sample, pack
 from megarl.config import ConfigError, Layout, ModelSettings, OptimizerSettings
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout
 from megarl.models.image_processor import ImageProcessor
+from megarl.models.vision import VisionSizes
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import make_trainable
+from megarl.parallel.vision import Tower
 from megarl.parallel.weights import load_hf
+from megarl.plan.tower import tower_bytes, tower_flops
 from tests.distributed.exported import tensors_of
+from tests.distributed.plan_work import Saved
 from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import BY_GRADIENTS, assert_same_gradients, moved
 from tests.image_samples import PAD, image_of, inverted, samples
@@ -181,3 +188,26 @@ def test_a_first_chunk_too_small_for_the_features_is_refused(make: Make) -> None
     for layout in (Layout(ranks=4, pp=4), Layout(ranks=2, pp=2, vpp=2)):
         with pytest.raises(ConfigError, match=r"^layout\.pp=\d: the first chunk has 1 layers, and 2 take features of images"):
             check_layout(model, layout)
+
+
+SIZES = VisionSizes(4, 128, 448, 4, 3, 16, 2, 2, 8, 96, (0, 2), (8, 4, 4), 7)
+GRIDS = [(1, 12, 16), (1, 6, 4), (1, 20, 8)]
+
+
+def tower_cost(grid: Grid) -> tuple[float, int]:
+    """FLOPs of a forward pass of the tower over some images, and the bytes that it keeps for the backward, with the pixels."""
+    torch.manual_seed(1)
+    tower, pixels = Tower(SIZES, torch.float32), torch.randn(sum(math.prod(one) for one in GRIDS), SIZES.pixels)
+    saved = Saved({parameter.untyped_storage().data_ptr() for parameter in tower.parameters()})
+    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(saved.pack, lambda kept: kept):
+        features = tower(pixels, GRIDS)
+    assert len(features) == 3
+    return counter.get_total_flops(), saved.peak
+
+
+def test_the_plan_knows_the_work_of_the_tower(pool: Pool) -> None:
+    [(flops, kept)] = pool.run(tower_cost, Layout())
+    tokens = [math.prod(one) // 4 for one in GRIDS]
+    assert sum(tower_flops(SIZES, own) for own in tokens) == pytest.approx(flops, rel=0.02)
+    assert tower_bytes(SIZES, sum(tokens), 4, trained=True) == pytest.approx(kept, rel=0.15)
+    assert tower_bytes(SIZES, sum(tokens), 4, trained=False) < tower_bytes(SIZES, sum(tokens), 4, trained=True)

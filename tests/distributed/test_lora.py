@@ -116,6 +116,7 @@ FAMILIES = [
     "glm4_moe",
     "qwen3",
     "qwen3_moe",
+    "qwen3_vl",
 ]
 MLA = ["deepseek_v3", "moonlight", "kimi_k2", "deepseek_v2", "deepseek_v2_lite", "glm4_moe_lite"]
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]  # whose indexers are frozen
@@ -125,6 +126,7 @@ OTHERS = {
     "qwen3_next": LORA,
     "qwen3_5_moe": LORA,
     "qwen3_5": LORA,
+    "qwen3_vl_moe": LORA.model_copy(update={"targets": ["attention"]}),
 }
 
 

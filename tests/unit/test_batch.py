@@ -1,12 +1,17 @@
 """Packing samples, and splitting them into balanced bins."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.batch import Sample, balance, bins_needed, pack, pack_scored
+from megarl.batch import Sample, balance, bins_needed, concat, pack, pack_scored
+from megarl.engines.episodes import chained
+from megarl.image_source import ImageSource
+from megarl.images import Image, PlacedImage
 
 
 def sample(prompt: int, response: int, start: int = 0) -> Sample:
@@ -99,3 +104,25 @@ def test_what_cannot_be_split_is_refused() -> None:
         balance([1, 2], 3)
     with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit into a micro-batch of 8"):
         bins_needed([3, 9], 8)
+
+
+def image(tokens: int) -> Image:
+    return Image(f"{tokens}", (8, 8), (1, 2, 2 * tokens), 2, ImageSource("nowhere"))
+
+
+def test_images_of_several_contexts_are_at_the_entries_that_feed_them() -> None:
+    """As those of the contexts by themselves; a context's last token feeds nothing."""
+    one, two = sample(9, 3), sample(7, 2, start=20)
+    one = replace(one, images=[PlacedImage(1, image(2)), PlacedImage(5, image(3))])
+    two = replace(two, images=[PlacedImage(2, image(4))])
+    whole = chained([one, two])
+    assert [placed.start for placed in whole.images] == [1, 5, 14]
+    batch = pack([sample(1, 3), whole])
+    assert batch.images_N is not None and [placed.start for placed in batch.images_N[1]] == [1, 5, 13] and not batch.images_N[0]
+    assert batch.input_T[batch.seq_T == 1][13] == whole.tokens[14]
+    judged = pack_scored([whole])
+    assert judged.images_N is not None and [placed.start for placed in judged.images_N[0]] == [2]
+    both = concat([batch, pack([sample(2, 2)])], [[7, 8], [7]])
+    assert both.images_N is not None and [list(images) for images in both.images_N] == [[], batch.images_N[1]]
+    with pytest.raises(AssertionError, match="tokens of images are never loss tokens"):
+        pack([replace(one, images=[PlacedImage(8, image(2))])])

@@ -21,6 +21,8 @@ from megarl.batch import Batch, Sample, concat
 from megarl.config import DistillationSettings, TrainConfig, load
 from megarl.data.prompts import Prompt
 from megarl.engines.episodes import chained
+from megarl.image_source import ImageSource
+from megarl.images import Image, PlacedImage
 from megarl.parallel.packing import pack_micro
 from megarl.ranks import assemble as assembling
 from megarl.ranks.assemble import assemble, columns, corrections, mismatch_of_sequences, with_columns
@@ -305,9 +307,10 @@ def test_a_model_reads_each_context_by_itself(config: TrainConfig, cp: int) -> N
 def test_contexts_come_back_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "ray", SimpleNamespace(put=lambda value: value))
     monkeypatch.setattr("megarl.ranks.response_file.ray", SimpleNamespace(get=lambda references: references))
+    image = PlacedImage(1, Image("0" * 64, (20, 30), (1, 2, 4), 2, ImageSource("a.parquet", 3)))
     kept = [
-        Response(0, "", one.prompt_length, one.response_length, one.loss_tokens, True, one, n, starts=one.starts)
-        for n, one in enumerate(episodes())
+        Response(0, "", one.prompt_length, one.response_length, one.loss_tokens, True, one, n, starts=one.starts, images=one.images)
+        for n, one in enumerate(replace(one, images=[image] * n) for n, one in enumerate(episodes()))
     ]
     group = Group(0, Prompt(0, "", [1], "", {}), kept, [Score(1.0)] * 4, None)
     with (tmp_path / "ahead.npz").open("wb") as file:
@@ -315,6 +318,8 @@ def test_contexts_come_back_from_a_checkpoint(tmp_path: Path, monkeypatch: pytes
     [loaded] = in_flight.load(tmp_path / "ahead.npz", [group.prompt], []).groups
     for before, after in zip(kept, loaded.responses, strict=True):
         assert after.entries == before.entries and tuple(after.payload.starts) == before.payload.starts
+        assert after.images == after.payload.images == before.images
+        assert all(one.image.source == image.image.source and one.image.size == (20, 30) for one in after.images)
         for array in ("tokens", "rollout_logp", "loss_mask"):
             assert np.array_equal(getattr(after.payload, array), getattr(before.payload, array))
         assert [tuple(one) for one in after.payload.turn_rewards] == list(before.payload.turn_rewards)
