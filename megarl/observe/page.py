@@ -11,9 +11,11 @@ from typing import Any
 
 from megarl.observe import samples
 from megarl.observe.summary import weights
+from megarl.observe.thumbnails import Thumbnails
 from megarl.text.display import escaped
 
-MAX_FILES, MAX_SAMPLES, MAX_CHARS = 40, 16, 4000  # steps and evaluations; samples of each; characters of a text
+# Steps and evaluations; samples of each; characters of a text; images of a sample.
+MAX_FILES, MAX_SAMPLES, MAX_CHARS, MAX_IMAGES = 40, 16, 4000, 4
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #1c1c1c; background: #fff }
@@ -104,6 +106,7 @@ def _samples(files: Sequence[samples.File]) -> Iterator[str]:
     selection = [files[index] for index in samples.spread(len(files), MAX_FILES)]
     left_out = f", {len(files) - len(selection)} files omitted (megarl samples shows them)" if len(selection) < len(files) else ""
     yield f'<h2>Samples</h2>\n<p class="note">newest first{left_out}</p>'
+    thumbnails = Thumbnails()
     for file in selection:
         records = sorted(file.records(), key=lambda record: math.inf if record.reward is None else -record.reward)
         rewards = [record.reward for record in records if record.reward is not None]
@@ -111,16 +114,19 @@ def _samples(files: Sequence[samples.File]) -> Iterator[str]:
         kind = f"evaluation of {file.set}" if file.set else "training"
         yield f"<details><summary>step {file.step}, {text(kind)}: {len(records)} responses, {mean}</summary>"
         for index in samples.spread(len(records), MAX_SAMPLES):  # from the best to the worst
-            yield from _sample(records[index])
+            yield from _sample(records[index], thumbnails)
         yield "</details>"
 
 
-def _sample(record: samples.SampleRecord) -> Iterator[str]:
+def _sample(record: samples.SampleRecord, thumbnails: Thumbnails) -> Iterator[str]:
     parts = "".join(f", {name} {value:g}" for name, value in record.parts.items())
     ending = record.ending if record.finish_reason == "stop" else f'<span class="bad">{record.ending}</span>'
     failed = "" if record.error is None else f'<p class="bad">{text(record.error)}</p>'
     about = text(f"{record.scored_as}{parts}, {record.length} tokens{', greedy' if record.greedy else ''}, ")
     yield f"<details><summary>{about}{ending}</summary>{failed}"
+    for image in record.images[:MAX_IMAGES]:
+        name, url = text(image.name), thumbnails.url(image)
+        yield f'<span class="note">{name}</span>' if url is None else f'<img alt="{name}" src="{url}">'
     for name, content in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):
         cut = content if len(content) <= MAX_CHARS else f"{content[: MAX_CHARS // 2]}\n...\n{content[-MAX_CHARS // 2 :]}"
         yield f'<span class="note">{name}</span><pre>{text(cut)}</pre>'

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from megarl.data.answers import text_of
 from megarl.errors import ConfigError
+from megarl.image_source import ImageSource
 from megarl.text.display import one_line
 from megarl.text.strict_json import lines_of, parse_json
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from megarl.rewards.score import Score
 
 FOLDER = "samples"
+MAX_IMAGES = 16  # of a sample that are recorded
 _FILE = re.compile(r"(?:eval_(?P<set>.+)_)?step_(?P<step>\d+)\.jsonl")
 
 
@@ -37,6 +39,21 @@ def _said(message: dict[str, Any]) -> str:
     """A message's text, and its calls as JSON; one that only calls has no `content`."""
     calls = [json.dumps(message["tool_calls"], ensure_ascii=False)] if message.get("tool_calls") else []
     return " ".join([*filter(None, [message.get("content")]), *calls])
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """An image that a sample holds."""
+
+    digest: str  # SHA-256 of its bytes
+    size: tuple[int, int]  # width and height
+    source: ImageSource
+
+    @property
+    def name(self) -> str:
+        """Where it is, and its size."""
+        row = f":{self.source.row}" if self.source.row else ""
+        return f"{self.source.path}{row} ({self.size[0]} x {self.size[1]})"
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,7 @@ class SampleRecord:
     greedy: bool
     turns: int  # number of the policy's turns in an episode
     scored: bool  # False: cut off, and scored 0 for that (reward.require_finished)
+    images: tuple[ImageRecord, ...] = ()  # the first `MAX_IMAGES`, in order
 
     @property
     def ending(self) -> str:
@@ -125,6 +143,7 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
         greedy=greedy,
         turns=1 if played is None else played.turns,
         scored=score.scored,
+        images=tuple(ImageRecord(one.image.digest, one.image.size, one.image.source) for one in response.images[:MAX_IMAGES]),
     )
 
 
@@ -156,8 +175,14 @@ def write(run: Path, step: int, records: Sequence[SampleRecord], evaluation: str
     folder.mkdir(exist_ok=True)
     path = folder / f"{'' if evaluation is None else f'eval_{evaluation}_'}step_{step}.jsonl"
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="ascii")
+    partial.write_text("".join(json.dumps(_plain(record)) + "\n" for record in records), encoding="ascii")
     os.replace(partial, path)
+
+
+def _plain(record: SampleRecord) -> dict[str, Any]:
+    """A record as a line has it: without images, if there are none."""
+    plain = asdict(record)
+    return plain if record.images else {name: value for name, value in plain.items() if name != "images"}
 
 
 def files(run: Path) -> list[File]:

@@ -94,6 +94,8 @@ def shown(file: File, record: SampleRecord, whole: bool) -> Iterator[str]:
         f"--- step {file.step}, {kind}: {record.scored_as}{f' ({parts})' if parts else ''}, {record.length} tokens, {record.ending}"
         f"{', greedy' if record.greedy else ''}{f', not judged: {one_line(record.error, 200)}' if record.error else ''}"
     )
+    for image in record.images:
+        yield f"{'image':>8} | {escaped(image.name)}"
     for name, text in (("prompt", record.question), ("answer", record.answer), ("response", record.response)):
         for number, line in enumerate(escaped(text if whole else _ends(text)).split("\n")):
             yield f"{name if number == 0 else '':>8} | {line}"

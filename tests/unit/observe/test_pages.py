@@ -1,23 +1,39 @@
 """report.html and `megarl compare`: offline, and safe whatever a model, a name or a configuration holds."""
 
+import base64
+import hashlib
+import io
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image as Pillow
+from PIL.PngImagePlugin import PngInfo
 
 from megarl.cli import main
 from megarl.config import TrainConfig
-from megarl.observe import page, samples
+from megarl.image_source import ImageSource, kept_file
+from megarl.observe import page, samples, thumbnails
 from megarl.observe.metrics import Mean
 from megarl.observe.report import draw
 from megarl.observe.run import Run
-from megarl.observe.samples import SampleRecord
+from megarl.observe.samples import ImageRecord, SampleRecord
+from megarl.observe.thumbnails import MAX_BYTES
+from tests.image_samples import picture
+from tests.unit.data.test_images import bomb
 from tests.unit.observe.test_observe import config, run_steps  # noqa: F401
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'><style>*{}</style>\x1b[2J\u202egnp&lt;"
 RECORD = SampleRecord(HOSTILE, HOSTILE, HOSTILE, 0.5, {HOSTILE: 1.0}, HOSTILE, "stop", 3, 0, False, 1, True)
+
+
+def kept(folder: Path, data: bytes) -> Path:
+    return Path(kept_file(data, folder).path)
+
+
 ALLOWED = {
     *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "b", "br", "table", "tr", "th", "td", "img"),
     *("details", "summary", "pre", "span"),
@@ -59,6 +75,56 @@ def test_a_page_loads_nothing_runs_nothing_and_shows_hostile_words_as_text(confi
     assert marks.text.count(HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")) >= 3 * 17 + 1
     assert all(letter.isprintable() or letter in "\n\t" for letter in written)
     assert "20 responses, mean reward 0.500" in marks.text and written.count("<details><summary>reward 0.5") == 17
+
+
+def test_images_are_small_pictures_that_were_written_anew(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    """Of a large one with words in it; and no picture of one that is gone, a bomb, or beyond the most of a sample or a page."""
+    file = io.BytesIO()
+    words = PngInfo()
+    words.add_text("comment", "never shown")
+    Pillow.effect_noise((900, 700), 90).convert("RGB").save(file, "PNG", pnginfo=words)
+    (tmp_path / HOSTILE.replace("/", "")).write_bytes(file.getvalue())
+
+    def stored(data: bytes, path: Path) -> ImageRecord:
+        return ImageRecord(hashlib.sha256(data).hexdigest(), (900, 700), ImageSource(str(path)))
+
+    good = stored(file.getvalue(), tmp_path / HOSTILE.replace("/", ""))
+    gone, bombed = stored(b"gone", tmp_path / "gone"), stored(bomb(9000), kept(tmp_path, bomb(9000)))
+    with Run(config) as run:
+        run.log(1, {"reward/mean": Mean(1.0, 2.0)})
+        run.keep(1, [replace(RECORD, images=(good, gone, bombed, good, *[gone] * 12))])
+    written = (run.directory / "report.html").read_text()
+    marks = Marks()
+    marks.feed(written)
+    assert {tag for tag, _ in marks.tags} <= ALLOWED
+    assert {name for _, attributes in marks.tags for name in attributes} <= {
+        "lang",
+        "charset",
+        "http-equiv",
+        "content",
+        "class",
+        "alt",
+        "src",
+    }
+    _, *pictures = [attributes for tag, attributes in marks.tags if tag == "img"]
+    assert len(pictures) == 2 and pictures[0] == pictures[1] and "never shown" not in written and "(900 x 700)" in str(pictures[0]["alt"])
+    kind, _, body = str(pictures[0]["src"]).partition(",")
+    data = base64.b64decode(body)
+    assert kind == "data:image/jpeg;base64" and len(data) <= MAX_BYTES and Pillow.open(io.BytesIO(data)).size == (96, 75)
+    assert all(letter.isprintable() or letter in "\n\t" for letter in written)
+    [[record]] = [[*one.records()] for one in samples.files(run.directory)]
+    assert record.images[0] == good and len(record.images) == 16
+    assert '"images"' not in json.dumps(samples._plain(RECORD))
+
+
+def test_a_page_has_so_many_thumbnails_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thumbnails, "MAX_THUMBNAILS", 3)
+    rng, found = np.random.default_rng(1), list[bool]()
+    page_s = thumbnails.Thumbnails()
+    for _ in range(5):
+        data = picture(rng)
+        found.append(page_s.url(ImageRecord(hashlib.sha256(data).hexdigest(), (1, 1), ImageSource(str(kept(tmp_path, data))))) is not None)
+    assert found == [True] * 3 + [False] * 2
 
 
 def test_summary_values_are_not_read_as_mark_up(tmp_path: Path) -> None:
