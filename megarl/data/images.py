@@ -170,7 +170,16 @@ def reader_of(settings: ModelSettings, most: int, limit_key: str) -> ImageReader
 
 
 def check_folder(source: TableSource, reader: ImageReader | None, key: str) -> None:
-    """Raise ConfigError if a source has a folder of images and nothing reads them; `key`: the source's dotted key."""
+    """Check that a source's folder of images is read.
+
+    Args:
+        source: the source.
+        reader: reads its images; None: they are refused.
+        key: the source's dotted key.
+
+    Raises:
+        ConfigError: it has such a folder, and nothing reads it.
+    """
     if reader is None and source.image_folder is not None:
         raise ConfigError(f"{key}.image_folder={source.image_folder}: the model sees no images, or reads none of this source")
 
