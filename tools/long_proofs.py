@@ -117,6 +117,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(90, "tests/e2e/test_kept.py"),
         _distributed(45, "routing"),
         _distributed(60, "images"),
+        _distributed(90, "image_steps"),
         _distributed(60, "kept_steps"),
     ),
     (
