@@ -15,6 +15,7 @@ import numpy as np
 
 from megarl.batch import Sample
 from megarl.config import RolloutSettings, TeacherEngines
+from megarl.images import PlacedImage
 
 if TYPE_CHECKING:
     from megarl.models.description import ModelDescription
@@ -43,6 +44,7 @@ class Request:
     stop_token_ids: Sequence[int] = ()  # tokens that end the response, besides the model's end tokens: the tokenizer's, and `hf.end_tokens`
     stop: Sequence[str] = ()  # texts that end the response; it ends with the token that completes one
     by_position: bool = False  # draw each token by the seed and its position, so that a request continued from a prefix draws the same
+    images: Sequence[PlacedImage] = ()  # those of the prompt, in order, whose tokens it has already
     experts_from: int = 0  # the prompt token with which `Sample.routed_experts` begins
 
 
@@ -110,6 +112,7 @@ class Setup:
     sleeps: bool = False  # whether `sleep` will be called
     scoring: Scoring | None = None  # it is a teacher's: only `score` is called
     blank: bool = False  # do not read the directory's weights; an update must bring some before the first request
+    pixels: tuple[int | None, int | None] = (None, None)  # of an image, at least and at most; None: as its processor has them
 
 
 @dataclass(frozen=True)

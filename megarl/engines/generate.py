@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megarl.batch import Sample
@@ -12,6 +12,7 @@ from megarl.config import RolloutSettings
 from megarl.data.tokenizer import decode
 from megarl.engines.engine import Request, RequestId
 from megarl.engines.responder import Responder
+from megarl.images import PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ class TokenPrompt:
 
     id: int | str
     tokens: list[int]
+    images: Sequence[PlacedImage] = field(default=(), kw_only=True)  # in order; their tokens are among the prompt's
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,10 @@ async def generate(responder: Responder, prompts: Sequence[TokenPrompt], samplin
     if len({prompt.id for prompt in prompts}) != len(prompts):
         raise ValueError("two prompts of one call have the same id, and would draw the same responses")
     requests = [
-        request_for((prompt.id, number), prompt.tokens, sampling.max_tokens, sampling, request_seed(sampling.seed, prompt.id, number))
+        replace(
+            request_for((prompt.id, number), prompt.tokens, sampling.max_tokens, sampling, request_seed(sampling.seed, prompt.id, number)),
+            images=prompt.images,
+        )
         for prompt in prompts
         for number in range(sampling.n)
     ]

@@ -12,7 +12,7 @@ from megarl.batch import Sample, VersionSpan
 
 def added(said: Sample) -> Sample:
     """Return what a continuing request has added to a response: without the prompt, the version spans starting at 0."""
-    return replace(said, tokens=said.tokens[said.prompt_length :], prompt_length=0)
+    return replace(said, tokens=said.tokens[said.prompt_length :], prompt_length=0, images=())
 
 
 def whole(parts: Sequence[Sample]) -> Sample:
@@ -28,6 +28,7 @@ def whole(parts: Sequence[Sample]) -> Sample:
         np.concatenate([part.rollout_logp for part in parts]),
         parts[-1].finish_reason,
         versions(zip([0, *ends], parts, strict=False)),
+        images=parts[0].images,
     )
 
 

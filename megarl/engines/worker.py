@@ -145,6 +145,7 @@ def _response(prompt: int, index: int, sample: Sample, text: str, episode: Episo
         weight_versions=sample.weight_versions,
         starts=sample.starts,
         sampled=sample.version_tokens,
+        images=sample.images,
     )
 
 
@@ -256,7 +257,7 @@ class RolloutWorker:
             context = np.concatenate([part.tokens for part in before]).tolist() if before else start.tokens
             most = min(tokens, longest - len(context))
             request = request_for((start.id, index), context, most, sampling, request_seed(sampling.seed, start.id, index))
-            requests.append(replace(request, by_position=True, experts_from=len(context) - 1 if before else 0))
+            requests.append(replace(request, by_position=True, images=start.images, experts_from=len(context) - 1 if before else 0))
         parts = list[_Part]()
         for (index, before), answer in zip(earlier.items(), await self._responder.all(requests, self._timeout_s), strict=True):
             more = added(answer) if before else answer

@@ -55,6 +55,11 @@ class ImageProcessor:
         inner.size["shortest_edge"], inner.size["longest_edge"] = least, most
         return inner
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of an image."""
+        return int(self.inner.size["longest_edge"]) // (self.inner.patch_size * self.inner.merge_size) ** 2
+
     def read(self, data: bytes, source: ImageSource) -> Image:
         """Check a file and count its patches.
 

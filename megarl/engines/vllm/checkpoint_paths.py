@@ -8,6 +8,9 @@ from __future__ import annotations
 from torch import nn
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.model_executor.models.granitemoe import GraniteMoeForCausalLM
+from vllm.model_executor.models.interfaces import supports_multimodal
+
+from megarl.models.vision import TEXT
 
 # vLLM's -> the checkpoint's, as in the models' hf_to_vllm_mapper.
 _NAMES: dict[type[nn.Module], dict[str, str]] = {
@@ -18,5 +21,8 @@ _NAMES: dict[type[nn.Module], dict[str, str]] = {
 
 def checkpoint_path(model: nn.Module, path: str) -> str:
     """Return a checkpoint's path of one of vLLM's modules."""
+    if supports_multimodal(model):  # of vLLM's models of images only those of which `models.vision` is true are run
+        start, _, rest = path.partition(".")
+        return f"model.{path}" if start == "visual" else rest.replace("model.", TEXT, 1)
     names = _NAMES.get(type(model), {})
     return ".".join(names.get(part, part) for part in path.split("."))

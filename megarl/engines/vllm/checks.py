@@ -15,10 +15,14 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.delta_nets import delta_nets
 from megarl.models.description import ModelDescription
 from megarl.models.rope import mscale
+from megarl.models.vision import VisionSizes
 from megarl.models.weight_map import ATTENTION, FP8_BLOCK, QKV, Fused
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
-_NATIVE = "_TEXT_GENERATION_MODELS"  # in vllm/model_executor/models/registry.py:72; models of its transformers backend are in other tables
+_NATIVE = (
+    "_TEXT_GENERATION_MODELS",
+    "_MULTIMODAL_MODELS",
+)  # in vllm/model_executor/models/registry.py:72, :345; others are not native
 _BLOCK, _LATENT_BLOCK = 128, 16  # tokens per KV cache block of vLLM on CPU (vllm/platforms/cpu.py:256, :269)
 
 _CPU_UNITS = 32  # vLLM's CPU experts have a multiple of as many hidden units
@@ -36,10 +40,7 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
             "rollout.quantization: on GPUs their indexers compute in fp8, and choose other keys than the ranks'"
         )
     if model.sizes.vision is not None:
-        raise ConfigError(
-            f"model.path: {model.architecture} sees images, and engines do not run such models so far: `megarl sft` trains it, and what "
-            "that saves runs in vLLM"
-        )
+        _check_vision(model.sizes.vision, settings)
     if model.sizes.blocks:
         raise ConfigError(f"model.path: {model.architecture} is not run by megarl's engines; megarl sft, dpo and rm train it without them")
     _check_architectures(vllm_names(model.config["architectures"]))
@@ -74,6 +75,20 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
         raise ConfigError(
             f"rollout.kv_cache_mb={settings.kv_cache_mb}: one sequence of max_prompt_tokens+max_response_tokens={longest} tokens "
             f"needs {needed}"
+        )
+
+
+def _check_vision(vision: VisionSizes, settings: RolloutSettings) -> None:
+    """Raise ConfigError for settings with which no engine takes images."""
+    if settings.quantization is not None:
+        raise ConfigError(f"rollout.quantization={settings.quantization}: not supported for models that see images")
+    if settings.dp > 1:
+        raise ConfigError(
+            f"rollout.dp={settings.dp}: an engine of a model that sees images has one member; rollout.replicas makes more engines"
+        )
+    if vision.heads % settings.tp or vision.ffn % settings.tp:
+        raise ConfigError(
+            f"rollout.tp={settings.tp}: does not divide the vision tower's {vision.heads} heads and intermediate_size={vision.ffn}"
         )
 
 
@@ -177,8 +192,8 @@ def native_architectures() -> frozenset[str]:
     if spec is None or spec.origin is None:
         return frozenset()
     tree = ast.parse((Path(spec.origin).parent / "model_executor/models/registry.py").read_text())
-    [models] = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _NATIVE]
-    return frozenset(ast.literal_eval(models))
+    tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in _NATIVE]
+    return frozenset(name for table in tables for name in ast.literal_eval(table))
 
 
 def with_cache(model: ModelDescription, dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:

@@ -34,6 +34,7 @@ from megarl.engines.engine import (
     WeightSyncError,
 )
 from megarl.engines.vllm import checks
+from megarl.engines.vllm.images import ImagePrompts
 from megarl.engines.vllm.launch import (
     EXTENSION,
     engine_arguments,
@@ -47,6 +48,7 @@ from megarl.engines.vllm.launch import (
 from megarl.engines.vllm.member import ENDED_S, VllmMember
 from megarl.engines.vllm.requests import check_request, sample_of, sampling_parameters, scores_of, scoring_parameters
 from megarl.models.description import ModelDescription
+from megarl.models.image_processor import ImageProcessor
 from megarl.sync.fingerprint import Piece, Print, join
 from megarl.text.display import one_line
 
@@ -88,6 +90,7 @@ class VllmEngine(Engine):
         self._open: dict[RequestId, _Open] = {}
         self._counts: dict[str, int] = {}  # tokens of vLLM's requests when the update began
         self._finished: list[Finished] = []  # not yet returned by `receive`
+        self._images: ImagePrompts | None = None
         self._failure: Exception | None = None  # a failure of the engine seen by a request
         self._watched: list[Any] = []
 
@@ -122,6 +125,9 @@ class VllmEngine(Engine):
         arguments = engine_arguments(setup, model) | {"worker_extension_cls": self.extension}
         try:
             self._llm = launch(self.label, arguments, model, gpu=setup.gpu, meeting=meeting)
+            if model.sizes.vision is not None:
+                cache = self._llm.renderer.mm_processor_cache
+                self._images = ImagePrompts(ImageProcessor(setup.model, *setup.pixels), model.sizes.vision.image_token, cache)
             self._watch()
             workers = (await self._call("megarl_pid", timeout_s=settings.timeout_s))[: settings.tp]
             if reads_anew(model, settings) and not setup.blank:
@@ -225,7 +231,7 @@ class VllmEngine(Engine):
                 await self._llm.reset_prefix_cache()
             for request, rank in zip(requests, ranks, strict=True):
                 self._count += 1
-                prompt = {"prompt_token_ids": request.tokens}
+                prompt = await self._prompt(request)
                 taking = self._llm.add_request(str(self._count), prompt, sampling_parameters(request), data_parallel_rank=rank)
                 queues.append(await taking)
             if idle:
@@ -240,6 +246,12 @@ class VllmEngine(Engine):
         for request, queue, rank in zip(requests, queues, ranks, strict=True):
             waiting = asyncio.create_task(self._wait_for(request, queue))
             self._open[request.id] = _Open(queue, waiting, rank, len(request.tokens), [VersionSpan(0, self._version)])
+
+    async def _prompt(self, request: Request) -> Any:
+        if not request.images:
+            return {"prompt_token_ids": request.tokens}
+        assert self._images is not None, "requests with images are for models that see them"
+        return await asyncio.to_thread(self._images.prompt, request)
 
     def _ranks(self, count: int) -> list[int]:
         """Give each of so many new requests the data-parallel rank with the fewest unfinished ones, not vLLM's choice, which varies."""
@@ -364,6 +376,8 @@ class VllmEngine(Engine):
     async def _resume(self, version: int) -> None:
         # Drop the old weights' keys and values, also those of running requests, which are recomputed (otherwise vLLM would reset nothing).
         await self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._images is not None:  # features of images
+            await self._on_cores("reset_encoder_cache")
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
 

@@ -9,6 +9,8 @@ once it is complete.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -18,28 +20,40 @@ from vllm.model_executor.model_loader.reload.meta import CopyCounter, materializ
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.model_executor.models.granitemoe import GraniteMoeForCausalLM
 
+from megarl.engines.vllm.checkpoint_paths import checkpoint_path
 from megarl.models.weight_map import SCALES
 from megarl.sync.wire import TensorName, each
 
 _KINDS = ("w1", "w3", "w2")  # vLLM's names for the gate, up and down projections
 
 
-def joins_gate_and_up(model: nn.Module) -> bool:
-    """Whether the checkpoint has one tensor for an expert's gate and up projections, whose rows follow each other: Granite's."""
-    return isinstance(model, GraniteMoeForCausalLM)
+@dataclass(frozen=True)
+class Stored:
+    """How a checkpoint stores experts."""
+
+    joined: bool = False  # one tensor for gate and up, whose rows follow each other
+    transposed: bool = False
 
 
-def expert_names(path: str, layer: RoutedExperts, joined: bool) -> list[list[str]]:
+def stored_as(model: nn.Module) -> Stored:
+    """Return how the checkpoints of a model store its experts."""
+    if isinstance(model, GraniteMoeForCausalLM):
+        return Stored(joined=True)
+    turned = any(getattr(layer, "is_fused_checkpoint_transposed", False) for layer in model.modules())  # Qwen3-VL-MoE's
+    return Stored(joined=turned, transposed=turned)
+
+
+def expert_names(path: str, layer: RoutedExperts, stored: Stored) -> list[list[str]]:
     """Return the Hugging Face names of the gate, up and down projections of this worker's experts in a layer.
 
-    gpt-oss and Granite have one tensor for gate and up.
+    gpt-oss, Granite and Qwen3-VL-MoE have one tensor for gate and up.
 
     Args:
         path: the layer's path in the model.
         layer: the layer.
-        joined: from `joins_gate_and_up`.
+        stored: from `stored_as`.
     """
-    return [[name for name, place in names.items() if place is not None] for names in _placed(path, layer, joined)]
+    return [[name for name, place in names.items() if place is not None] for names in _placed(path, layer, stored)]
 
 
 def parts_of(layer: RoutedExperts) -> tuple[str, ...]:
@@ -55,7 +69,7 @@ def parts_of(layer: RoutedExperts) -> tuple[str, ...]:
     return ("", SCALES) if isinstance(method, Fp8MoEMethod) and method.block_quant and method.weight_scale_refine is None else ()
 
 
-def _placed(path: str, layer: RoutedExperts, joined: bool) -> list[dict[str, int | None]]:
+def _placed(path: str, layer: RoutedExperts, stored: Stored) -> list[dict[str, int | None]]:
     """Return, for each projection of `expert_names`, the place of every expert's in the layer's memory; None: another worker holds it.
 
     With expert parallelism a worker holds some experts, in their order; its `expert_map` has -1 for the others.
@@ -65,9 +79,9 @@ def _placed(path: str, layer: RoutedExperts, joined: bool) -> list[dict[str, int
     own = [place for place in local if place >= 0]
     if own != list(range(layer.local_num_experts)):
         raise NotImplementedError(f"{path}: its experts are placed as {local}, not in their order")
-    if joined:
+    if stored.joined and not stored.transposed:
         forms = [f"{prefix.removesuffix('.experts')}.{name}_linear.{{}}.weight" for name in ("input", "output")]
-    elif isinstance(layer, GptOssRoutedExperts):
+    elif stored.transposed or isinstance(layer, GptOssRoutedExperts):
         forms = [f"{prefix}.{{}}.{name}" for name in ("gate_up_proj", "down_proj")]
     else:
         kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
@@ -79,14 +93,14 @@ class ExpertLoader:
     """Loads the experts of one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        joined = joins_gate_and_up(model)
-        kinds = [_KINDS[:2], _KINDS[2:]] if joined else [(kind,) for kind in _KINDS]
+        self._stored = stored = stored_as(model)
+        kinds = [_KINDS[:2], _KINDS[2:]] if stored.joined else [(kind,) for kind in _KINDS]
         self._places = {
             name + scales: (layer, of, place, f"{'w2' if 'w2' in of else 'w13'}_weight{scales}")
             for path, layer in model.named_modules()
             if isinstance(layer, RoutedExperts)
             for scales in parts_of(layer)
-            for of, names in zip(kinds, _placed(path, layer, joined), strict=True)
+            for of, names in zip(kinds, _placed(checkpoint_path(model, path), layer, stored), strict=True)
             for name, place in names.items()
         }
 
@@ -111,6 +125,8 @@ class ExpertLoader:
         assert first is not None
         if [self._places[one] for one in names] != [(layer, kinds, first + index, parameter) for index in range(len(names))]:
             return all([self.load(*one) for one in each(names, stack)])
+        if self._stored.transposed:
+            stack = stack.transpose(1, 2)
         info = get_layerwise_info(layer)
         assert info.load_numel_total is not None, "start comes before load"
         materialize_layer(layer, info)

@@ -19,10 +19,12 @@ from typing import Any
 from megarl.config import RolloutSettings
 from megarl.engines.child_output import overheard
 from megarl.engines.engine import SCORED_TOKENS, Meeting, RolloutError, Setup
+from megarl.engines.vllm import images
 from megarl.host.network import interface_towards, reserved_ports
 from megarl.host.shell import FULL_PRECISION, differing
 from megarl.imports import gc_paused
 from megarl.models.description import ModelDescription
+from megarl.models.image_processor import ImageProcessor
 from megarl.models.quantized import QUANTIZATION
 from megarl.models.weight_map import FP8_BLOCK
 from megarl.text.display import one_line
@@ -156,6 +158,7 @@ def engine_arguments(setup: Setup, model: ModelDescription) -> dict[str, Any]:
         # The other one, AMX_MLA, is for bfloat16 on some processors. Which backend it is also decides how a cache is cut into blocks.
         **({"attention_backend": "CPU_MLA"} if not setup.gpu and model.latent else {}),
         **({"max_logprobs": setup.scoring.named} if setup.scoring is not None else {}),
+        **(images.arguments(model, ImageProcessor(setup.model, *setup.pixels), settings.max_prompt_tokens) if model.sizes.vision else {}),
         **settings.engine.args,
     }
     if setup.gpu:
@@ -339,7 +342,6 @@ def _starting(label: str, arguments: Mapping[str, Any], model: ModelDescription,
         if not gpu:
             import vllm.v1.worker.cpu_worker  # once, for all processes that are forked from this one
 
-            _register_model(model)
             if arguments["hf_overrides"].get(QUANTIZATION):
                 from megarl.engines.vllm.cpu import fp8 as cpu_fp8
 
@@ -348,6 +350,8 @@ def _starting(label: str, arguments: Mapping[str, Any], model: ModelDescription,
                 from megarl.engines.vllm.cpu import sparse_attention as cpu_sparse_attention
 
                 cpu_sparse_attention.install()
+        if not gpu or model.sizes.vision is not None:
+            _prepare_models(model, gpu=gpu)
     megarl.engines.vllm.processes.install()
     with overheard() as child_error:  # if its process has died, vLLM's own error is only "see the stack trace above"
         try:
@@ -356,8 +360,11 @@ def _starting(label: str, arguments: Mapping[str, Any], model: ModelDescription,
             raise RolloutError(f"{label}: vLLM does not start: {one_line(child_error() or str(error))}") from error
 
 
-def _register_model(model: ModelDescription) -> None:
-    """Register the model's class itself: given only a name, vLLM would start a subprocess to inspect it (8 CPU seconds)."""
+def _prepare_models(model: ModelDescription, *, gpu: bool) -> None:
+    """On a CPU, register the model's class itself: given only a name, vLLM would start a subprocess to inspect it (8 CPU seconds).
+
+    A class that sees images is given its images by megarl.
+    """
     from vllm import ModelRegistry
     from vllm.model_executor.models.registry import _VLLM_MODELS
 
@@ -368,7 +375,10 @@ def _register_model(model: ModelDescription) -> None:
         path = module if "." in module else f"vllm.model_executor.models.{module}"
         with cpu_torchvision.not_needed():
             imported = importlib.import_module(path)
-        ModelRegistry.register_model(architecture, getattr(imported, name))
+        if model.sizes.vision is not None:
+            images.register(getattr(imported, name))
+        if not gpu:
+            ModelRegistry.register_model(architecture, getattr(imported, name))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from megarl.engines.vllm import gpt_oss, latent_norms
+from megarl.engines.vllm import gpt_oss, images, latent_norms
 from megarl.sync.store import bind_stores
 from megarl.upstream.expect import expect
 
@@ -44,20 +44,21 @@ def run_coordinator(*arguments: Any, **named: Any) -> None:
 def run_core(*arguments: Any, **named: Any) -> None:
     """Schedule the requests of one data-parallel rank."""
     _enter()
-    _mend_models()
+    _mend_models(named["vllm_config"])
     _run_core(*arguments, **named)
 
 
 def run_worker(*arguments: Any, **named: Any) -> None:
     """Compute on one device of several."""
     _enter()
-    _mend_models()
+    _mend_models(named["vllm_config"])
     _run_worker(*arguments, **named)
 
 
-def _mend_models() -> None:
+def _mend_models(config: Any) -> None:
     latent_norms.install()
     gpt_oss.install()
+    images.install(config.model_config)
 
 
 def _enter() -> None:

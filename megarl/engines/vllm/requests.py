@@ -68,7 +68,7 @@ def sample_of(request: Request, output: Any, versions: Sequence[VersionSpan], la
         rows = f"{routed_experts.shape[0]} rows of routed experts from token {request.experts_from} on"
         raise RolloutError(f"{label}: request {request.id!r}: {rows} for {len(tokens)} tokens")
     spans = tuple(span for span in versions if span.start < max(1, len(logp)))  # an aborted response may have no token of the last version
-    return Sample(tokens, len(request.tokens), logp, response.finish_reason, spans, routed_experts)
+    return Sample(tokens, len(request.tokens), logp, response.finish_reason, spans, routed_experts, images=request.images)
 
 
 def scoring_parameters(named: int) -> Any:

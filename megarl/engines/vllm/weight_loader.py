@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _get_weight_loader
 
-from megarl.engines.vllm.expert_loader import ExpertLoader, expert_names
+from megarl.engines.vllm.expert_loader import ExpertLoader, Stored, expert_names
 from megarl.models.hf import Checkpoint
 from megarl.models.weight_map import FP8
 from megarl.sync.quantize import as_expected
@@ -122,7 +122,7 @@ def fp8_names(model: nn.Module) -> Iterator[str]:
             parent, _, leaf = path.rpartition(".")
             yield from (f"{parent}.{name}.weight" for name in packed.get(leaf, [leaf]))
         elif isinstance(method, Fp8MoEMethod):
-            yield from (name for names in expert_names(path, layer, False) for name in names)
+            yield from (name for names in expert_names(path, layer, Stored()) for name in names)
 
 
 def reset_moe_kernels(model: nn.Module) -> list[tuple[UnquantizedFusedMoEMethod, Any]]:

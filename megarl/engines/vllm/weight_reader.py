@@ -40,7 +40,7 @@ from vllm.model_executor.models.ernie45_moe import Ernie4_5_MoeForCausalLM
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts, OAIAttention
 
 from megarl.engines.vllm.checkpoint_paths import checkpoint_path
-from megarl.engines.vllm.expert_loader import expert_names, joins_gate_and_up, parts_of
+from megarl.engines.vllm.expert_loader import Stored, expert_names, parts_of, stored_as
 from megarl.models.weight_map import FP8_BLOCK, SCALES
 from megarl.sync.fingerprint import Piece, fingerprints, keys, rearranged_fingerprints
 
@@ -131,10 +131,10 @@ def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
 
 
 def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
-    packed, biases, joined = getattr(model, "packed_modules_mapping", {}), _bias_names(model), joins_gate_and_up(model)
+    packed, biases, stored = getattr(model, "packed_modules_mapping", {}), _bias_names(model), stored_as(model)
     for path, layer in ((checkpoint_path(model, path), layer) for path, layer in model.named_modules()):
         if isinstance(layer, RoutedExperts):
-            yield from _experts(path, layer, biases, joined)
+            yield from _experts(path, layer, biases, stored)
         elif isinstance(layer, QwenGatedDeltaNetAttention):
             yield from _delta_net(path, layer)
         elif isinstance(layer, LinearBase):
@@ -234,7 +234,7 @@ def _vocabulary(name: str, layer: VocabParallelEmbedding, weight_VI: Tensor) -> 
 
 
 def _output_layer(model: nn.Module) -> VocabParallelEmbedding:
-    head = getattr(model, "lm_head", None)
+    head = getattr(getattr(model, "language_model", model), "lm_head", None)
     if not isinstance(head, VocabParallelEmbedding):
         raise NotImplementedError(f"{type(model).__name__} has no output layer called lm_head")
     return head
@@ -274,7 +274,7 @@ def _bias_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _experts(path: str, layer: RoutedExperts, biases: dict[str, str], joined: bool) -> Iterator[_Shards | _Packed]:
+def _experts(path: str, layer: RoutedExperts, biases: dict[str, str], stored: Stored) -> Iterator[_Shards | _Packed]:
     """Yield the experts of one layer: the projections of each, in the kernel's layout, and their biases; and its router's bias."""
     stacked = isinstance(layer, GptOssRoutedExperts)
     parts = ("_weight", "_bias") if stacked else tuple(f"_weight{scales}" for scales in parts_of(layer))
@@ -286,14 +286,14 @@ def _experts(path: str, layer: RoutedExperts, biases: dict[str, str], joined: bo
     if isinstance(layer.quant_method, Fp8MoEMethod):
         yield from _fp8_experts(path, layer)
         return
-    names, (*parts13, part2, padding13, padding2) = expert_names(path, layer, joined), _parts(layer, joined)
+    names, (*parts13, part2, padding13, padding2) = expert_names(path, layer, stored), _parts(layer, stored)
     w13_BP, w2_BP = layer.w13_weight.flatten(1), layer.w2_weight.flatten(1)
     for stack_BP, padding in ((w13_BP, padding13), (w2_BP, padding2)):
         if len(padding) and stack_BP[:, padding].any():
             raise NotImplementedError(f"{path}: the padding of the packed experts holds values other than 0")
-    of13 = names[:1] * len(parts13) if joined else names[:-1]
+    of13 = names[:1] * len(parts13) if stored.joined else names[:-1]
     for index, (one, part) in enumerate(zip(of13, parts13, strict=True)):
-        yield _Packed(one, part, w13_BP, further=joined and index > 0)
+        yield _Packed(one, part, w13_BP, further=stored.joined and index > 0)
     yield _Packed(names[-1], part2, w2_BP)
     if stacked:
         yield from _expert_biases(path, layer, *names)
@@ -318,7 +318,7 @@ def _fp8_experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
     method, rank = layer.quant_method, layer.moe_config.tp_rank
     if method.fp8_backend not in _AS_LOADED:
         raise NotImplementedError(f"{path}: fp8 experts as rearranged for {method.fp8_backend.value} are not known here")
-    kernel, names = method.moe_kernel.fused_experts, expert_names(path, layer, False)
+    kernel, names = method.moe_kernel.fused_experts, expert_names(path, layer, Stored())
     stacks = [("", layer.w13_weight, layer.w2_weight), (SCALES, layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)]
     if kernel.w1_scale.data_ptr() != layer.w13_weight_scale_inv.data_ptr():  # after a reload the kernel has a copy of its own
         stacks.append((SCALES, kernel.w1_scale, kernel.w2_scale))
@@ -328,17 +328,17 @@ def _fp8_experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
             yield _Shards([name + scales for name in kind], row * stack.shape[1], column * stack.shape[2], stack)
 
 
-def _parts(layer: RoutedExperts, joined: bool) -> tuple[Any, ...]:
+def _parts(layer: RoutedExperts, stored: Stored) -> tuple[Any, ...]:
     """Return the positions of the gate, up and down projections in packed w13 and w2, and the padding positions of w13 and of w2.
 
-    gpt-oss has one tensor for gate and up, whose rows alternate, and stores the transposes. `joined`: from `joins_gate_and_up`.
+    gpt-oss has one tensor for gate and up, whose rows alternate, and stores the transposes. `stored`: from `stored_as`.
 
     vLLM packs a throw-away expert whose elements are their own numbers, 1, 2, 3, ...: each position then holds the number of the element
     that is kept there, and 0 is padding. This is valid for any kernel that only moves elements and pads with zeros; `_positions` checks
     that. bfloat16 represents integers exactly only up to 256, so the numbers are packed one byte at a time, lowest byte first.
     """
     weight, inner, hidden, rank = layer.w13_weight, layer.intermediate_size_per_partition, layer.hidden_size, layer.moe_config.tp_rank
-    key = (type(layer.quant_method.moe_kernel.fused_experts), inner, hidden, rank, weight.dtype, weight.device, joined)
+    key = (type(layer.quant_method.moe_kernel.fused_experts), inner, hidden, rank, weight.dtype, weight.device, stored)
     if key not in _PARTS:
         count13, count2 = 2 * inner * hidden, hidden * inner
         number13 = torch.arange(1, count13 + 1, device=weight.device).view(1, 2 * inner, hidden)
@@ -351,9 +351,10 @@ def _parts(layer: RoutedExperts, joined: bool) -> tuple[Any, ...]:
         if isinstance(layer, GptOssRoutedExperts):
             parts: tuple[_Part, ...] = _part(w13.T, 0, rank * 2 * inner), _part(down.T, rank * inner, 0)
         else:
-            after_gate = inner * layer.moe_config.tp_size if joined else 0
-            rows = (rank * inner, after_gate + rank * inner)
-            parts = *(_part(half, row, 0) for half, row in zip(w13.chunk(2), rows, strict=True)), _part(down, 0, rank * inner)
+            after_gate = inner * layer.moe_config.tp_size if stored.joined else 0
+            places = ((half, row, 0) for half, row in zip(w13.chunk(2), (rank * inner, after_gate + rank * inner), strict=True))
+            own = [*places, (down, 0, rank * inner)]
+            parts = tuple(_part(p.T, column, row) if stored.transposed else _part(p, row, column) for p, row, column in own)
         _PARTS[key] = (*parts, (packed13 == 0).nonzero().squeeze(1), (packed2 == 0).nonzero().squeeze(1))
     return _PARTS[key]
 

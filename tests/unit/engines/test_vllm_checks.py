@@ -61,16 +61,23 @@ def test_an_architecture_that_vllm_has_no_code_of_its_own_for_is_refused(tiny_mo
 
 
 def test_vllm_has_code_of_its_own_for_every_family() -> None:
-    policies = {family.heads["lm"].architecture for family in FAMILIES.values() if not family.nested}
+    policies = {family.heads["lm"].architecture for family in FAMILIES.values()}
     assert set(vllm_names(policies)) <= native_architectures()
 
 
-def test_a_model_that_sees_images_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({"quantization": "fp8"}, r"^rollout\.quantization=fp8: not supported for models that see images$"),
+        ({"dp": 2, "expert_parallel": True}, r"^rollout\.dp=2: an engine of a model that sees images has one member"),
+        ({"tp": 32}, r"^rollout\.tp=32: does not divide the vision tower's 16 heads and intermediate_size=4304$"),
+    ],
+)
+def test_what_no_engine_that_sees_images_does_is_refused(settings: dict[str, Any], refusal: str) -> None:
     model = ModelDescription.of(QWEN3_VL_30B_A3B)
-    with pytest.raises(
-        ConfigError, match=r"^model\.path: Qwen3VLMoeForConditionalGeneration sees images, and engines do not run such models"
-    ):
-        check(model, "bfloat16", RolloutSettings(), gpu=True)
+    check(model, "bfloat16", RolloutSettings(tp=2), gpu=True)
+    with pytest.raises(ConfigError, match=refusal):
+        check(model, "bfloat16", RolloutSettings(**settings), gpu=True)
 
 
 def test_the_architectures_are_read_without_importing_vllm() -> None:
