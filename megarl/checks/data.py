@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config import (
@@ -14,6 +13,7 @@ from megarl.config import (
     EvalConfig,
     EvalSet,
     MixtureSource,
+    ModelSettings,
     PairsConfig,
     PromptSource,
     ReasoningGymReward,
@@ -24,6 +24,7 @@ from megarl.config import (
     TrainConfig,
     alone,
 )
+from megarl.data.images import reader_of
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -69,24 +70,27 @@ class PromptReader:
     """Reads and checks the prompts of a run's sources.
 
     Args:
-        model: the Hugging Face directory whose tokenizer is used.
+        model: the section `model`: whose tokenizer and image processor are used.
         data: how a prompt becomes tokens, and what happens to rows that are too long or otherwise bad.
         rollout: the section `rollout`, which limits a prompt's length.
         reward: how responses are scored.
         environment: the environment whose episodes the prompts start, if any.
+        sees: prompts may have images, if the model sees them.
     """
 
-    model: Path
+    model: ModelSettings
     data: SourceFormat
     rollout: RolloutSettings
     reward: RewardSettings
     environment: EnvironmentSettings | None
+    sees: bool = True
 
     @classmethod
     def of(cls, config: TrainConfig | EvalConfig | PairsConfig) -> PromptReader:
         """The reader for a run's configuration."""
         environment = None if isinstance(config, PairsConfig) else config.environment
-        return cls(config.model.path, config.data, config.rollout, config.reward, environment)
+        sees = environment is None and not isinstance(config, PairsConfig)  # neither episodes nor pairs have images so far
+        return cls(config.model, config.data, config.rollout, config.reward, environment, sees)
 
     def read(self, source: PromptSource, key: str) -> Sequence[Prompt]:
         """Read every prompt of a source, tokenised; those of a large file are tokenised on demand.
@@ -102,7 +106,7 @@ class PromptReader:
         """
         self._refuse_evaluating(source, key)
         with where_present(key):
-            tokenizer = load_tokenizer(self.model)
+            tokenizer = load_tokenizer(self.model.path)
             prompts = self.prompts(source, key, tokenizer)
             check_episodes(self.environment, prompts, key, TurnTokens(tokenizer, self.data), self.rollout.max_prompt_tokens)
             return prompts
@@ -111,7 +115,9 @@ class PromptReader:
     def prompts(self, source: PromptSource, key: str, tokenizer: PreTrainedTokenizerBase) -> Sequence[Prompt]:
         """`read` without playing an episode. `tokenizer`: that of the model."""
         tools, faults = tool_schemas(self.environment), partial(answer_faults, self._scoring(key))
-        return load_prompts(source, tokenizer, self.data, self.rollout.max_prompt_tokens, key, tools=tools, faults=faults)
+        most, limit = self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
+        reader = reader_of(self.model, most, limit) if self.sees else None
+        return load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, reader)
 
     def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
         """Read all sets to evaluate on.
@@ -152,7 +158,7 @@ def check_data(reader: PromptReader, train: PromptSource, held_out: PromptSource
         held_out: `data.eval`.
         others: `eval`.
     """
-    check_environment(reader.environment, reader.data, reader.reward, reader.model)
+    check_environment(reader.environment, reader.data, reader.reward, reader.model.path)
     return Data(reader.read(train, "data.train"), reader.sets(held_out, others))
 
 

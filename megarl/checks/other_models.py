@@ -15,6 +15,8 @@ from megarl.config import (
     RolloutSettings,
     TeacherEngines,
     TeacherServer,
+    TrainConfig,
+    model_of,
 )
 from megarl.data.gym import all_drawn
 from megarl.data.prompts import Prompt
@@ -133,6 +135,36 @@ def check_teacher(
         raise ConfigError(
             f"distillation.top_k={distillation.top_k}: the policy has vocab_size={policy.vocab}, and other tokens must be left"
         )
+
+
+def check_seen(config: TrainConfig, policy: ModelDescription, prompts: Sequence[Prompt]) -> None:
+    """Check that every model reads the images of prompts, by up to 10,000 prompts, evenly spaced.
+
+    Args:
+        config: the run's configuration.
+        policy: the policy.
+        prompts: those that are trained on.
+
+    Raises:
+        ConfigError: a teacher scores texts alone, or another model does not see what the policy sees, of the same tokens.
+    """
+    if policy.sizes.vision is None or not any(prompt.images for prompt in prompts[:: max(1, -(-len(prompts) // LOOKED))]):
+        return
+    critic, distillation = None if config.critic is None else config.critic.path, config.distillation
+    models = {"model.base": config.model.base, "critic.path": critic}
+    if distillation is not None:
+        models |= {f"distillation.{name}": path for name, path in distillation.models.items()}
+        if config.placement.teacher_engines is not None or any(isinstance(one, TeacherServer) for one in distillation.scorers.values()):
+            raise ConfigError("distillation: prompts have images, which a teacher's engine or server does not get: give it ranks")
+    if (source := model_of(config.reward.source)) is not None:
+        models[f"{source[0]}.path"] = source[1].path
+    own = policy.sizes.vision
+    for key, path in models.items():
+        vision = None if path is None else ModelDescription.read(path).sizes.vision
+        if path is not None and (
+            vision is None or (vision.image_token, vision.patch, vision.merge) != (own.image_token, own.patch, own.merge)
+        ):
+            raise ConfigError(f"{key}: {path} does not see images of the same tokens as the policy, and prompts have images")
 
 
 def check_taught(distillation: DistillationSettings | None, prompts: Sequence[Prompt]) -> None:

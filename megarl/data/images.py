@@ -16,7 +16,6 @@ import numpy as np
 from megarl.config import ModelSettings
 from megarl.config.data import TableSource
 from megarl.data.intake import TooLong
-from megarl.data.rendering import Reply
 from megarl.errors import ConfigError
 from megarl.image_source import BadImage, ImageSource, held, read_bounded
 from megarl.images import MARK, Image, PlacedImage
@@ -24,6 +23,7 @@ from megarl.models.description import ModelDescription
 from megarl.models.image_processor import ImageProcessor
 
 if TYPE_CHECKING:
+    from megarl.data.rendering import Reply
     from megarl.data.template import ChatTemplate
 
 COLUMN = "images"  # of a row: the images of parts that name none
@@ -105,7 +105,8 @@ class ImageReader:
         if not images:
             return list(turns), []
         piece = template.tokenizer.convert_ids_to_tokens(self._token)
-        mark, count, changed = template.image_mark, 0, list[Reply]()
+        changed: list[Reply] = []
+        mark, count = template.image_mark, 0
         for turn in turns:
             first, *others = turn.read.split(MARK)
             for image, text in zip(images[count:], others, strict=False):

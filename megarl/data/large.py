@@ -24,6 +24,7 @@ from megarl.config import ConfigError, FileSource
 from megarl.data.columns import chosen_places, find_in_table
 from megarl.data.exact import exact_rows
 from megarl.data.files import arrow_files, bounded, open_parquet, parquet_batches, readable
+from megarl.data.images import check_folder
 from megarl.data.lazy import LazySequence
 from megarl.data.messages import ARGUMENTS, TOOLS
 from megarl.data.prompts import CHUNK, Prompt, Renderer
@@ -65,6 +66,7 @@ class LargeFile(LazySequence[Prompt]):
 
     def __init__(self, table: pyarrow.Table, source: FileSource, key: str, renderer: Renderer) -> None:
         self._table, self._source, self._key, self._renderer = table, source, key, renderer
+        check_folder(source, renderer.reader, key)
         with self._readable():
             self._row_P = chosen_places(table, source.where, source.path, key)
         sample = np.unique(np.linspace(0, len(self) - 1, SAMPLED, dtype=np.int64))
@@ -116,7 +118,7 @@ class LargeFile(LazySequence[Prompt]):
         def row(item: tuple[int, int, dict[str, Any]]) -> tuple[Row, int]:
             place, number, columns = item
             called = f"{self._key}.path: {self._source.path}:{self._source.skip + number + 1}"
-            return row_of(columns, self._source, called, self._key), place
+            return row_of(columns, self._source, called, self._key, self._renderer.reader), place
 
         rows = self._renderer.intake.made(zip(places.tolist(), row_N.tolist(), values, strict=True), row)
         return self._renderer.prompts([one for one, _ in rows], [place for _, place in rows])

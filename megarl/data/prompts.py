@@ -8,15 +8,19 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megarl.config import ConfigError, PromptFormat
 from megarl.data.answers import Answer
 from megarl.data.chat import Chat
+from megarl.data.images import HERE, ImageReader
 from megarl.data.intake import Intake, TooLong
 from megarl.data.messages import ARGUMENTS, TOOLS, Message
-from megarl.data.rendering import continued, prompt_texts
+from megarl.data.rendering import Reply, continued, prompt_texts
 from megarl.data.rows import Row
 from megarl.data.template import ChatTemplate
 from megarl.data.tokenizer import check_known, check_size, encode, unended
+from megarl.images import MARK, PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +41,7 @@ class Prompt:
     given: str | list[Message] = ""  # the question as in the source, with any messages before it
     episode: int | None = None  # the seed of an episode, which the environment opens; there are then no tokens
     place: str = field(default="", repr=False, compare=False)  # the row's name in messages
+    images: Sequence[PlacedImage] = ()  # in order; their tokens are among the prompt's
 
     @property
     def name(self) -> str:
@@ -69,6 +74,7 @@ class Renderer:
         limit_key: the setting that gives this limit, for messages.
         tools: schemas of the tools, for the chat template.
         intake: what to do with rows that are refused.
+        reader: writes the images of rows that have some.
 
     Attributes:
         added: the maximum number of bytes that rendering has added to a prompt.
@@ -85,12 +91,16 @@ class Renderer:
         limit_key: str,
         tools: Sequence[dict[str, Any]] | None = None,
         intake: Intake | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         if not data.chat and "{prompt}" not in data.template:
             raise ConfigError(f"{SECTION}.template: {data.template!r} has no {{prompt}} in it")
         self.intake, self.added = intake or Intake(), 0
         self.chat_template = ChatTemplate(tokenizer, data, tools, self.intake) if data.chat else None
         self.tokenizer, self.most, self.limit_key, self._template = tokenizer, most, limit_key, data.template
+        self.reader = reader
+        if self.chat_template is not None:
+            self.chat_template.sees = reader is not None
 
     def prompts(self, rows: Sequence[Row], ids: Sequence[int]) -> list[Prompt]:
         """Return the rows as prompts with these ids, without those that `intake` leaves out. Raise ConfigError for a refused one."""
@@ -107,7 +117,8 @@ class Renderer:
                 raise ConfigError(f"{row.place}: the prompt has no token")
             if len(tokens) > self.most:
                 raise TooLong(f"{row.place}: prompt of {len(tokens)} tokens is longer than {self.limit_key}={self.most}")
-            return Prompt(number, _text(row), array("I", tokens), row.answer, row.meta, _given(row), place=row.place)
+            placed = self.reader.placed(np.array(tokens), row.images, row.place) if self.reader is not None else ()
+            return Prompt(number, _shown(_text(row)), array("I", tokens), row.answer, row.meta, _given(row), place=row.place, images=placed)
 
         items = self.intake.made(self._rendered(list(zip(rows, ids, strict=True))), sized)
         tokens = encode(self.tokenizer, [text for _, text in items], special=self.chat_template is None) if items else []
@@ -125,7 +136,10 @@ class Renderer:
 
         chats = self.intake.made(rows, chat)
         texts = prompt_texts(template, [(row.place, chat) for (row, _), chat in chats], known=True)
-        return self.intake.taken(zip([item for item, _ in chats], texts, strict=True))
+        rendered = self.intake.taken(zip([item for item, _ in chats], texts, strict=True))
+        if self.reader is None:
+            return rendered
+        return [(item, self.reader.written([Reply(text, "", "")], item[0].images, template)[0][0].read) for item, text in rendered]
 
     def plain(self, row: Row) -> str:
         """Return the row's prompt in `data.template`. Raise ConfigError if it needs a chat template."""
@@ -134,6 +148,8 @@ class Renderer:
                 raise ConfigError(f"{row.place}: the column {name} needs {SECTION}.chat=true")
         if len(row.messages) > 1:
             raise ConfigError(f"{row.place}: a chat of {len(row.messages)} messages needs {SECTION}.chat=true")
+        if row.images:
+            raise ConfigError(f"{row.place}: images need {SECTION}.chat=true")
         self.intake.note("keys of messages that nothing uses", row.messages[0].keys() - {"role", "content"})
         check_known(self.tokenizer, _text(row), f"{row.place}: the prompt")
         return self._template.replace("{prompt}", _text(row))
@@ -162,7 +178,14 @@ def _text(row: Row) -> str:
 def _given(row: Row) -> str | list[Message]:
     """Return the prompt as in the source, or only the text if it is a single user message."""
     is_single = len(row.messages) == 1 and row.messages[0]["role"] == "user"
-    return _text(row) if is_single else row.prompt
+    if is_single or isinstance(row.prompt, str):
+        return _shown(_text(row))
+    return [{**message, "content": _shown(message["content"])} if "content" in message else message for message in row.prompt]
+
+
+def _shown(text: str) -> str:
+    """Return a text without the marks of images."""
+    return text.replace(MARK, HERE)
 
 
 def check_turn(row: Row) -> None:

@@ -1,7 +1,7 @@
 """Rows of sources of prompts: read, checked, not yet rendered."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -10,8 +10,10 @@ from megarl.config import ConfigError, FileSource, ReasoningGymSource
 from megarl.data.answers import Answer
 from megarl.data.files import parts, taken_rows
 from megarl.data.gym import read_gym
+from megarl.data.images import COLUMN, ImageReader, check_folder
 from megarl.data.intake import Intake
 from megarl.data.messages import Message, arguments_of, checked, tools_of
+from megarl.images import Image
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ class Row:
     meta: dict[str, Any]
     tools: list[dict[str, Any]] | None = None  # schemas of the tools that this row offers
     arguments: dict[str, Any] = field(default_factory=dict)  # of the chat template, for this row
+    images: Sequence[Image] = ()  # those of the prompt, in order; each has a mark in its text
 
     @property
     def messages(self) -> list[Message]:
@@ -38,7 +41,7 @@ class Row:
         return sum(len(message.get("content", "").encode()) for message in self.messages)
 
 
-def row_of(columns: dict[str, Any], source: FileSource, place: str, key: str) -> Row:
+def row_of(columns: dict[str, Any], source: FileSource, place: str, key: str, reader: ImageReader | None = None) -> Row:
     """Return a row of a file.
 
     Args:
@@ -46,22 +49,36 @@ def row_of(columns: dict[str, Any], source: FileSource, place: str, key: str) ->
         source: names the columns of prompt and answer.
         place: the row's name in messages.
         key: the source's dotted key.
+        reader: reads images for a model that sees them; None: they are refused.
 
     Raises:
         ConfigError: the row is malformed.
     """
     prompt, answer, meta = parts(columns, source, place, key)
+    if reader is not None:
+        meta.pop(COLUMN, None)
+    prompt, images = seen(prompt, columns, source, place, reader)
     filled = source.path.suffix != ".jsonl"
-    return Row(place, checked(prompt, place, filled), answer, meta, tools_of(columns, place, filled), arguments_of(columns, place))
+    return Row(place, checked(prompt, place, filled), answer, meta, tools_of(columns, place, filled), arguments_of(columns, place), images)
 
 
-def source_rows(source: ReasoningGymSource | FileSource, key: str, intake: Intake) -> Iterator[Row]:
+def seen(prompt: Any, columns: dict[str, Any], source: FileSource, place: str, reader: ImageReader | None) -> tuple[Any, Sequence[Image]]:
+    """Return a row's prompt with marks for its images, and these, as `ImageReader.take` does; unchanged without a reader."""
+    if reader is None:
+        return prompt, ()
+    if isinstance(prompt, str) and columns.get(COLUMN):
+        prompt = [{"role": "user", "content": prompt}]
+    return reader.take(prompt, columns, source, place)
+
+
+def source_rows(source: ReasoningGymSource | FileSource, key: str, intake: Intake, reader: ImageReader | None = None) -> Iterator[Row]:
     """Yield the rows of a source.
 
     Args:
         source: the source.
         key: its dotted key, such as "data.train".
         intake: what to do with rows that are refused.
+        reader: as for `row_of`.
 
     Raises:
         ConfigError: there are none, or one is refused.
@@ -69,12 +86,13 @@ def source_rows(source: ReasoningGymSource | FileSource, key: str, intake: Intak
     if isinstance(source, ReasoningGymSource):
         yield from _gym_rows(source, key)
         return
+    check_folder(source, reader, key)
     rows = taken_rows(source, key, intake.refuse)
     if (first := next(rows, None)) is None:
         if intake.dropped:
             return
         raise ConfigError(f"{key}.path: {source.path} holds no prompts{f' after the first {source.skip}' if source.skip else ''}")
-    yield from intake.each(chain([first], rows), lambda row: row_of(row[1], source, row[0], key))
+    yield from intake.each(chain([first], rows), lambda row: row_of(row[1], source, row[0], key, reader))
 
 
 def _gym_rows(source: ReasoningGymSource, key: str) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import ConfigError, EpisodeSource, FileSource, MixtureSource, PromptSource, SourceFormat
 from megarl.data.answers import Answer
+from megarl.data.images import ImageReader
 from megarl.data.intake import Intake
 from megarl.data.large import LargeFile, large_table
 from megarl.data.lazy import LazySequence
@@ -31,6 +32,7 @@ def load_prompts(
     limit_key: str = "rollout.max_prompt_tokens",
     tools: Sequence[dict[str, Any]] | None = None,
     faults: Faults | None = None,
+    reader: ImageReader | None = None,
 ) -> Sequence[Prompt]:
     """Return every prompt of a source, tokenised except for episodes. Episodes and the prompts of a large file are made on demand.
 
@@ -43,6 +45,7 @@ def load_prompts(
         limit_key: the setting that gives the limit, for messages.
         tools: schemas of the tools, for the chat template.
         faults: finds what is wrong with answers; None: nothing scores by them.
+        reader: reads images for a model that sees them; None: they are refused.
 
     Returns:
         The prompts in the order of the source; `id` counts them.
@@ -56,20 +59,20 @@ def load_prompts(
     if isinstance(source, MixtureSource):
         parts = [
             (
-                load_prompts(part.source, tokenizer, data, max_prompt_tokens, f"{key}.parts.{n}.source", limit_key, tools, faults),
+                load_prompts(part.source, tokenizer, data, max_prompt_tokens, f"{key}.parts.{n}.source", limit_key, tools, faults, reader),
                 part.weight,
             )
             for n, part in enumerate(source.parts)
         ]
         return _PromptMixture(parts, source.seed, key)
     intake = Intake.of(data)
-    renderer = Renderer(tokenizer, data, max_prompt_tokens, limit_key, tools, intake)
+    renderer = Renderer(tokenizer, data, max_prompt_tokens, limit_key, tools, intake, reader)
     table = large_table(source, key) if isinstance(source, FileSource) else None
     prompts: Sequence[Prompt]
     if isinstance(source, FileSource) and table is not None:
         prompts = LargeFile(table, source, key, renderer)
     else:
-        prompts = renderer.all(source_rows(source, key, intake))
+        prompts = renderer.all(source_rows(source, key, intake, reader))
     if faults is not None:
         prompts = _with_good_answers(prompts, faults, intake)
     intake.tell(len(prompts), key, f"{limit_key}={max_prompt_tokens}")

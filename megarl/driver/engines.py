@@ -80,6 +80,7 @@ class EngineStarter:
             report_experts=isinstance(config, TrainConfig) and config.routing.reported > 0,
             sleeps=self.shared,
             blank=self.blank,
+            pixels=(config.model.min_pixels, config.model.max_pixels),
         )
         members = [
             MemberToStart(self._options(index, rank), (f"engine {index} member {rank}", *self._actor_arguments, self._devices(index, rank)))
@@ -193,7 +194,9 @@ class Engines:
             sampling: how to sample; the engines' settings say which tokens may be drawn and what ends a response.
             experts: which responses' routed experts to keep; None: none.
         """
-        return Wanted(key, Start(number, prompt.tokens, prompt.seed, prompt.task), sampling.within(self.settings), experts)
+        return Wanted(
+            key, Start(number, prompt.tokens, prompt.seed, prompt.task, images=prompt.images), sampling.within(self.settings), experts
+        )
 
     def work(self) -> Dispatcher:
         """Return a dispatcher that takes prompts for the engines. It must be the engines' turn (`take_turn`)."""

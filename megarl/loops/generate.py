@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from pydantic import ValidationError
 
 from megarl.cluster.machine import gpus_here
-from megarl.config import ConfigError, PromptFormat, RolloutSettings
+from megarl.config import ConfigError, FileSource, ModelSettings, PromptFormat, RolloutSettings
 from megarl.data.columns import at
 from megarl.data.files import read_rows
+from megarl.data.images import ImageReader, reader_of
 from megarl.data.messages import Message, arguments_of, checked, mapping, tools_of
 from megarl.data.prompts import Prompt, Renderer
-from megarl.data.rows import Row
+from megarl.data.rows import Row, seen
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.engine import RolloutError, Setup
 from megarl.engines.generate import Sampling, TokenPrompt, generate, text_of
@@ -160,8 +161,9 @@ def check(options: argparse.Namespace) -> GenerateJob:
     if options.chat and not tokenizer.chat_template:
         raise ConfigError("--chat: the tokenizer has no chat template")
     room, form = description.room, _format(options, tokenizer)
-    renderer = Renderer(tokenizer, form, room - 1, "the model's room")
-    prompts = renderer.all(iter(()) if options.chat else _rows(options))
+    reader = reader_of(ModelSettings(path=model), room - 1, "the model's room")
+    renderer = Renderer(tokenizer, form, room - 1, "the model's room", reader=reader)
+    prompts = renderer.all(iter(()) if options.chat else _rows(options, reader))
     renderer.intake.tell(len(prompts), "PROMPT" if options.file is None else f"--file {options.file}", "")
     longest = max((len(prompt.ids) for prompt in prompts), default=room // 2)
     response = min(RESPONSE, room - longest) if options.max_tokens is None else options.max_tokens
@@ -202,14 +204,16 @@ def _in_options(message: str) -> str:
     return re.sub(rf"\b({keys})(=?)", lambda found: OPTIONS[found[1]] + (" " if found[2] else ""), message)
 
 
-def _rows(options: argparse.Namespace) -> Iterator[Row]:
+def _rows(options: argparse.Namespace, reader: ImageReader | None) -> Iterator[Row]:
     if options.prompt is not None:
         yield Row("PROMPT", checked(options.prompt, "PROMPT"), "", {})
         return
     place, filled = "", options.file.suffix != ".jsonl"
     for place, row in read_rows(options.file, "FILE"):
-        prompt = checked(at(row, options.prompt_key, place, "FILE.prompt_key"), place, filled)
-        yield Row(place, prompt, "", {}, tools_of(row, place, filled), arguments_of(row, place))
+        prompt, images = seen(
+            at(row, options.prompt_key, place, "FILE.prompt_key"), row, FileSource(type="file", path=options.file), place, reader
+        )
+        yield Row(place, checked(prompt, place, filled), "", {}, tools_of(row, place, filled), arguments_of(row, place), images)
     if not place:
         raise ConfigError(f"--file: {options.file} holds no prompts")
 
@@ -251,7 +255,7 @@ class Speaker:
 
     def responses(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[list[dict[str, Any]]]:
         """Return `sampling.n` responses to each prompt, each with text, finish_reason and length in tokens."""
-        job, token_prompts = self.job, [TokenPrompt(prompt.id, prompt.tokens) for prompt in prompts]
+        job, token_prompts = self.job, [TokenPrompt(prompt.id, prompt.tokens, images=prompt.images) for prompt in prompts]
         sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
         answers, ends = self._runner.run(generate(self._responder, token_prompts, sampling, job.settings.timeout_s)), end_tokens(job.model)
         return [

@@ -1,0 +1,103 @@
+"""Prompts with images: one token of the prompt for each of an image's tokens, and references to the bytes for engines and ranks."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from PIL import Image as Pillow
+from pyarrow import parquet
+
+from megarl.config import ConfigError, FileSource, SourceFormat
+from megarl.data import large
+from megarl.data.images import ImageReader
+from megarl.data.prompts import Prompt
+from megarl.data.sources import load_prompts
+from megarl.data.tokenizer import load_tokenizer
+from megarl.models.description import ModelDescription
+from megarl.models.image_processor import ImageProcessor
+from tests.image_samples import END, PAD, START
+from tools.make_tiny_model import build
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("seeing") / "model"
+    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    return out
+
+
+def square(side: int, shade: int) -> bytes:
+    file = io.BytesIO()
+    Pillow.fromarray(np.full((side, side, 3), shade, np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+FILES = [square(32, 10), square(48, 200)]  # of 16 and 36 tokens
+ROWS: list[dict[str, Any]] = [
+    {"prompt": [{"role": "user", "content": "a<image>b<image>c"}], "images": [{"bytes": file} for file in FILES], "answer": "1"},
+    {"prompt": [{"role": "user", "content": "no image"}], "images": None, "answer": "2"},
+    {
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "d<image>"}],
+        "images": [{"bytes": FILES[1]}],
+        "answer": "3",
+    },
+]
+
+
+def load(path: Path, file: Path, rows: list[dict[str, Any]], most: int = 200, **data: Any) -> list[Prompt]:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    source = FileSource(type="file", path=file, answer_key="answer")
+    vision = ModelDescription.read(path).sizes.vision
+    assert vision is not None
+    reader = ImageReader(ImageProcessor(path), vision.image_token, most, "rollout.max_prompt_tokens")
+    return list(load_prompts(source, load_tokenizer(path), SourceFormat(**data), most, "data.train", reader=reader))
+
+
+def test_a_prompt_has_each_token_of_its_images_once_and_says_where_they_are(path: Path, tmp_path: Path) -> None:
+    two, text, one = load(path, tmp_path / "rows.parquet", ROWS)
+    assert [len(prompt.images) for prompt in (two, text, one)] == [2, 0, 1]
+    for prompt in (two, one):
+        assert prompt.tokens.count(PAD) == sum(placed.image.tokens for placed in prompt.images)
+        for placed in prompt.images:
+            assert prompt.tokens[placed.start : placed.end] == [PAD] * placed.image.tokens
+            assert (prompt.tokens[placed.start - 1], prompt.tokens[placed.end]) == (START, END)
+    assert [placed.image.tokens for placed in two.images] == [16, 36]
+    assert [placed.image.read() for placed in two.images] == FILES and one.images[0].image.read() == FILES[1]
+
+
+def test_verifiers_and_environments_get_texts_and_no_bytes(path: Path, tmp_path: Path) -> None:
+    two, text, one = load(path, tmp_path / "rows.parquet", ROWS)
+    assert (two.given, two.text, two.meta) == ("a<image>b<image>c", "a<image>b<image>c", {})
+    assert one.given == [{"role": "system", "content": "s"}, {"role": "user", "content": "d<image>"}] and text.given == "no image"
+
+
+def test_prompts_of_a_large_file_are_those_of_a_small_one(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = load(path, tmp_path / "rows.parquet", ROWS)
+    monkeypatch.setattr(large, "LARGE", 1)
+    assert load(path, tmp_path / "rows.parquet", ROWS) == small
+
+
+@pytest.mark.parametrize(
+    ("changes", "data", "refusal"),
+    [
+        ({}, {"chat": False}, r":1: images need data\.chat=true$"),
+        ({"images": [{"bytes": FILES[0]}] * 3}, {}, r":1: the column 'images' has 1 images that no part stands for$"),
+        ({"images": [{"bytes": b"GIF89a"}] * 2}, {}, r":1: message 0: part 1: the image is refused: "),
+        (
+            {"images": [{"bytes": square(64, 0)}] * 2},
+            {"most": 100},
+            r":1: 2 images have 128 tokens, more than rollout\.max_prompt_tokens=100$",
+        ),
+        ({"prompt": "<|image_pad|>", "images": None}, {}, r":1: 1 image tokens, and its 0 images have 0$"),
+    ],
+)
+def test_a_bad_prompt_is_refused_by_its_row(
+    path: Path, tmp_path: Path, changes: dict[str, Any], data: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        load(path, tmp_path / "rows.parquet", [ROWS[0] | changes], **data)
