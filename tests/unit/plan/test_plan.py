@@ -444,7 +444,7 @@ def test_a_teachers_engines_take_gpus_memory_and_time(published: Path) -> None:
 
 
 def test_a_model_that_sees_images_is_planned_with_its_tower(tmp_path: Path) -> None:
-    """In bfloat16 without gradients, on the ranks of the first stage; the example fits."""
+    """In bfloat16 without gradients, on the ranks of the first stage; the examples fit."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_30B_A3B))
     model, text = ModelDescription.read(tmp_path), description_of(MODELS["Qwen3-30B-A3B"])
     for layout in (Layout(ranks=8, tp=2, ep=4), Layout(ranks=16, pp=2, vpp=2, ep=8)):
@@ -452,6 +452,7 @@ def test_a_model_that_sees_images_is_planned_with_its_tower(tmp_path: Path) -> N
         assert first[0] == replace(one[0], frozen=538_631_408) and first[1:] == one[1:] and rest == others
         trained = shards(model, "lm", layout, {}, tower=True)[0][0]
         assert trained.frozen == 0 and trained.elements == first[0].elements
-    config = load(EXAMPLES / "qwen3_vl_30b_a3b" / "sft.yaml", [f"model.path={tmp_path}"], SftConfig)
-    plan = build(config, models_of(config), device_of(80, config.cluster.gpus_per_node), 80, None)
-    assert plan.faults == []
+    for example, kind in (("sft", SftConfig), ("gspo", TrainConfig)):
+        config = load(EXAMPLES / "qwen3_vl_30b_a3b" / f"{example}.yaml", [f"model.path={tmp_path}"], kind)
+        plan = build(config, models_of(config), device_of(80, config.cluster.gpus_per_node), 80, None)
+        assert plan.faults == []
