@@ -81,17 +81,12 @@ cluster: {gpus: false}
 optimizer: {lr: 1.0e-3, warmup_steps: 1}
 algorithm: {type: grpo}
 data: {train: {type: file, path: train.jsonl, answer_key: answer}, eval: {type: file, path: train.jsonl, answer_key: answer, rows: 8}}
-reward: {source: {type: function, path: "tests.e2e.test_images:starts"}}
+reward: {source: {type: function, path: "tests.e2e.reward_by_letter:starts"}}
 routing: {replay: r3}
 rollout: {samples_per_prompt: 4, max_prompt_tokens: 160, max_response_tokens: 6, max_num_seqs: 16, kv_cache_mb: 32}
 sync: {transport: shm}
 train: {steps: 3, prompts_per_step: 8, micro_batch_tokens: 1024, eval_every: 3}
 """
-
-
-def starts(response: str, answer: str) -> float:
-    """A reward that random models get now and then."""
-    return float(ord(response[0]) % 3 == ord(answer[0]) % 3) if response else 0.0
 
 
 def test_rl_trains_on_what_engines_sampled_from_images(lab: Lab, tmp_path: Path) -> None:
