@@ -24,19 +24,21 @@ from megarl.config import (
     TrainConfig,
     alone,
 )
-from megarl.data.images import reader_of
+from megarl.data.images import COLUMN, reader_of
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.environments.checks import check_environment, check_episodes, tool_schemas
 from megarl.host.unchecked import where_present
+from megarl.models.description import ModelDescription
 from megarl.rewards.gold_checks import answer_faults
 from megarl.rewards.verifiers import EVALUATING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LOOKED = 10_000  # prompts that are looked at before the start
 HELD_OUT = "heldout"  # the set of data.eval
 
 
@@ -117,7 +119,15 @@ class PromptReader:
         tools, faults = tool_schemas(self.environment), partial(answer_faults, self._scoring(key))
         most, limit = self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
         reader = reader_of(self.model, most, limit) if self.sees else None
-        return load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, reader)
+        prompts = load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, reader)
+        if not self.sees and ModelDescription.read(self.model.path).sizes.vision is not None:
+            self._refuse_images(prompts)
+        return prompts
+
+    def _refuse_images(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts[:: max(1, -(-len(prompts) // LOOKED))]:
+            if prompt.meta.get(COLUMN):
+                raise ConfigError(f"{prompt.name}: has {COLUMN}, which neither episodes nor pairs have so far")
 
     def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
         """Read all sets to evaluate on.

@@ -12,7 +12,10 @@ import pytest
 from PIL import Image as Pillow
 from pyarrow import parquet
 
-from megarl.config import ConfigError, FileSource, SourceFormat
+from megarl.checks.data import PromptReader
+from megarl.checks.other_models import check_seen
+from megarl.config import ConfigError, FileSource, SourceFormat, TrainConfig
+from megarl.config import load as load_config
 from megarl.data import large
 from megarl.data.images import ImageReader
 from megarl.data.prompts import Prompt
@@ -80,6 +83,31 @@ def test_prompts_of_a_large_file_are_those_of_a_small_one(path: Path, tmp_path: 
     small = load(path, tmp_path / "rows.parquet", ROWS)
     monkeypatch.setattr(large, "LARGE", 1)
     assert load(path, tmp_path / "rows.parquet", ROWS) == small
+
+
+def test_models_that_do_not_get_the_images_are_refused(path: Path, tmp_path: Path) -> None:
+    prompts, policy = load(path, tmp_path / "rows.parquet", ROWS), ModelDescription.read(path)
+    build(tmp_path / "text", layers=1, hidden=64, experts=4, expert_hidden=32, seed=1)
+    example = Path(__file__).parents[3] / "examples" / "vision" / "rl.yaml"
+    for changes, refusal in (
+        ([f"model.base={tmp_path / 'text'}"], r"^model\.base: \S+text does not see images of the same tokens as the policy"),
+        ([f"distillation={{teacher: {path}}}", "placement={teacher_engines: {kv_cache_mb: 32}}"], r"^distillation: prompts have images"),
+    ):
+        config = load_config(example, [f"model.path={path}", *changes], TrainConfig)
+        with pytest.raises(ConfigError, match=refusal):
+            check_seen(config, policy, prompts)
+        check_seen(config, policy, prompts[1:2])  # a text
+
+
+def test_images_of_episodes_are_refused(path: Path, tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist([{**ROWS[0], "prompt": "a<image>b<image>"}]), tmp_path / "rows.parquet")
+    example, episodes = (
+        Path(__file__).parents[3] / "examples" / "vision" / "rl.yaml",
+        "environment={source: {type: agent, function: 'a:b'}}",
+    )
+    config = load_config(example, [f"model.path={path}", f"data.train.path={tmp_path / 'rows.parquet'}", episodes], TrainConfig)
+    with pytest.raises(ConfigError, match=r"rows\.parquet:1: has images, which neither episodes nor pairs have so far$"):
+        PromptReader.of(config).prompts(config.data.train, "data.train", load_tokenizer(path))
 
 
 @pytest.mark.parametrize(
