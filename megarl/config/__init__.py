@@ -25,11 +25,16 @@ from megarl.config.data import (
 )
 from megarl.config.environment import (
     AgentEnvironment,
+    CommandContainers,
+    ContainerSource,
     EnvironmentSettings,
     FunctionEnvironment,
     GymEnvironment,
     GymnasiumEnvironment,
     HttpEnvironment,
+    LocalContainers,
+    ModalContainers,
+    SoftwareEnvironment,
     TextArenaEnvironment,
     ToolsEnvironment,
 )

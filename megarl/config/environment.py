@@ -106,6 +106,54 @@ class ToolsEnvironment(Section):
         return tuple(tool for tool in self.tools if ":" in tool)
 
 
+class LocalContainers(Section):
+    """A sandbox of megarl for each container; tasks are folders or files, and images cannot be used."""
+
+    type: Literal["local"] = "local"
+
+
+class CommandContainers(Section):
+    """A container engine on the machines of the engines."""
+
+    type: Literal["podman", "apptainer"]
+    program: str | None = None
+    """Its program; null: the one of that name on the path."""
+    options: list[str] = []
+    """Further options of `podman run` or `apptainer instance start`, such as [--cpus, "2"]."""
+
+
+class ModalContainers(Section):
+    """Sandboxes of Modal's service (`pip install megarl[modal]`), whose tokens are in MODAL_TOKEN_ID and MODAL_TOKEN_SECRET."""
+
+    type: Literal["modal"] = "modal"
+    app: str = "megarl"
+    """The app to which they belong there."""
+
+
+ContainerSource = Annotated[LocalContainers | CommandContainers | ModalContainers, Field(discriminator="type")]
+MAX_OUTPUT = 40_000  # bytes of output that one message from a sandbox has room for
+
+
+class SoftwareEnvironment(Section):
+    """Software tasks: the model works in a container, and tests in another one score its files (see megarl/environments/containers.md)."""
+
+    type: Literal["software"] = "software"
+    containers: ContainerSource = LocalContainers()
+    """What runs the containers."""
+    rows: Literal["own", "swe_gym", "swe_bench", "swe_smith"] = "own"
+    """The columns of the data: those of megarl, or as these datasets publish them."""
+    tools: Annotated[list[Literal["bash", "edit"]], Field(min_length=1)] = ["bash", "edit"]
+    """The tools that the model may call."""
+    setup_s: Seconds = 600.0
+    """Time limit of a container's start and of a task's setup, each."""
+    test_s: Seconds = 600.0
+    """Time limit of the tests. Tests that exceed it have failed."""
+    output_bytes: Annotated[int, Field(gt=0, le=MAX_OUTPUT)] = 8000
+    """Most bytes of a command's output that the model reads: its beginning and its end."""
+    processes: Annotated[int, Field(gt=0, le=1 << 16)] = 256
+    """Most processes in a container; a command that starts more is ended."""
+
+
 EnvironmentSource = Annotated[
     FunctionEnvironment
     | GymnasiumEnvironment
@@ -113,7 +161,8 @@ EnvironmentSource = Annotated[
     | TextArenaEnvironment
     | HttpEnvironment
     | ToolsEnvironment
-    | AgentEnvironment,
+    | AgentEnvironment
+    | SoftwareEnvironment,
     Field(discriminator="type"),
 ]
 
@@ -150,4 +199,12 @@ class EnvironmentSettings(Section):
             raise ValueError(f"environment.source.tools: {', '.join(self.source.tools)}: one of them is listed twice")
         if isinstance(self.source, AgentEnvironment) and self.max_concurrent is not None:
             raise ValueError(f"environment.max_concurrent={self.max_concurrent}: the limit of agents is environment.source.processes")
+        if isinstance(self.source, SoftwareEnvironment) and not isinstance(self.source.containers, LocalContainers):
+            kind, sandbox = self.source.containers.type, self.sandbox
+            given = {"require": sandbox.require != "limits", "readable": bool(sandbox.readable), "env": bool(sandbox.env)}
+            for key, used in given.items():
+                if used:
+                    raise ValueError(f"environment.sandbox.{key}: containers of type {kind} have their own isolation, files and variables")
+            if kind == "modal" and "processes" in self.source.model_fields_set:
+                raise ValueError(f"environment.source.processes={self.source.processes}: containers of type modal have no such limit")
         return self

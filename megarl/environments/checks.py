@@ -15,6 +15,7 @@ from megarl.config import (
     HttpEnvironment,
     PromptFormat,
     RewardSettings,
+    SoftwareEnvironment,
     ToolsEnvironment,
     alone,
 )
@@ -22,7 +23,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.template import render_chats
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTokens, check_turns
-from megarl.environments.hosts import agent_host, check_reach, in_tokens, open_host
+from megarl.environments.hosts import agent_host, check_containers, check_reach, in_tokens, open_host
 from megarl.environments.protocol import EnvironmentFailed
 from megarl.host.http_client import unanswered
 from megarl.host.unchecked import where_present
@@ -36,6 +37,10 @@ KEY = "environment.source"
 
 def tool_schemas(settings: EnvironmentSettings | None) -> list[dict[str, Any]] | None:
     """Return the tools' schemas for the chat template; None without tools. Raises ConfigError if a function is not a valid tool."""
+    if settings is not None and isinstance(settings.source, SoftwareEnvironment):
+        from megarl.environments.software.host import SCHEMAS as CONTAINER_SCHEMAS
+
+        return [CONTAINER_SCHEMAS[tool] for tool in settings.source.tools]
     if settings is None or not isinstance(settings.source, ToolsEnvironment):
         return None
     from megarl.environments.own_tools import schemas
@@ -76,6 +81,8 @@ def check_environment(settings: EnvironmentSettings | None, data: PromptFormat, 
             from megarl.environments import http
 
             http.check(settings.source)
+        elif isinstance(settings.source, SoftwareEnvironment):
+            check_containers(settings)
         else:
             process.check(settings.sandbox, "environment.sandbox")
         if isinstance(settings.source, AgentEnvironment):
@@ -101,7 +108,7 @@ def _check_template(settings: EnvironmentSettings, data: PromptFormat, tokenizer
 
 def answering_role(settings: EnvironmentSettings) -> str:
     """The role that usually speaks after the policy."""
-    return "tool" if isinstance(settings.source, ToolsEnvironment) else "user"
+    return "tool" if isinstance(settings.source, ToolsEnvironment | SoftwareEnvironment) else "user"
 
 
 def rewriting(settings: EnvironmentSettings, data: PromptFormat, model: Path) -> str | None:
@@ -139,6 +146,8 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
         if writes_opening:
             raise ConfigError(f"{key}.type=episodes: {'there is no environment' if settings is None else 'tools begin none: give prompts'}")
         return
+    if writes_opening and isinstance(settings.source, SoftwareEnvironment):
+        raise ConfigError(f"{key}.type=episodes: software tasks begin none: give prompts")
     first = prompts[0]
 
     async def imported() -> None:
@@ -168,6 +177,8 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
             answer = await episode.step("", [], True)
             if answer.messages is not None:
                 in_tokens(conversation.after, [], "", answer.messages)
+            if isinstance(settings.source, SoftwareEnvironment) and answer.reward:
+                raise EnvironmentFailed(f"bad task: {first.name}: its tests pass before anything is changed")
             await episode.close()
         except EnvironmentFailed as failure:
             if not isinstance(settings.source, HttpEnvironment):

@@ -6,7 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from megarl.config import AgentEnvironment, EnvironmentSettings, HttpEnvironment, SandboxSettings, ToolsEnvironment
+from megarl.config import (
+    AgentEnvironment,
+    CommandContainers,
+    EnvironmentSettings,
+    HttpEnvironment,
+    LocalContainers,
+    SandboxSettings,
+    SoftwareEnvironment,
+    ToolsEnvironment,
+)
 from megarl.data.tokenizer import first_line
 from megarl.environments.processes import ProcessHost, code_of
 from megarl.environments.protocol import EnvironmentFailed, Turn
@@ -92,6 +101,11 @@ def _host(settings: EnvironmentSettings) -> Host:
         from megarl.environments.http import HttpHost
 
         return HttpHost(settings.source, settings.step_s)
+    if isinstance(settings.source, SoftwareEnvironment):
+        from megarl.environments.software.host import SoftwareHost
+
+        check_containers(settings)
+        return SoftwareHost(settings.source, settings)
     process.check(settings.sandbox, "environment.sandbox")  # again, since an engine may be restarted on another machine
     if isinstance(settings.source, ToolsEnvironment):
         from megarl.environments.tools import ToolsHost
@@ -100,12 +114,30 @@ def _host(settings: EnvironmentSettings) -> Host:
     return ProcessHost(settings)
 
 
+def check_containers(settings: EnvironmentSettings) -> None:
+    """Raise Absent if this machine has not what the containers of `settings.source`, a SoftwareEnvironment, need."""
+    assert isinstance(settings.source, SoftwareEnvironment)
+    kind = settings.source.containers
+    if isinstance(kind, LocalContainers):
+        process.check(settings.sandbox, "environment.sandbox")
+    elif isinstance(kind, CommandContainers):
+        from megarl.environments.containers.commands import program
+
+        program(kind)
+    else:
+        from megarl.environments.containers import hosted
+
+        hosted.check()
+
+
 def guarantee(settings: EnvironmentSettings) -> str | None:
-    """Describe for the console how the processes of `settings.source` are isolated on this machine; None if the source is a server.
+    """Describe for the console how the processes of `settings.source` are isolated on this machine; None if megarl starts none.
 
     Raises ConfigError if the machine cannot isolate them as well as the settings require.
     """
     if isinstance(settings.source, HttpEnvironment):
+        return None
+    if isinstance(settings.source, SoftwareEnvironment) and not isinstance(settings.source.containers, LocalContainers):
         return None
     if isinstance(settings.source, AgentEnvironment):
         check_reach(settings.sandbox)

@@ -152,6 +152,11 @@ class SandboxedProcess:
         """The pid of the outermost process; when it ends, all others in the sandbox end too."""
         return self._child.pid
 
+    @property
+    def files(self) -> Path | None:
+        """The only directory that it can write to; None if that is private to it."""
+        return None if self._scratch is None else self._scratch.path
+
     def ended(self, within_s: float | None = None) -> str | None:
         """Return how it ended, such as `SIGSEGV` or `exit status 3`; None if it does not end within `within_s` seconds (None: 0)."""
         try:
