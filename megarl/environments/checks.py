@@ -187,4 +187,5 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
         finally:
             host.close()
 
-    asyncio.run(imported() if isinstance(settings.source, AgentEnvironment) else trial())
+    with where_present(f"{key}: its first episode"):
+        asyncio.run(imported() if isinstance(settings.source, AgentEnvironment) else trial())

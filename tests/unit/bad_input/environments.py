@@ -15,6 +15,7 @@ def says(params: str) -> str:
 
 
 TOOLS = "environment={source: {type: tools, tools: [calculator]}}"
+NAMES, SOFTWARE = "<tool_call>{% for one in tools or [] %}{{ one.function.name }}{% endfor %}", "environment={source: {type: software}}"
 SOURCE = r"^environment\.source"
 TABLE = [
     Case(
@@ -28,6 +29,18 @@ TABLE = [
         "train",
         template(CALLS + SAID, TOOLS, EPISODES[0]),
         r"^data\.train\.type=episodes: tools begin none: give prompts$",
+    ),
+    Case(
+        "episodes of software tasks",
+        "train",
+        template(NAMES + SAID, SOFTWARE, EPISODES[0]),
+        r"^data\.train\.type=episodes: software tasks begin none: give prompts$",
+    ),
+    Case(
+        "software tasks without a test",
+        "train",
+        template(NAMES + SAID, SOFTWARE, "rollout.max_prompt_tokens=64"),
+        SOURCE + r": reset\(seed=0\): bad task: test: the row has no command in this column$",
     ),
     Case(
         "a template with other calls",

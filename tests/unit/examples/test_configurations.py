@@ -10,6 +10,7 @@ import yaml
 
 from megarl.checks.train import check_train
 from megarl.config import DpoConfig, EvalConfig, PairsConfig, RmConfig, RunSettings, ServeConfig, SftConfig, TrainConfig, load
+from megarl.host.unchecked import naming_unchecked
 from megarl.models.families import family_of
 from tests.published_models import MODELS, config_of
 
@@ -84,8 +85,12 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("name", ["gspo", "agent"])
-def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(name: str, tmp_path: Path, tiny_model: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b/gspo", "qwen3_30b_a3b/agent", "swe/qwen3_30b_a3b"])
+def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(
+    name: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a login node, which need have no podman."""
+    monkeypatch.setenv("PATH", "/nowhere")
     model = tmp_path / "model"
     model.mkdir()
     write_headers(model, QWEN3_30B_A3B)
@@ -93,9 +98,14 @@ def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(name: str, tmp_path: Path, 
         (model / file).write_bytes((tiny_model / file).read_bytes())
     (model / "chat_template.jinja").write_text(TEMPLATE)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"1+{n}=", "reward_model": {"ground_truth": str(n + 1)}}) + "\n" for n in range(128)))
+    task = {"instance_id": "a__b-1", "test_patch": "", "FAIL_TO_PASS": ["t.py::t"], "PASS_TO_PASS": []}
+    rows = [{"reward_model": {"ground_truth": str(n + 1)}, **task, "prompt": f"1+{n}=", "problem_statement": f"1+{n}="} for n in range(128)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = [f"model.path={model}", f"data.train.path={prompts}", f"data.eval.path={prompts}"]
-    config = load(EXAMPLES / "qwen3_30b_a3b" / f"{name}.yaml", overrides, TrainConfig)
+    config = load(EXAMPLES / f"{name}.yaml", overrides, TrainConfig)
     assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == 32
-    assert len(check_train(config).train) == 128
+    with naming_unchecked():
+        assert len(check_train(config).train) == 128
+    missing = "podman: no such program on this machine"
+    assert (f"the environment's processes: environment.source.containers: {missing}" in capsys.readouterr().err) == (name[:3] == "swe")
     assert sum(path.stat().st_size for path in model.glob("*.safetensors")) > 60e9
