@@ -43,7 +43,15 @@ class Words:
 
 
 def podman(name: str, image: str, sandbox: SandboxSettings, processes: int, options: Sequence[str]) -> Words:
-    """Return podman's command lines. The container has no network, no capabilities, and ends by itself after `LONGEST_S`."""
+    """Return podman's command lines. The container has no network, no capabilities, and ends by itself after `LONGEST_S`.
+
+    Args:
+        name: the container's.
+        image: its image.
+        sandbox: memory and network.
+        processes: most processes in it.
+        options: further ones of `podman run`.
+    """
     memory = f"{int(sandbox.memory_gb * 1024)}m"
     start = [
         *("run", "--detach", "--rm", "--init", "--name", name, *(() if sandbox.network else ("--network", "none"))),
@@ -55,7 +63,15 @@ def podman(name: str, image: str, sandbox: SandboxSettings, processes: int, opti
 
 
 def apptainer(name: str, image: str, sandbox: SandboxSettings, processes: int, options: Sequence[str]) -> Words:
-    """Return apptainer's command lines. What is written goes to a temporary overlay, whose size the machine's apptainer.conf sets."""
+    """Return apptainer's command lines. What is written goes to a temporary overlay, whose size the machine's apptainer.conf sets.
+
+    Args:
+        name: the instance's.
+        image: a file, an address, or the name of an image in a registry of docker's.
+        sandbox: memory and network.
+        processes: most processes in it.
+        options: further ones of `apptainer instance start`.
+    """
     network = [] if sandbox.network else ["--net", "--network", "none"]
     source = image if "://" in image or Path(image).exists() else f"docker://{image}"
     start = [

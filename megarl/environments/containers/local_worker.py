@@ -30,12 +30,12 @@ def work(channel: Channel, answer: Answer) -> None:
     prctl(PR_SET_DUMPABLE, 0)  # so that no command can write into this process's memory, and thus answer for it
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a command leaves in the background becomes this process's child
     home = os.environ["HOME"]
+    handlers: dict[str, Callable[..., list[Any]]] = {"exec": _exec, "upload": _upload, "download": _download}
     answer("ready", home)
     while True:
         what, *rest = pickle.loads(channel.receive())
-        handle: Callable[..., list[Any]] = {"exec": _exec, "upload": _upload, "download": _download}[what]
         try:
-            answer(*handle(*rest))
+            answer(*handlers[what](*rest))
         except OSError as error:
             answer("failed", error.strerror or f"not a file ({error})"[:MAX_TEXT])
         except MemoryError:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from megarl.config import CommandContainers, EnvironmentSettings, LocalContainers, SoftwareEnvironment
 from megarl.environments.containers.container import Container, ContainerGone, Ran
 from megarl.environments.protocol import EnvironmentFailed, Message, Turn
-from megarl.environments.software.rows import ROWS, BadTask, Task
+from megarl.environments.software.rows import ANSWERS, ROWS, BadTask, Task
 from megarl.environments.tools import CALL, MAX_CALLS, read_call
 from megarl.text.display import one_line
 
@@ -137,7 +137,8 @@ class SoftwareEpisode:
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
         """Start the container and lay the task into it. The data's prompt is kept as it is."""
-        await self._host.apart(partial(self._begin, {} if task is None else task.get("meta", {})))
+        row = {} if task is None else {ANSWERS[self._source.rows]: task["answer"], **task["meta"]}
+        await self._host.apart(partial(self._begin, row))
         return Turn(None)
 
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:

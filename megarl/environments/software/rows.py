@@ -123,6 +123,8 @@ def swe_smith(row: Mapping[str, Any]) -> Task:
 
 
 ROWS: Mapping[str, Callable[[Mapping[str, Any]], Task]] = {"own": own, "swe_gym": swe_gym, "swe_smith": swe_smith}
+ANSWERS: Mapping[str, str] = {"own": "test", "swe_gym": "instance_id", "swe_smith": "instance_id"}
+"""The column that `answer_key` names, since a row of the data has to have an answer. It reaches an environment apart from the others."""
 
 
 def _pytest(names: Sequence[str], before: str = "") -> str:

@@ -46,7 +46,9 @@ def played(turns: Sequence[str], row: dict[str, Any] = ROW, given: EnvironmentSe
         assert isinstance(host, SoftwareHost)
         episode = host.open()
         try:
-            assert await episode.reset(1, {"prompt": "", "answer": None, "meta": row}) == Turn(None)
+            answer = row.get("test", row.get("instance_id"))
+            meta = {name: value for name, value in row.items() if name not in ("test", "instance_id")}
+            assert await episode.reset(1, {"prompt": "", "answer": answer, "meta": meta}) == Turn(None)
             return [await episode.step(text, [], finished) for text in turns]
         finally:
             await episode.close()
@@ -136,7 +138,7 @@ def test_a_container_that_dies_ends_its_own_episode_and_no_other() -> None:
         try:
             for text in (bash("kill -9 $PPID; sleep 30"), REPAIR):
                 episode = host.open()
-                await episode.reset(1, {"meta": ROW})
+                await episode.reset(1, {"answer": None, "meta": ROW})
                 try:
                     await episode.step(text, [], True)
                     rewards.append((await episode.step("done", [], True)).reward)
@@ -157,7 +159,7 @@ def test_episodes_at_once_do_not_meet_and_a_closed_host_ends_what_runs() -> None
 
         async def one(repairs: bool) -> float:
             episode = host.open()
-            await episode.reset(1, {"meta": ROW})
+            await episode.reset(1, {"answer": None, "meta": ROW})
             if repairs:
                 await episode.step(REPAIR, [], True)
             reward = (await episode.step("done", [], True)).reward
@@ -166,7 +168,7 @@ def test_episodes_at_once_do_not_meet_and_a_closed_host_ends_what_runs() -> None
 
         rewards = await asyncio.gather(*[one(number % 2 == 0) for number in range(4)])
         slow = host.open()
-        await slow.reset(1, {"meta": ROW})
+        await slow.reset(1, {"answer": None, "meta": ROW})
         begun = time.monotonic()
         asking = asyncio.create_task(slow.step(bash("sleep 60"), [], True))
         await asyncio.sleep(0.5)
@@ -192,7 +194,7 @@ def test_a_task_may_be_a_folder(tmp_path: Path) -> None:
     assert (folder / "pkg" / "one.py").read_text() == "ONE = 2\n", "the container has a copy"
 
 
-BAD = {
+BAD: dict[str, dict[str, Any]] = {
     "test: the row has no command": {"test": None},
     "folder: /none: No such file": {"folder": "/none"},
     "hidden: '../x' is not a path inside": {"hidden": ["a/../../x"]},

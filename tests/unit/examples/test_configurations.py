@@ -85,7 +85,7 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b_a3b/gspo", "qwen3_30b_a3b/agent", "swe/qwen3_30b_a3b"])
+@pytest.mark.parametrize("name", ["gspo", "agent", "software"])
 def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(
     name: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,10 +102,10 @@ def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(
     rows = [{"reward_model": {"ground_truth": str(n + 1)}, **task, "prompt": f"1+{n}=", "problem_statement": f"1+{n}="} for n in range(128)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = [f"model.path={model}", f"data.train.path={prompts}", f"data.eval.path={prompts}"]
-    config = load(EXAMPLES / f"{name}.yaml", overrides, TrainConfig)
+    config = load(EXAMPLES / "qwen3_30b_a3b" / f"{name}.yaml", overrides, TrainConfig)
     assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == 32
     with naming_unchecked():
         assert len(check_train(config).train) == 128
     missing = "podman: no such program on this machine"
-    assert (f"the environment's processes: environment.source.containers: {missing}" in capsys.readouterr().err) == (name[:3] == "swe")
+    assert (f"the environment's processes: environment.source.containers: {missing}" in capsys.readouterr().err) == (name == "software")
     assert sum(path.stat().st_size for path in model.glob("*.safetensors")) > 60e9
