@@ -17,7 +17,6 @@ from megarl.environments.containers import commands, hosted
 from megarl.environments.containers.commands import CommandContainer
 from megarl.environments.containers.container import Container, ContainerGone, Kept
 from megarl.environments.containers.local import DISK_BYTES, LocalContainer
-from megarl.host.scratch import Scratch
 
 SETTINGS = SandboxSettings(memory_gb=1)
 
@@ -160,20 +159,6 @@ def test_an_output_keeps_its_beginning_and_its_end() -> None:
             kept.write(text[begin : begin + 3])
         expected = text if size <= 10 else text[:5] + b"\n... (%d bytes left out)\n" % (size - 10) + text[-5:]
         assert kept.value() == expected
-
-
-def test_a_directory_nested_deeper_than_pythons_recursion_is_removed(tmp_path: Path) -> None:
-    scratch, here = Scratch("test-", str(tmp_path)), os.open(".", os.O_RDONLY)
-    try:
-        os.chdir(scratch.path)
-        for _ in range(1200):
-            os.mkdir("d")
-            os.chdir("d")
-    finally:
-        os.fchdir(here)
-        os.close(here)
-    scratch.remove()
-    assert list(tmp_path.iterdir()) == []
 
 
 # Stands in for podman and apptainer, neither of which is here: it notes its arguments, and plays the container in a folder.
