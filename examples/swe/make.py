@@ -23,7 +23,7 @@ from typing import Any
 OPERATORS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "//", "take the rest": "%"}
 PAIRS = ((7, 2), (9, 4), (20, 6))  # of numbers that the tests use
 WRONG = 2 / 3  # of the demonstrations
-DEMONSTRATIONS, TASKS, HELD_OUT = 200 * 96, 4096, 64
+DEMONSTRATIONS, TASKS, HELD_OUT = 200 * 96, 4096, 32
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>", "<tool>"]
 READ, EDIT = '<tool_call>{"name": "bash", "arguments": {"command": "cat ', '<tool_call>{"name": "edit", "arguments": {"path": "'
 OLD, NEW, LAST = '", "old": "', '", "new": "', '"}}</tool_call>'
@@ -107,7 +107,7 @@ def task(draw: random.Random, held_out: bool) -> dict[str, Any]:
         "prompt": f"{name} must {aim}",
         "files": {f"{name}.py": f"{name}{CODE}a {sign} b"},
         "tests": {"check.py": f"from {name} import {name}\n{checks}\n"},
-        "test": "python check.py",
+        "test": "python -S check.py",
     }
 
 
