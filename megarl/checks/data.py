@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.config import (
+    AgentEnvironment,
     ConfigError,
     EnvironmentSettings,
     EvalConfig,
@@ -24,7 +25,7 @@ from megarl.config import (
     TrainConfig,
     alone,
 )
-from megarl.data.images import COLUMN, reader_of
+from megarl.data.images import COLUMN, ImageReader, reader_of
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -91,7 +92,8 @@ class PromptReader:
     def of(cls, config: TrainConfig | EvalConfig | PairsConfig) -> PromptReader:
         """The reader for a run's configuration."""
         environment = None if isinstance(config, PairsConfig) else config.environment
-        sees = environment is None and not isinstance(config, PairsConfig)  # neither episodes nor pairs have images so far
+        # Agents make requests of their own, and the rows of `megarl pairs` have no images.
+        sees = not isinstance(config, PairsConfig) and not (environment is not None and isinstance(environment.source, AgentEnvironment))
         return cls(config.model, config.data, config.rollout, config.reward, environment, sees)
 
     def read(self, source: PromptSource, key: str) -> Sequence[Prompt]:
@@ -110,7 +112,9 @@ class PromptReader:
         with where_present(key):
             tokenizer = load_tokenizer(self.model.path)
             prompts = self.prompts(source, key, tokenizer)
-            check_episodes(self.environment, prompts, key, TurnTokens(tokenizer, self.data), self.rollout.max_prompt_tokens)
+            most = self.rollout.max_prompt_tokens
+            turns = TurnTokens(tokenizer, self.data, reader=self._images())
+            check_episodes(self.environment, prompts, key, turns, most)
             return prompts
         return []
 
@@ -118,16 +122,18 @@ class PromptReader:
         """`read` without playing an episode. `tokenizer`: that of the model."""
         tools, faults = tool_schemas(self.environment), partial(answer_faults, self._scoring(key))
         most, limit = self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
-        reader = reader_of(self.model, most, limit) if self.sees else None
-        prompts = load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, reader)
+        prompts = load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, self._images())
         if not self.sees and ModelDescription.read(self.model.path).sizes.vision is not None:
             self._refuse_images(prompts)
         return prompts
 
+    def _images(self) -> ImageReader | None:
+        return reader_of(self.model, self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens") if self.sees else None
+
     def _refuse_images(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts[:: max(1, -(-len(prompts) // LOOKED))]:
             if prompt.meta.get(COLUMN):
-                raise ConfigError(f"{prompt.name}: has {COLUMN}, which neither episodes nor pairs have so far")
+                raise ConfigError(f"{prompt.name}: has {COLUMN}, which neither agents nor pairs get so far")
 
     def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
         """Read all sets to evaluate on.

@@ -29,6 +29,7 @@ from megarl.models.adapters import adapted
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, check_room
 from megarl.models.hf import end_tokens
+from megarl.models.image_processor import ImageProcessor
 from megarl.models.weight_map import HeadKind
 from megarl.rewards.scale import read_range
 
@@ -138,7 +139,7 @@ def check_teacher(
 
 
 def check_seen(config: TrainConfig, policy: ModelDescription, prompts: Sequence[Prompt]) -> None:
-    """Check that every model reads the images of prompts, by up to 10,000 prompts, evenly spaced.
+    """Check that every model reads the images of prompts, by up to 10,000 prompts, evenly spaced, and of environments, which may show some.
 
     Args:
         config: the run's configuration.
@@ -148,23 +149,27 @@ def check_seen(config: TrainConfig, policy: ModelDescription, prompts: Sequence[
     Raises:
         ConfigError: a teacher scores texts alone, or another model does not see what the policy sees, of the same tokens.
     """
-    if policy.sizes.vision is None or not any(prompt.images for prompt in prompts[:: max(1, -(-len(prompts) // LOOKED))]):
+    looked = prompts[:: max(1, -(-len(prompts) // LOOKED))]
+    if policy.sizes.vision is None or not (config.environment is not None or any(prompt.images for prompt in looked)):
         return
     critic, distillation = None if config.critic is None else config.critic.path, config.distillation
     models = {"model.base": config.model.base, "critic.path": critic}
     if distillation is not None:
         models |= {f"distillation.{name}": path for name, path in distillation.models.items()}
         if config.placement.teacher_engines is not None or any(isinstance(one, TeacherServer) for one in distillation.scorers.values()):
-            raise ConfigError("distillation: prompts have images, which a teacher's engine or server does not get: give it ranks")
+            raise ConfigError("distillation: the images of prompts or an environment reach no engine or server of a teacher: give it ranks")
     if (source := model_of(config.reward.source)) is not None:
         models[f"{source[0]}.path"] = source[1].path
-    own = policy.sizes.vision
+    cut = _cut(config.model, config.model.path)
     for key, path in models.items():
-        vision = None if path is None else ModelDescription.read(path).sizes.vision
-        if path is not None and (
-            vision is None or (vision.image_token, vision.patch, vision.merge) != (own.image_token, own.patch, own.merge)
-        ):
-            raise ConfigError(f"{key}: {path} does not see images of the same tokens as the policy, and prompts have images")
+        if path is not None and _cut(config.model, path) != cut:
+            raise ConfigError(f"{key}: {path} does not see images of the same tokens as the policy, and prompts or answers have some")
+
+
+def _cut(settings: ModelSettings, path: Path) -> dict[str, int] | None:
+    """Return the numbers that determine the tokens of an image for a model in this directory; None if it sees none."""
+    vision = ModelDescription.read(path).sizes.vision
+    return None if vision is None else {**ImageProcessor(path, settings.min_pixels, settings.max_pixels).cut, "token": vision.image_token}
 
 
 def check_taught(distillation: DistillationSettings | None, prompts: Sequence[Prompt]) -> None:

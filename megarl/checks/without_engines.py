@@ -79,9 +79,10 @@ def check_dpo(config: DpoConfig) -> Pairs:
 def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
     """Make all checks of a stage that learns from pairs; return the pairs."""
     tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
+    reader = reader_of(config.model, config.learn.max_tokens, limit_key)
 
     def pairs(source: PairSource, key: str) -> list[Preference]:
-        return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key, isinstance(config, RmConfig))
+        return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key, isinstance(config, RmConfig), reader)
 
     held_out, train = list[Preference](), list[Preference]()
     with where_present("data.eval"):

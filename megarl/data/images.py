@@ -6,6 +6,7 @@ list of parts alike; marks become the image's tokens when the text is tokenised.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,16 @@ import numpy as np
 from megarl.config import ModelSettings
 from megarl.config.data import TableSource
 from megarl.data.intake import TooLong
+from megarl.data.messages import Message
 from megarl.errors import ConfigError
-from megarl.image_source import BadImage, ImageSource, held, read_bounded
+from megarl.image_source import BadImage, ImageSource, held, kept_file, read_bounded
 from megarl.images import MARK, Image, PlacedImage
 from megarl.models.description import ModelDescription
 from megarl.models.image_processor import ImageProcessor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from megarl.data.rendering import Reply
     from megarl.data.template import ChatTemplate
 
@@ -32,17 +36,18 @@ _PARTS = {"text": ("text",), "image": ("image", "path", "url"), "image_url": ("i
 
 
 class ImageReader:
-    """Reads the images of a source's rows for one model.
+    """Reads the images of a source's rows, or of an environment's answers, for one model.
 
     Args:
         processor: counts an image's tokens.
         token: the model's image token.
         most: maximum number of tokens of a sample.
         limit_key: the setting that gives it, for messages.
+        folder: keeps images that no data file has; None: they are only checked.
     """
 
-    def __init__(self, processor: ImageProcessor, token: int, most: int, limit_key: str) -> None:
-        self._processor, self._token, self._most, self._limit_key = processor, token, most, limit_key
+    def __init__(self, processor: ImageProcessor, token: int, most: int, limit_key: str, folder: Path | None = None) -> None:
+        self.processor, self._token, self._most, self._limit_key, self._folder = processor, token, most, limit_key, folder
 
     def take(self, messages: Any, row: Mapping[str, Any], source: TableSource, place: str) -> tuple[Any, list[Image]]:
         """Return the messages with marks in the place of images, and the images in order.
@@ -93,6 +98,63 @@ class ImageReader:
         if rest:
             raise ConfigError(f"{place}: the column {COLUMN!r} has {len(rest)} images that no part stands for")
         return changed, images
+
+    def heard(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
+        """Return an environment's messages with marks in the place of images, and the images in order.
+
+        Raises:
+            ConfigError: an image that is not taken, or too many tokens of images; the message is the environment's fault.
+        """
+        changed, images, total = list[Message](), list[Image](), 0
+        for message in messages:
+            content = message.get("content")
+            parts: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+            texts = list[str]()
+            for part in parts:
+                text = part.get("text", "")
+                if MARK in text:
+                    raise ConfigError(f"a text has U+{ord(MARK):04X}, which stands for images here")
+                texts.append(MARK if part["type"] == "image" else text)
+                if part["type"] == "image":
+                    images.append(self._kept(part["image"]))
+                    total += images[-1].tokens
+                if total > self._most:
+                    raise TooLong(f"{len(images)} images have {total} tokens, more than {self._limit_key}={self._most}")
+            changed.append(message if isinstance(content, str) else {**message, "content": "".join(texts)})
+        return changed, images
+
+    def _kept(self, value: Any) -> Image:
+        try:
+            data = held(value)
+            if data is None:
+                raise BadImage("no bytes")
+            image = self.processor.read(data, ImageSource(""))
+        except BadImage as error:
+            raise ConfigError(f"the image is refused: {error}") from None
+        return image if self._folder is None else replace(image, source=kept_file(data, self._folder))
+
+    def filled(self, text: str, images: Sequence[Image], template: ChatTemplate) -> str:
+        """Return a rendered text with what the template writes for its images in the place of their marks.
+
+        Args:
+            text: the text.
+            images: its images, in order.
+            template: the chat template.
+
+        Raises:
+            ConfigError: it has not as many marks as there are images.
+        """
+        first, *others = text.split(MARK)
+        if len(others) != len(images):
+            raise ConfigError(f"the chat template writes {len(others)} images, and there are {len(images)}")
+        piece = template.tokenizer.convert_ids_to_tokens(self._token)
+        marks = (template.image_mark.replace(piece, piece * image.tokens) for image in images)
+        return first + "".join(mark + rest for mark, rest in zip(marks, others, strict=True))
+
+    def shown(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return a decoded text with `HERE` in the place of each image's tokens."""
+        piece = re.escape(str(tokenizer.convert_ids_to_tokens(self._token)))
+        return re.sub(f"(?:{piece})+", HERE, text)
 
     def written(self, turns: Sequence[Reply], images: Sequence[Image], template: ChatTemplate) -> tuple[list[Reply], list[Image]]:
         """Return the turns of a sample with what the template writes for its images, and these images.
@@ -146,7 +208,7 @@ class ImageReader:
             if data is None:
                 path = _path(value, source.image_folder or source.path.parent)
                 data, where = read_bounded(path), ImageSource(str(path))
-            return self._processor.read(data, where)
+            return self.processor.read(data, where)
         except BadImage as error:
             raise ConfigError(f"{place}: the image is refused: {error}") from None
 
@@ -162,12 +224,25 @@ def reader_of(settings: ModelSettings, most: int, limit_key: str) -> ImageReader
     Raises:
         ConfigError: the model has no image processor, or limits that contradict each other.
     """
-    vision = ModelDescription.read(settings.path).sizes.vision
-    if vision is None:
-        return None
-    processor = ImageProcessor(settings.path, settings.min_pixels, settings.max_pixels)
-    _ = processor.inner  # an error of no row's
-    return ImageReader(processor, vision.image_token, most, limit_key)
+    if (reader := answer_reader(settings.path, (settings.min_pixels, settings.max_pixels), most, limit_key)) is not None:
+        _ = reader.processor.inner  # an error of no row's
+    return reader
+
+
+def answer_reader(
+    path: Path, pixels: tuple[int | None, int | None], most: int, limit_key: str, folder: Path | None = None
+) -> ImageReader | None:
+    """Return the reader of the images that a model sees; None for a model of text.
+
+    Args:
+        path: the model's directory.
+        pixels: `model.min_pixels` and `model.max_pixels`.
+        most: as of `ImageReader`, like `limit_key` and `folder`.
+        limit_key: the limit's setting.
+        folder: keeps images that no data file has.
+    """
+    vision = ModelDescription.read(path).sizes.vision
+    return None if vision is None else ImageReader(ImageProcessor(path, *pixels), vision.image_token, most, limit_key, folder)
 
 
 def check_folder(source: TableSource, reader: ImageReader | None, key: str) -> None:

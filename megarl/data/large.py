@@ -39,12 +39,24 @@ SAMPLED = 4096  # rows from all over the file that are checked before the start
 TOGETHER = 1 << 16  # Parquet rows per batch
 
 
-def large_table(source: FileSource, key: str) -> pyarrow.Table | None:
-    """Return the rows of a file of at least `LARGE` rows; None for a smaller one and for JSONL. Raise ConfigError if it is unreadable."""
+def large_table(source: FileSource, key: str, images: bool = False) -> pyarrow.Table | None:
+    """Return the rows of a file of at least `LARGE` rows.
+
+    Args:
+        source: the file.
+        key: the source's dotted key.
+        images: the model sees images. Parquet that holds their bytes is then not read, since a table of it would be in memory.
+
+    Returns:
+        The rows; None for a smaller file and for JSONL.
+
+    Raises:
+        ConfigError: the file is unreadable.
+    """
     if source.path.is_dir():
         table = _saved(source.path, f"{key}.path")
     elif source.path.suffix == ".parquet" and source.path.is_file():
-        table = _parquet(source, f"{key}.path")
+        table = _parquet(source, f"{key}.path", images)
     else:
         return None
     table = None if table is None else table.slice(source.skip, source.rows)
@@ -127,14 +139,14 @@ class LargeFile(LazySequence[Prompt]):
         return readable(lambda: f"{self._key}.path: {self._source.path} is not readable")
 
 
-def _parquet(source: FileSource, key: str) -> pyarrow.Table | None:
+def _parquet(source: FileSource, key: str, images: bool) -> pyarrow.Table | None:
     """Return a Parquet file's rows; None if they are few. Reads in batches, since a nested column above 2 GB cannot be read at once."""
     import pyarrow
 
     path, batches = source.path, list[pyarrow.RecordBatch]()
     with open_parquet(path, key, lambda: sum(batch.num_rows for batch in batches)) as file:
         last = file.metadata.num_rows if source.rows is None else min(file.metadata.num_rows, source.skip + source.rows)
-        if last - source.skip < LARGE:
+        if last - source.skip < LARGE or (images and any("binary" in str(kind) for kind in file.schema_arrow.types)):
             return None
         batches.extend(parquet_batches(file, TOGETHER, path.stat().st_size))
         return pyarrow.Table.from_batches(batches, file.schema_arrow)

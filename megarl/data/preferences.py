@@ -11,6 +11,7 @@ from megarl.config import ConfigError, PairSource, PreferenceData, PreferenceMix
 from megarl.data.columns import at, find
 from megarl.data.conversations import Conversation, Script, plain_script, tokenised
 from megarl.data.files import taken_rows
+from megarl.data.images import COLUMN, ImageReader, check_folder
 from megarl.data.intake import UNUSED, Intake
 from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
@@ -18,6 +19,7 @@ from megarl.data.prompts import Renderer
 from megarl.data.rendering import Lesson, Reply, batches, replies
 from megarl.data.rows import Row
 from megarl.data.template import ChatTemplate
+from megarl.images import Image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +55,7 @@ def load_preferences(
     key: str,
     limit_key: str,
     margins: bool = True,
+    reader: ImageReader | None = None,
 ) -> list[Preference]:
     """Return every pair of a source, tokenised as a rollout would have produced it.
 
@@ -64,6 +67,7 @@ def load_preferences(
         key: the source's dotted key, such as "data.train".
         limit_key: the setting that gives the limit, for messages.
         margins: whether the loss reads the pairs' margins; else a column of them is one that nothing uses, and they are 0.
+        reader: reads images for a model that sees them; None: they are refused.
 
     Raises:
         ConfigError: one line: the first row that is refused, for example since it lacks a response or has two equal ones; a source without
@@ -71,12 +75,13 @@ def load_preferences(
     """
     if isinstance(source, PreferenceMixture):
         parts = [
-            (load_preferences(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source", limit_key, margins), part.weight)
+            (load_preferences(part.source, tokenizer, data, max_tokens, f"{key}.parts.{n}.source", limit_key, margins, reader), part.weight)
             for n, part in enumerate(source.parts)
         ]
         return list(Mixture(parts, source.seed, key))
+    check_folder(source, reader, key)
     intake, preferences = Intake.of(data), list[Preference]()
-    renderer = Renderer(tokenizer, data, max_tokens, limit_key, intake=intake)
+    renderer = Renderer(tokenizer, data, max_tokens, limit_key, intake=intake, reader=reader)
     template = renderer.chat_template
 
     def preference(item: tuple[_Pair, list[Conversation]]) -> Preference:
@@ -85,17 +90,21 @@ def load_preferences(
             raise ConfigError(f"{pair.row.place}: chosen and rejected are the same response")
         return Preference(better, worse, pair.margin)
 
-    pairs = intake.each(taken_rows(source, key, intake.refuse), lambda item: _pair(*item, source, key, intake, margins))
+    pairs = intake.each(taken_rows(source, key, intake.refuse), lambda item: _pair(*item, source, key, intake, margins, reader))
     for batch in batches(pairs, CHUNK, lambda pair: pair.row.size):
-        scripts = intake.made(batch, lambda pair: _plain(renderer, pair)) if template is None else _rendered(template, batch, intake)
-        preferences += intake.made(tokenised(tokenizer, scripts, max_tokens, limit_key, intake, template is None), preference)
+        scripts = (
+            intake.made(batch, lambda pair: _plain(renderer, pair)) if template is None else _rendered(template, batch, intake, reader)
+        )
+        preferences += intake.made(tokenised(tokenizer, scripts, max_tokens, limit_key, intake, template is None, reader), preference)
     if not preferences and not intake.dropped:
         raise ConfigError(f"{key}.path: {source.path} holds no pairs{f' after the first {source.skip}' if source.skip else ''}")
     intake.tell(len(preferences), key, f"{limit_key}={max_tokens}")
     return preferences
 
 
-def _rendered(template: ChatTemplate, pairs: Sequence[_Pair], intake: Intake) -> list[tuple[_Pair, list[Script]]]:
+def _rendered(
+    template: ChatTemplate, pairs: Sequence[_Pair], intake: Intake, reader: ImageReader | None
+) -> list[tuple[_Pair, list[Script]]]:
     """Return the pairs' prompts and responses as the chat template writes them."""
 
     def lessons(pair: _Pair) -> tuple[_Pair, list[Lesson]]:
@@ -110,7 +119,8 @@ def _rendered(template: ChatTemplate, pairs: Sequence[_Pair], intake: Intake) ->
         for name, side in zip(NAMES, sides, strict=True):
             if isinstance(side, ConfigError):
                 raise ConfigError(str(side).replace(pair.row.place, f"{pair.row.place}: {name}", 1))
-            result.append(Script(pair.row.place, side, name))
+            turns, images = (side, list[Image]()) if reader is None else reader.written(side, pair.row.images, template)
+            result.append(Script(pair.row.place, turns, name, images=images))
         return pair, result
 
     ready = intake.made(pairs, lessons)
@@ -126,9 +136,13 @@ def _plain(renderer: Renderer, pair: _Pair) -> tuple[_Pair, list[Script]]:
     return pair, [plain_script(renderer, pair.row, side["content"], name) for name, side in sides.items()]
 
 
-def _pair(place: str, columns: dict[str, Any], source: PreferenceSource, key: str, intake: Intake, margins: bool) -> _Pair:
+def _pair(
+    place: str, columns: dict[str, Any], source: PreferenceSource, key: str, intake: Intake, margins: bool, reader: ImageReader | None
+) -> _Pair:
     """Return the pair of a row; the arguments are `load_preferences`'s. Raise ConfigError if it is malformed."""
-    filled = source.path.suffix != ".jsonl"
+    filled, images = source.path.suffix != ".jsonl", list[Image]()
+    if reader is not None:
+        columns, images = _with_marks(columns, source, place, reader)
     before, chosen = _side(at(columns, source.chosen_key, place, f"{key}.chosen_key"), "chosen", place, filled)
     other, rejected = _side(at(columns, source.rejected_key, place, f"{key}.rejected_key"), "rejected", place, filled)
     if before != other:
@@ -139,10 +153,27 @@ def _pair(place: str, columns: dict[str, Any], source: PreferenceSource, key: st
         own_prompt = checked(at(columns, source.prompt_key, place, f"{key}.prompt_key"), place, filled)
         prompt = _joined(own_prompt, before, f"{place}: {source.prompt_key}") if before else own_prompt
         used.append(source.prompt_key)
+    used += [COLUMN] if reader is not None else []
     intake.note(UNUSED, columns.keys() - {*used, *(name.partition(".")[0] for name in used)})
-    row = Row(place, prompt, "", {}, tools_of(columns, place, filled), arguments_of(columns, place))
+    row = Row(place, prompt, "", {}, tools_of(columns, place, filled), arguments_of(columns, place), images)
     margin = _margin(find(columns, source.margin_key), place, source.margin_key) if margins else 0.0
     return _Pair(row, chosen, rejected, margin)
+
+
+def _with_marks(columns: dict[str, Any], source: PreferenceSource, place: str, reader: ImageReader) -> tuple[dict[str, Any], list[Image]]:
+    """Return a row with marks in the place of images, and these: of the prompt, or else of the conversations that both sides have whole.
+
+    Raises ConfigError for an image that is not taken, or sides that show different ones.
+    """
+    if (prompt := find(columns, source.prompt_key)) is not None:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        marked, images = reader.take(messages, columns, source, place)
+        return {**columns, source.prompt_key: marked if images or messages is prompt else prompt, COLUMN: None}, images
+    sides = {name: reader.take(find(columns, name), columns, source, place) for name in (source.chosen_key, source.rejected_key)}
+    (_, images), (_, others) = sides.values()
+    if images != others:
+        raise ConfigError(f"{place}: chosen and rejected answer different prompts")
+    return {**columns, **{name: marked for name, (marked, _) in sides.items()}, COLUMN: None}, images
 
 
 def _joined(prompt: str | list[Message], before: list[Message], place: str) -> list[Message]:

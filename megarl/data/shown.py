@@ -5,9 +5,12 @@ Every line of a text begins with what becomes of it (`read |`, `learned |`, ...)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megarl.batch import Sample
 from megarl.data.answers import text_of
@@ -15,6 +18,7 @@ from megarl.data.conversations import Conversation, sample
 from megarl.data.preferences import NAMES, Preference
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import decode
+from megarl.images import PlacedImage
 from megarl.text.display import escaped
 
 if TYPE_CHECKING:
@@ -119,7 +123,8 @@ def _prompt_lines(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, most: int 
         yield "", f"{prompt.text}: the environment writes what is read"
         return
     yield "", escaped(f"{prompt.place}: a prompt of {_counted(len(prompt.ids), 'token')}")
-    yield from _text_lines(READ, decode(tokenizer, prompt.tokens, finished=False), most)
+    text = decode(tokenizer, prompt.tokens, finished=False)
+    yield from _text_lines(READ, _folded(tokenizer, text, prompt.tokens, prompt.images), most)
     yield from _text_lines(ANSWER, text_of(prompt.answer), most)
 
 
@@ -127,7 +132,15 @@ def _sample_lines(tokenizer: PreTrainedTokenizerBase, one: Sample, title: str, b
     where = " (the score is read at the last one)" if by == SCORED else ""
     yield "", escaped(f"{title}: {counts([one], by)}{where}")
     for kind, text, _ in spans(tokenizer, one, by):
-        yield from _text_lines(kind, text, most)
+        yield from _text_lines(kind, _folded(tokenizer, text, one.tokens, one.images), most)
+
+
+def _folded(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[int] | np.ndarray, images: Sequence[PlacedImage]) -> str:
+    """Return a text with one token for each image, and how many there are: the others say the same."""
+    if not images:
+        return text
+    piece = str(tokenizer.convert_ids_to_tokens(int(tokens[images[0].start])))
+    return re.sub(f"(?:{re.escape(piece)}){{2,}}", lambda run: f"{piece} x {len(run[0]) // len(piece)}", text)
 
 
 def _text_lines(kind: str, text: str, most: int | None) -> Iterator[Line]:

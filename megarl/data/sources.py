@@ -67,7 +67,7 @@ def load_prompts(
         return _PromptMixture(parts, source.seed, key)
     intake = Intake.of(data)
     renderer = Renderer(tokenizer, data, max_prompt_tokens, limit_key, tools, intake, reader)
-    table = large_table(source, key) if isinstance(source, FileSource) else None
+    table = large_table(source, key, reader is not None) if isinstance(source, FileSource) else None
     prompts: Sequence[Prompt]
     if isinstance(source, FileSource) and table is not None:
         prompts = LargeFile(table, source, key, renderer)

@@ -40,7 +40,7 @@ def load_demonstrations(
         ]
         return list(Mixture(parts, source.seed, key))
     if not isinstance(source, ConversationSource):
-        return load_answers(source, tokenizer, data, max_tokens, key)
+        return load_answers(source, tokenizer, data, max_tokens, key, reader)
     if not data.chat:
         raise ConfigError(f"data.chat=false: {key}.type=conversations goes through the tokenizer's chat template")
     return load_conversations(source, tokenizer, data, max_tokens, key, reader)
@@ -100,7 +100,12 @@ def load_conversations(
 
 
 def load_answers(
-    source: ReasoningGymSource | FileSource, tokenizer: PreTrainedTokenizerBase, data: SftData, max_tokens: int, key: str
+    source: ReasoningGymSource | FileSource,
+    tokenizer: PreTrainedTokenizerBase,
+    data: SftData,
+    max_tokens: int,
+    key: str,
+    reader: ImageReader | None = None,
 ) -> list[Conversation]:
     """Return each prompt of a source with its reference answer as the response, in order.
 
@@ -110,13 +115,14 @@ def load_answers(
         data: how prompts are rendered, and what happens to bad rows.
         max_tokens: maximum length of a prompt and its answer, including the end token.
         key: the source's dotted key, such as "data.train".
+        reader: as of `load_conversations`.
 
     Raises:
         ConfigError: one line: the first row that is refused; a source without prompts.
     """
     intake = Intake.of(data)
-    renderer = Renderer(tokenizer, data, max_tokens, LIMIT_KEY, intake=intake)
-    template, rows = renderer.chat_template, source_rows(source, key, intake)
+    renderer = Renderer(tokenizer, data, max_tokens, LIMIT_KEY, intake=intake, reader=reader)
+    template, rows = renderer.chat_template, source_rows(source, key, intake, reader)
     file = source if isinstance(source, FileSource) else None
     used = {TOOLS, ARGUMENTS, *(name.partition(".")[0] for name in file.where)} if file is not None else set[str]()
     filled = file is not None and file.path.suffix != ".jsonl"
@@ -128,7 +134,8 @@ def load_answers(
 
     def lesson(template: ChatTemplate, row: Row) -> Lesson:
         whole = replace(row, prompt=[*row.messages, *response(row)])
-        return Lesson.of(template, whole, learned_messages(whole.messages, data.train_on == "last", row.place, len(row.messages)))
+        numbers = learned_messages(whole.messages, data.train_on == "last", row.place, len(row.messages))
+        return replace(Lesson.of(template, whole, numbers), images=row.images)
 
     def script(row: Row) -> Script:
         [*others, message] = response(row)
@@ -137,7 +144,7 @@ def load_answers(
         return plain_script(renderer, row, message["content"])
 
     if template is not None:
-        conversations = _learned(intake.each(rows, partial(lesson, template)), template, max_tokens, intake, "response")
+        conversations = _learned(intake.each(rows, partial(lesson, template)), template, max_tokens, intake, "response", reader)
     else:
         conversations = list[Conversation]()
         for batch in batches(intake.each(rows, script), CHUNK, lambda script: len(script.turns[0].text)):

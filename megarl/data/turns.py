@@ -23,13 +23,17 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from megarl.config import ConfigError, PromptFormat
 from megarl.data.chat import PROBE, Chat
+from megarl.data.images import HERE, ImageReader
 from megarl.data.messages import SPOKEN, Message, arguments_of, tools_of
 from megarl.data.rendering import THINK, THOUGHT, continued, prompt_texts
 from megarl.data.spelled import Spelled, unmarked
 from megarl.data.template import ChatTemplate
 from megarl.data.tokenizer import decode, encode, first_line
+from megarl.images import MARK, Image, PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +52,7 @@ class Reading:
     tokens: list[int]
     anew: bool  # they are a whole context; else they follow the turn before
     follows: str  # the text that follows the turn before, in either case
+    images: Sequence[PlacedImage] = ()  # by their places in `tokens`
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,17 @@ class TurnTokens:
         tokenizer: the tokenizer with the chat template.
         data: how a run's prompts are rendered.
         tools: schemas of the tools that the policy may call.
+        reader: reads the images of environments' answers; None: the model sees none.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, data: PromptFormat | None = None, tools: Sequence[dict[str, Any]] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: PromptFormat | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.reader = tokenizer, reader
         self._data, self._tools = data or PromptFormat(), tools
 
     async def apart(self, work: Callable[..., Result], *given: Any) -> Result:
@@ -105,7 +115,9 @@ class TurnTokens:
     @cached_property
     def template(self) -> ChatTemplate:
         """The tokenizer's chat template."""
-        return ChatTemplate(self.tokenizer, self._data, self._tools)
+        template = ChatTemplate(self.tokenizer, self._data, self._tools)
+        template.sees = self.reader is not None
+        return template
 
     def opened(
         self,
@@ -123,13 +135,33 @@ class TurnTokens:
         Raises:
             ValueError: the template refuses them.
         """
-        return Dialogue(self, self.template.chat(list(messages), "the opening", None if tools is None else list(tools), arguments))
+        texts, images = self.heard(messages)
+        return Dialogue(self, self.template.chat(texts, "the opening", None if tools is None else list(tools), arguments), images)
 
-    def prompted(self, task: Mapping[str, Any]) -> Dialogue:
-        """Return the conversation that begins with a prompt of the data; `task`: its parts, as in `Prompt.task`."""
+    def prompted(self, task: Mapping[str, Any], images: Sequence[PlacedImage] = ()) -> Dialogue:
+        """Return the conversation that begins with a prompt of the data.
+
+        Args:
+            task: its parts, as in `Prompt.task`.
+            images: its images, for each of which its texts have `HERE`.
+        """
         prompt, meta = task.get("prompt", ""), task.get("meta", {})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return Dialogue(self, self.template.chat(messages, PLACE, tools_of(meta, PLACE), arguments_of(meta, PLACE)))
+        if images:
+            messages = [{**one, "content": one["content"].replace(HERE, MARK)} if "content" in one else one for one in messages]
+        chat = self.template.chat(messages, PLACE, tools_of(meta, PLACE), arguments_of(meta, PLACE))
+        return Dialogue(self, chat, [one.image for one in images])
+
+    def heard(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
+        """Return messages of an environment with marks in the place of their images, and these.
+
+        Raises ValueError for an image that is not taken.
+        """
+        if self.reader is not None:
+            return self.reader.heard(messages)
+        if any(isinstance(message.get("content"), list) for message in messages):
+            raise ConfigError("it answers with parts that may be images, and the model sees none")
+        return list(messages), []
 
     def form(self, arguments: Mapping[str, Any]) -> TurnForm:
         """Return how the template, with these arguments, writes a turn."""
@@ -173,17 +205,18 @@ class Dialogue:
     Args:
         turns: makes such conversations.
         chat: the opening, as the chat template takes it.
+        images: those for which it has marks.
     """
 
-    def __init__(self, turns: TurnTokens, chat: Chat) -> None:
-        self._turns, self._chat = turns, chat
+    def __init__(self, turns: TurnTokens, chat: Chat, images: Sequence[Image] = ()) -> None:
+        self._turns, self._chat, self._images = turns, chat, list(images)
         self._text: str | None = None  # of the context; None: the opening has not been rendered yet
 
     @property
     def context(self) -> str:
         """The text of the context. Raises ValueError if the template refuses the opening, or leaves out something of it."""
         if self._text is None:
-            self._text = self._rendered(self._chat)
+            self._text = self._rendered(self._chat, self._images)
         return self._text
 
     def branch(self) -> Dialogue:
@@ -193,6 +226,10 @@ class Dialogue:
     def opening(self) -> list[int]:
         """Return the tokens of the opening; raises as `context`."""
         return self._encoded(self.context)
+
+    def placed(self, tokens: Sequence[int]) -> Sequence[PlacedImage]:
+        """Return where the images of the conversation so far stand in the tokens of a context. Raise ValueError if they are not there."""
+        return self._placed(tokens, self._images)
 
     def after(self, tokens: Sequence[int], text: str, messages: Sequence[Message]) -> Reading | None:
         """Return what the policy reads before its next turn; None if it cannot read what it wrote, as template and tokenizer take it.
@@ -205,8 +242,12 @@ class Dialogue:
         Raises:
             ValueError: the template refuses these messages, or leaves out one, or a part of one that is not the policy's.
         """
-        self._turns.template.check_control(Chat(list(messages)), PLACE)
+        messages, images = self._turns.heard(messages)
+        self._turns.template.check_control(Chat(messages), PLACE)
         turn_text = self._written(tokens)
+        if self._turns.reader is not None and MARK in turn_text:
+            return None
+        images = [*self._images, *images]
         before = self.context + turn_text
         candidate: tuple[Chat, str] | None = None
         goes_on = False
@@ -214,20 +255,33 @@ class Dialogue:
         for message in self._forms(*(self._turns.spelled.turn(tokens, form) for form in (text, turn_text))):
             chat = replace(self._chat, messages=[*self._chat.messages, message, *messages])
             with suppress(Exception):  # what a policy writes may be anything
-                candidate = chat, self._rendered(chat)
+                candidate = chat, self._rendered(chat, images)
                 goes_on = unmarked(candidate[1]).startswith(before)
             if goes_on:
                 break
         if candidate is None:  # it raises if what follows is at fault
-            self._rendered(replace(self._chat, messages=[*self._chat.messages, {"role": "assistant", "content": PROBE}, *messages]))
+            probe: Message = {"role": "assistant", "content": PROBE}
+            self._rendered(replace(self._chat, messages=[*self._chat.messages, probe, *messages]), images)
             return None
+        new, self._images = images[len(self._images) :], images
         self._chat, marked = candidate
         self._text = unmarked(marked)
         if goes_on:
             rest = self._text[len(before) :]
-            return Reading(self._encoded(rest), False, rest)
+            added = self._encoded(rest)
+            return Reading(added, False, rest, self._placed(added, new))
         context = self._turns.spelled.encoded(marked)
-        return None if context is None else Reading(context, True, self._follows(turn_text, messages))
+        if context is None:
+            return None
+        try:
+            placed = self._placed(context, images)
+        except ValueError:  # the policy has written tokens of images
+            return None
+        return Reading(context, True, self._follows(turn_text, messages), placed)
+
+    def _placed(self, tokens: Sequence[int], images: Sequence[Image]) -> Sequence[PlacedImage]:
+        reader = self._turns.reader
+        return () if reader is None else reader.placed(np.array(tokens, np.int64), images, PLACE)
 
     def _follows(self, turn_text: str, messages: Sequence[Message]) -> str:
         """Return what the template writes between a turn and the next one; `turn_text`: the turn with its end token."""
@@ -235,6 +289,7 @@ class Dialogue:
         chat = replace(self._chat, messages=[*opening, {"role": "assistant", "content": PROBE}, *messages])
         [text] = self._turns.template.texts([chat])
         _, turn, rest = text.rpartition(PROBE) if isinstance(text, str) else ("", "", "")
+        rest = rest if self._turns.reader is None else rest.replace(MARK, HERE)
         if not turn:  # a template may want a call before a tool's answer
             return "\n".join(["", *(str(message.get("content", "")) for message in messages)])
         end = self._turns.template.end
@@ -289,11 +344,11 @@ class Dialogue:
             return Parts(rest, thought, calls)
         return Parts(content, thought, [])
 
-    def _rendered(self, chat: Chat) -> str:
+    def _rendered(self, chat: Chat, images: Sequence[Image]) -> str:
         [text] = prompt_texts(self._turns.template, [(PLACE, chat)])
         if isinstance(text, ConfigError):
             raise text
-        return text
+        return text if self._turns.reader is None else self._turns.reader.filled(text, images, self._turns.template)
 
     def _encoded(self, text: str) -> list[int]:
         return encode(self._turns.tokenizer, [text], special=False)[0]

@@ -23,6 +23,7 @@ from megarl.engines.parts import versions
 from megarl.engines.responder import Responder
 from megarl.environments.hosts import Episode, Host, Rendered, in_tokens
 from megarl.environments.protocol import EnvironmentFailed, Turn
+from megarl.images import PlacedImage
 
 if TYPE_CHECKING:
     from megarl.environments.agents.host import AgentHost
@@ -151,6 +152,7 @@ class _Player:
         self._unreadable = False
         self._rewards: list[tuple[int, float]] = []
         self._conversation: Dialogue
+        self._images: list[PlacedImage] = []  # of the context
         self._text, self._info = "", dict[str, float]()
 
     async def play(self, episode: Episode) -> Played:
@@ -168,8 +170,10 @@ class _Player:
             arguments = arguments_of(task.get("meta", {}), "the row")
             self._conversation = await self._rendered(self._tokens.opened, opening.messages, arguments)
             context = await self._rendered(self._conversation.opening)
+            self._images = [*(await self._rendered(self._conversation.placed, context))]
         elif self._start.tokens:
-            self._conversation, context = await self._rendered(self._tokens.prompted, task), self._start.tokens
+            self._conversation = await self._rendered(self._tokens.prompted, task, self._start.images)
+            context, self._images = self._start.tokens, [*self._start.images]
         else:
             raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
         if len(context) > self._limits.prompt_tokens:
@@ -183,7 +187,8 @@ class _Player:
         while True:
             most = min(self._limits.turn_tokens or longest, longest - len(context), left)
             seed = request_seed(self._sampling.seed, self._start.id, self._number, number)
-            said = await self._ask(request_for((self._start.id, self._number, number), context, most, self._sampling, seed))
+            request = request_for((self._start.id, self._number, number), context, most, self._sampling, seed)
+            said = await self._ask(replace(request, images=tuple(self._images)))
             finished, spoken = said.finish_reason == "stop", said.tokens[said.prompt_length :].tolist()
             self._contexts[-1].append(said)
             number, left = number + 1, left - len(spoken)
@@ -199,7 +204,10 @@ class _Player:
             if reading is None:
                 self._unreadable = True
                 return False
+            before = 0 if reading.anew else len(context) + len(spoken)
             context = reading.tokens if reading.anew else [*context, *spoken, *reading.tokens]
+            self._images = [] if reading.anew else self._images
+            self._images += [replace(one, start=one.start + before) for one in reading.images]
             if len(context) >= longest or not left:  # no room for another turn of the policy
                 return False
             if reading.anew:

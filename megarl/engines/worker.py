@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 
 from megarl.batch import Sample
 from megarl.config import EnvironmentSettings, PromptFormat
+from megarl.data.images import ImageReader, answer_reader
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.engines.engine import Engine, Meeting, Part, RolloutError, Setup
@@ -50,6 +51,9 @@ class ExpertsWanted:
     def of(self, number: int) -> bool:
         """Whether to keep the experts of a call's response `number`, from 0: ceil(n x share) of the first n, so always the first."""
         return ceil((number + 1) * self.share) > ceil(number * self.share)
+
+
+IMAGES = "images"  # folder of the run's directory with what environments have shown
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,8 @@ class RolloutWorker:
 
     def __init__(self, label: str, engine: str, environment: Mapping[str, str], run: Path) -> None:
         keep_output(run, label)
+        self._run = run
+        self._reader: ImageReader | None = None
         os.environ.update(environment)
         self._engine: Engine = find(engine)(label)
         self._host: tuple[EnvironmentSettings, Host | AgentHost] | None = None
@@ -177,6 +183,9 @@ class RolloutWorker:
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._tokenizer, self._ends, self._timeout_s = load_tokenizer(setup.model), end_tokens(setup.model), setup.settings.timeout_s
+        longest = setup.settings.max_prompt_tokens + setup.settings.max_response_tokens
+        limit_key, kept = "rollout.max_prompt_tokens + rollout.max_response_tokens", self._run / IMAGES
+        self._reader = answer_reader(setup.model, setup.pixels, longest, limit_key, kept)
         address = ray.util.get_node_ip_address()
         choose_nccl_interface(interface_towards(address))  # the interface that the trainer uses
         if not members:
@@ -293,7 +302,7 @@ class RolloutWorker:
                 self._host[1].close()
             self._host = playing.environment, host_of(playing.environment)
         if self._turns is None or self._turns[0] != playing:
-            self._turns = playing, TurnTokens(self._tokenizer, playing.data, playing.tools)
+            self._turns = playing, TurnTokens(self._tokenizer, playing.data, playing.tools, self._reader)
 
         def turn_text(turn: Sample) -> str:
             return text_of(turn, sampling, self._tokenizer, self._ends)
@@ -313,6 +322,8 @@ class RolloutWorker:
             for follows, (begin, end) in zip(("", *played.follows), bounds, strict=True):
                 sampled = begin if sample.loss_mask is None else begin + int(sample.loss_mask[begin - sample.prompt_length :].argmax())
                 transcript += follows + decode(self._tokenizer, sample.tokens[sampled:end].tolist(), finished=False)
+        if self._reader is not None:
+            opening, transcript = (self._reader.shown(text, self._tokenizer) for text in (opening, transcript))
         return EpisodeSummary(played.reward, played.turns, played.error, played.info, opening, transcript, played.unreadable)
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:

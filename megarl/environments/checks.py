@@ -168,7 +168,7 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
             if opening.messages is None and writes_opening:
                 raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
             if opening.messages is None:
-                conversation = in_tokens(turns.prompted, first.task)
+                conversation = in_tokens(turns.prompted, first.task, first.images)
             else:
                 conversation = in_tokens(turns.opened, opening.messages)
                 if (length := len(in_tokens(conversation.opening))) > most:

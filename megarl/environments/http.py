@@ -6,8 +6,9 @@
     POST <url>/close    {"episode": "a1"} -> {}
 
 Headers: Content-Type: application/json and, if token_env is set, Authorization: Bearer <token>. An observation is a text or a list of
-chat messages; without one in the answer to a reset, the data's prompt is used as it is. The answer to a step may contain "info", a
-dictionary of numbers. An invalid or late answer ends the episode; requests are never repeated, since a step has side effects.
+chat messages, whose contents are texts or lists of parts, an image as a data URL; without one in the answer to a reset, the data's prompt
+is used as it is. The answer to a step may contain "info", a dictionary of numbers. An invalid or late answer ends the episode; requests
+are never repeated, since a step has side effects.
 """
 
 from __future__ import annotations

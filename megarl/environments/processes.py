@@ -7,6 +7,7 @@ seeds in a new process, and must give the same answers again.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import pickle
 import select
@@ -26,8 +27,8 @@ from megarl.config import (
     SandboxSettings,
     ToolsEnvironment,
 )
-from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_messages, read_numbers
-from megarl.sandbox.channel import BadMessage
+from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_messages, read_numbers, text_size
+from megarl.sandbox.channel import ANSWER_BYTES, IMAGE_BYTES, BadMessage
 from megarl.sandbox.process import SandboxedProcess
 from megarl.text.display import printable
 
@@ -74,7 +75,7 @@ class ProcessHost:
             if episode.home is not process:
                 episode.home = process  # before it is played again: where that fails, `close` must still reach it
                 for past, answer in episode.history:
-                    if process.ask(past) != answer:
+                    if _print(process.ask(past)) != answer:
                         raise EnvironmentFailed("not repeatable: replayed from its seed, it answered differently")
             return process.ask(request)
         except Gone as gone:
@@ -98,7 +99,7 @@ class ProcessEpisode:
     def __init__(self, host: ProcessHost, number: int) -> None:
         self.number = number
         self.home: _EnvironmentProcess | None = None
-        self.history: list[tuple[WorkerRequest, Turn]] = []
+        self.history: list[tuple[WorkerRequest, bytes]] = []  # what was asked, and the answer's `_print`
         self._host = host
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
@@ -111,7 +112,7 @@ class ProcessEpisode:
 
     async def _play(self, request: WorkerRequest) -> Turn:
         answer = await self._host.ask(self, request)
-        self.history.append((request, answer))
+        self.history.append((request, _print(answer)))
         return answer
 
     async def close(self) -> None:
@@ -119,6 +120,11 @@ class ProcessEpisode:
         self.history.clear()
         if self.home is not None:
             await self._host.ask(self, ("close", self.number))
+
+
+def _print(answer: Turn) -> bytes:
+    """Return a hash of an answer, which may hold megabytes of images."""
+    return hashlib.sha256(repr(answer).encode(errors="replace")).digest()
 
 
 def code_of(source: Any) -> list[str]:
@@ -199,6 +205,7 @@ class _EnvironmentProcess(AskedProcess):
     def __init__(self, settings: EnvironmentSettings) -> None:
         source, step_s = settings.source, settings.step_s
         super().__init__("megarl.environments.worker", (source.model_dump(), step_s), step_s, settings.sandbox, code_of(source))
+        self._sandboxed.channel.limit = IMAGE_BYTES
 
     def ask(self, request: WorkerRequest) -> Turn:
         """Return the answer. Raises EnvironmentFailed if the environment failed, and Gone if the process cannot be used any more."""
@@ -207,6 +214,8 @@ class _EnvironmentProcess(AskedProcess):
                 with suppress(ProtocolFault):  # the worker checked it, unless the environment itself wrote the answer
                     messages_read = None if messages is None else read_messages(messages, request[0])
                     earned, numbers = read_numbers(reward, info)
+                    if text_size(messages_read or ()) > ANSWER_BYTES:
+                        raise Gone(NO_ANSWER)
                     if messages_read is not None or done or request[0] != "step":
                         return Turn(messages_read, earned, done, {printable(name): value for name, value in numbers.items()})
             case ["failed", str(text)]:

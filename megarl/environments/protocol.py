@@ -6,14 +6,18 @@ This module is imported in the sandbox, so it imports neither torch nor the conf
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
-Message = dict[str, str]  # a chat message: role and content
+# A chat message: role and content, which is a text or a list of parts, {"type": "text", "text": ...} or {"type": "image", "image": ...}; in
+# a `Turn` an image is a data URL.
+Message = dict[str, Any]
 MAX_INFO, MAX_NAME, LARGEST = 64, 100, 1e9
 FINITE = sys.float_info.max
 
@@ -40,7 +44,9 @@ class Environment(Protocol):
 
         Returns:
             (observation, reward, done) or (observation, reward, done, info): a text or chat messages (None or "" is allowed if the episode
-            is done), a number, a boolean, and a dictionary of numbers; those of the last turn become metrics.
+            is done), a number, a boolean, and a dictionary of numbers; those of the last turn become metrics. A message's content is a
+            text, or a list of parts: {"type": "text", "text": ...}, and for a model that sees images {"type": "image", "image": ...}, which
+            is the bytes of a file, a data URL, or an image of Pillow.
         """
 
     def close(self) -> Any:
@@ -145,10 +151,47 @@ def read_messages(observation: Any, method: str) -> list[Message]:
     if not isinstance(observation, list) or not observation:
         raise ProtocolFault(f"{method} returned {observation!r:.80} ({type(observation).__name__}), not a text or a list of chat messages")
     for message in observation:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(content, str | list):
             raise ProtocolFault(f"{method} returned {message!r:.80}, and a message has a text 'role' and a text 'content'")
         if message["role"] == "assistant":
             raise ProtocolFault(f"{method} returned a message of the assistant, whom the policy plays")
-    if not any(message["content"].strip() for message in observation):
+    messages = [{"role": message["role"], "content": _content(message["content"], method)} for message in observation]
+    if not any(has_images([message]) or _text_of(message).strip() for message in messages):
         raise ProtocolFault(f"{method} returned no text")
-    return [{"role": message["role"], "content": message["content"]} for message in observation]
+    return messages
+
+
+def has_images(messages: Sequence[Message]) -> bool:
+    """Whether a message of a `Turn` has an image."""
+    return any(part["type"] == "image" for message in messages if isinstance(message["content"], list) for part in message["content"])
+
+
+def text_size(messages: Sequence[Message]) -> int:
+    """The number of characters of the messages' texts."""
+    return sum(map(len, map(_text_of, messages)))
+
+
+def _text_of(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _content(content: str | list[Any], method: str) -> str | list[dict[str, str]]:
+    return content if isinstance(content, str) else [_part(part, method) for part in content]
+
+
+def _part(part: Any, method: str) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part["text"] if part.keys() == {"type", "text"} else None, str):
+        return {"type": "text", "text": part["text"]}
+    value: Any = part["image"] if kind == "image" and part.keys() == {"type", "image"} else None
+    if hasattr(value, "save") and hasattr(value, "convert"):  # Pillow's, in the sandbox
+        file = io.BytesIO()
+        value.convert("RGB").save(file, "PNG")
+        value = file.getvalue()
+    if isinstance(value, bytes):
+        value = f"data:image/*;base64,{base64.b64encode(value).decode()}"
+    if not isinstance(value, str) or not value.startswith("data:"):
+        raise ProtocolFault(f"{method} returned the part {part!r:.80}, which is neither a text nor an image as bytes or data URL")
+    return {"type": "image", "image": value}

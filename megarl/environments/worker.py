@@ -17,9 +17,9 @@ from typing import Any
 import numpy  # imported here, so that _Draws can seed it even if only the environments use it
 
 from megarl.environments.adapters import load
-from megarl.environments.protocol import ProtocolFault, Turn, begin, end, read_step, waited
+from megarl.environments.protocol import ProtocolFault, Turn, begin, end, has_images, read_step, waited
 from megarl.sandbox.bounded import MAX_TEXT, Answer, Late, imported, in_time, serve
-from megarl.sandbox.channel import ANSWER_BYTES, Channel
+from megarl.sandbox.channel import ANSWER_BYTES, IMAGE_BYTES, Channel
 
 
 def work(channel: Channel, answer: Answer) -> None:
@@ -43,8 +43,8 @@ def work(channel: Channel, answer: Answer) -> None:
             answer("failed", f"{type(error).__name__}: {error}"[:MAX_TEXT])
         else:
             fields = ["turn", turn.messages, turn.reward, turn.done, dict(turn.info)]
-            size = len(json.dumps(fields))
-            answer(*fields) if size <= ANSWER_BYTES else answer("failed", f"bad return: {size} bytes, more than {ANSWER_BYTES}")
+            size, most = len(json.dumps(fields)), IMAGE_BYTES if has_images(turn.messages or ()) else ANSWER_BYTES
+            answer(*fields) if size <= most else answer("failed", f"bad return: {size} bytes, more than {most}")
 
 
 class _Draws:

@@ -32,7 +32,7 @@ from megarl.config import (
 from megarl.config.data import SourceMixture
 from megarl.config.loading import tree_of
 from megarl.data.files import each_row
-from megarl.data.images import reader_of
+from megarl.data.images import ImageReader, reader_of
 from megarl.data.intake import RowReport, reported
 from megarl.data.preferences import load_preferences
 from megarl.data.shown import LEARNED, SCORED, Item, Line, coloured, place_of, row_lines, rows_of, summary
@@ -105,14 +105,18 @@ class Reader:
         """Return everything in a source. Raise ConfigError where the run would."""
         config, tokenizer = self.config, self.tokenizer
         if isinstance(config, SftConfig):
-            described = (config.model.path / CONFIG).is_file()  # a tokenizer is enough to show texts
-            reader = reader_of(config.model, config.sft.max_tokens, LIMIT_KEY) if described else None
+            reader = self._reader(config.sft.max_tokens, LIMIT_KEY)
             return load_demonstrations(source, tokenizer, config.data, config.sft.max_tokens, key, reader)
         if isinstance(config, RmConfig | DpoConfig):
             limit_key, margins = f"{config.section}.max_tokens", isinstance(config, RmConfig)
-            return load_preferences(source, tokenizer, config.data, config.learn.max_tokens, key, limit_key, margins)
+            reader = self._reader(config.learn.max_tokens, limit_key)
+            return load_preferences(source, tokenizer, config.data, config.learn.max_tokens, key, limit_key, margins, reader)
         assert isinstance(config, TrainConfig | EvalConfig | PairsConfig)
         return PromptReader.of(config).prompts(source, key, tokenizer)
+
+    def _reader(self, most: int, limit_key: str) -> ImageReader | None:
+        """The reader of images; None if the model sees none, or is a tokenizer alone, which is enough to show texts."""
+        return reader_of(self.config.model, most, limit_key) if (self.config.model.path / CONFIG).is_file() else None
 
 
 def main(arguments: Sequence[str]) -> int:

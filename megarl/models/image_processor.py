@@ -56,6 +56,13 @@ class ImageProcessor:
         return inner
 
     @property
+    def cut(self) -> dict[str, int]:
+        """The numbers that determine how an image is cut."""
+        inner = self.inner
+        sizes = {"patch_size": inner.patch_size, "merge_size": inner.merge_size, "temporal_patch_size": inner.temporal_patch_size}
+        return {**sizes, "min_pixels": inner.size["shortest_edge"], "max_pixels": inner.size["longest_edge"]}
+
+    @property
     def most_tokens(self) -> int:
         """The most tokens of an image."""
         return int(self.inner.size["longest_edge"]) // (self.inner.patch_size * self.inner.merge_size) ** 2

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 LENGTH = struct.Struct("!I")
 ANSWER_BYTES = 1 << 16  # maximum size of a message from inside the sandbox
+IMAGE_BYTES = 1 << 20  # of one that has images
 
 
 class BadMessage(Exception):

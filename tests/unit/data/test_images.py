@@ -18,10 +18,13 @@ from PIL import Image as Pillow
 from pyarrow import parquet
 
 from megarl import image_source
-from megarl.config import ConfigError, ConversationSource, SftData
+from megarl.config import ConfigError, ConversationSource, FileSource, PreferenceData, PreferenceSource, SftData
+from megarl.data import large
 from megarl.data.conversations import Conversation
 from megarl.data.images import ImageReader
-from megarl.data.supervised import LIMIT_KEY, load_conversations
+from megarl.data.preferences import load_preferences
+from megarl.data.shown import row_lines
+from megarl.data.supervised import LIMIT_KEY, load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
 from megarl.image_source import MOST_BYTES, ImageGone
 from megarl.images import MARK, axes_of
@@ -281,3 +284,48 @@ def test_a_process_keeps_the_last_images_up_to_a_bound(tmp_path: Path, monkeypat
     assert [number for number in range(100) if cache.get(str(number)) is not None] == [97, 98, 99]
     cache.put("large", bytes(2000))
     assert cache.get("large") is None and cache.get("99") is None
+
+
+def test_pairs_and_answers_see_images(path: Path, tmp_path: Path) -> None:
+    """Pairs whose prompt is apart or in both sides, and prompts with answers, have the images of the same conversations."""
+    (tmp_path / "a").write_bytes(picture(np.random.default_rng(1)))
+    tokenizer, reader = load_tokenizer(path), ImageReader(ImageProcessor(path), PAD, 400, "limit")
+    question = [{"role": "user", "content": [{"type": "image", "image": "a"}, {"type": "text", "text": "which?"}]}]
+    sides = [[*question, {"role": "assistant", "content": word}] for word in ("good", "bad")]
+    rows = [
+        {"prompt": question, "chosen": "good", "rejected": "bad"},
+        {"prompt": "<image>which?", "images": ["a"], "chosen": "good", "rejected": "bad"},
+        {"chosen": sides[0], "rejected": sides[1]},
+    ]
+    (file := tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = PreferenceSource(path=file)
+    pairs = load_preferences(source, tokenizer, PreferenceData(train=source, eval=source), 400, "data.train", "limit", reader=reader)
+    answer = {"prompt": question, "reward_model": {"ground_truth": "good"}}
+    (file := tmp_path / "answers.jsonl").write_text(json.dumps(answer))
+    prompts = FileSource(path=file)
+    [answered] = load_answers(prompts, tokenizer, SftData(train=prompts), 400, "data.train", reader)
+    [learned] = load(path, tmp_path, [{"messages": sides[0]}])
+    lines = [line for _, line in row_lines(tokenizer, [learned])]
+    assert sum(f"<|image_pad|> x {learned.images[0].image.tokens}<|vision_end|>which?" in line for line in lines) == 1
+    for pair in pairs:
+        assert np.array_equal(pair.chosen.tokens, learned.tokens) and pair.chosen.images == pair.rejected.images == learned.images
+        assert not np.array_equal(pair.rejected.tokens, learned.tokens)
+    assert np.array_equal(answered.tokens, learned.tokens) and answered.images == learned.images and len(learned.images) == 1
+    (tmp_path / "b").write_bytes(picture(np.random.default_rng(2)))
+    other = json.loads(json.dumps(sides[1]).replace('"a"', '"b"'))
+    source.path.write_text(json.dumps({"chosen": sides[0], "rejected": other}))
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl:1: chosen and rejected answer different prompts"):
+        load_preferences(source, tokenizer, PreferenceData(train=source, eval=source), 400, "data.train", "limit", reader=reader)
+    with pytest.raises(ConfigError, match=r"^data\.train\.image_folder=\S+: the model sees no images, or reads none of this source$"):
+        apart = PreferenceSource(path=file, image_folder=tmp_path)
+        load_preferences(apart, tokenizer, PreferenceData(train=apart, eval=apart), 400, "data.train", "limit")
+
+
+def test_parquet_with_the_bytes_of_images_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large, "LARGE", 2)
+    rows = [{"prompt": "<image>", "images": [{"bytes": b"a", "path": None}]}] * 3
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    source = FileSource(path=tmp_path / "a.parquet")
+    assert large.large_table(source, "data.train", images=True) is None
+    table = large.large_table(source, "data.train")
+    assert table is not None and table.num_rows == 3

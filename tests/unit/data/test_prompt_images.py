@@ -91,7 +91,7 @@ def test_models_that_do_not_get_the_images_are_refused(path: Path, tmp_path: Pat
     example = Path(__file__).parents[3] / "examples" / "vision" / "rl.yaml"
     for changes, refusal in (
         ([f"model.base={tmp_path / 'text'}"], r"^model\.base: \S+text does not see images of the same tokens as the policy"),
-        ([f"distillation={{teacher: {path}}}", "placement={teacher_engines: {kv_cache_mb: 32}}"], r"^distillation: prompts have images"),
+        ([f"distillation={{teacher: {path}}}", "placement={teacher_engines: {kv_cache_mb: 32}}"], r"^distillation: the images of prompts"),
     ):
         config = load_config(example, [f"model.path={path}", *changes], TrainConfig)
         with pytest.raises(ConfigError, match=refusal):
@@ -99,14 +99,14 @@ def test_models_that_do_not_get_the_images_are_refused(path: Path, tmp_path: Pat
         check_seen(config, policy, prompts[1:2])  # a text
 
 
-def test_images_of_episodes_are_refused(path: Path, tmp_path: Path) -> None:
+def test_images_for_agents_are_refused(path: Path, tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist([{**ROWS[0], "prompt": "a<image>b<image>"}]), tmp_path / "rows.parquet")
     example, episodes = (
         Path(__file__).parents[3] / "examples" / "vision" / "rl.yaml",
         "environment={source: {type: agent, function: 'a:b'}}",
     )
     config = load_config(example, [f"model.path={path}", f"data.train.path={tmp_path / 'rows.parquet'}", episodes], TrainConfig)
-    with pytest.raises(ConfigError, match=r"rows\.parquet:1: has images, which neither episodes nor pairs have so far$"):
+    with pytest.raises(ConfigError, match=r"rows\.parquet:1: has images, which neither agents nor pairs get so far$"):
         PromptReader.of(config).prompts(config.data.train, "data.train", load_tokenizer(path))
 
 

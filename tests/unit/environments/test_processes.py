@@ -1,6 +1,7 @@
 """Environments in processes: whatever one does ends its episode and no other, and episodes repeat themselves."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from megarl.config import ConfigError, EnvironmentSettings, SandboxSettings
 from megarl.environments.hosts import guarantee, open_host
 from megarl.environments.processes import ProcessHost
 from megarl.environments.protocol import EnvironmentFailed, ProtocolFault, Turn, read_reset, read_step
+from megarl.image_source import held
 from megarl.sandbox import process
 from megarl.sandbox.level import Level, level, meaning
 
@@ -235,3 +237,24 @@ def test_malformed_steps_of_an_environment_are_named() -> None:
             read_reset(said)
     assert read_reset(None) == Turn(None)
     assert read_step(("go", 0, False, {"a": 1, "b": 10**400, "c": float("inf"), "d": "x"})).info == {"a": 1.0}
+
+
+def test_an_environment_shows_images_as_bytes_urls_or_pillow_s() -> None:
+    """And no paths or addresses, with which code in the sandbox would have this process read for it; nor any number of bytes."""
+
+    async def body(host: Any) -> tuple[list[Turn], dict[str, str]]:
+        turns, faults = await episode(host, 3, ["bytes", "url", "pillow"]), dict[str, str]()
+        for form in ("path", "address", "large"):
+            with pytest.raises(EnvironmentFailed) as failure:
+                await episode(host, 3, [form])
+            faults[form] = str(failure.value)
+        return turns, faults
+
+    turns, faults = played(settings("Painter", step_s=20.0), body)
+    for turn in turns:
+        assert turn.messages is not None
+        part = turn.messages[0]["content"][-1]
+        picture = held(part["image"])
+        assert part["type"] == "image" and picture is not None and picture[:4] == b"\x89PNG"
+    assert faults["path"].startswith("bad return: step returned the part ") and "neither a text nor an image" in faults["address"]
+    assert re.fullmatch(r"bad return: \d+ bytes, more than 1048576", faults["large"])

@@ -100,3 +100,33 @@ class Gym:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._left -= 1
         return f"left {self._left}", float(action == "x"), self._left == 0, False, {"left": self._left, "text": "no number"}
+
+
+class Painter:
+    """Shows a picture in each turn, in the form that the policy asks for."""
+
+    def reset(self, seed: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [{"type": "text", "text": "a picture: "}, self._picture("bytes", seed)]}]
+
+    def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[Any, float, bool]:
+        return [{"role": "user", "content": [self._picture(text, len(text))]}], 1.0, False
+
+    def _picture(self, form: str, seed: int) -> dict[str, Any]:
+        import base64
+        import io
+
+        import numpy as np
+        from PIL import Image
+
+        side = 1000 if form == "large" else 40
+        picture = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (side, side, 3)).astype(np.uint8))
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        data = file.getvalue()
+        forms: dict[str, Any] = {
+            "pillow": picture,
+            "url": f"data:image/png;base64,{base64.b64encode(data).decode()}",
+            "path": "/etc/hostname",
+            "address": "https://example.com/a.png",
+        }
+        return {"type": "image", "image": forms.get(form, data)}
