@@ -1,4 +1,4 @@
-"""`megarl sft` learns from conversations with images; what it saves is transformers' model, and sees what it saw."""
+"""SFT and RL learn from images; what SFT saves is transformers' model, and sees what it saw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megarl.batch import pack
 from megarl.checks.without_engines import check_sft
-from megarl.config import SftConfig, load
+from megarl.config import SftConfig, TrainConfig, load
 from megarl.data.conversations import sample
 from megarl.loops.sft import sft
 from megarl.models.image_processor import ImageProcessor
@@ -72,6 +72,44 @@ def test_sft_learns_from_images_and_what_it_saves_sees_them(lab: Lab, tmp_path: 
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert before.keys() == after.keys() and changed and not any(name.startswith("model.visual.") for name in changed)
     assert (tmp_path / "seeing" / "model" / "preprocessor_config.json").is_file()
+
+
+RL = """
+name: playing
+model: {path: model, dtype: float32, vision: train}
+cluster: {gpus: false}
+optimizer: {lr: 1.0e-3, warmup_steps: 1}
+algorithm: {type: grpo}
+data: {train: {type: file, path: train.jsonl, answer_key: answer}, eval: {type: file, path: train.jsonl, answer_key: answer, rows: 8}}
+reward: {source: {type: function, path: "tests.e2e.reward_by_letter:starts"}}
+routing: {replay: r3}
+rollout: {samples_per_prompt: 4, max_prompt_tokens: 160, max_response_tokens: 6, max_num_seqs: 16, kv_cache_mb: 32}
+sync: {transport: shm}
+train: {steps: 3, prompts_per_step: 8, micro_batch_tokens: 1024, eval_every: 3}
+"""
+
+
+def test_rl_trains_on_what_engines_sampled_from_images(lab: Lab, tmp_path: Path) -> None:
+    """Tower and language model change together, engines follow, and each token of image and text has the engine's experts."""
+    build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    conversations(tmp_path, "asked", 24, seed=1)
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "asked.jsonl").read_text().splitlines()]
+    questions = [json.dumps({"prompt": row[:1], "answer": row[1]["content"]}) for row in rows]
+    (tmp_path / "train.jsonl").write_text("\n".join(questions))
+    (tmp_path / "rl.yaml").write_text(RL)
+    files = [
+        f"{key}.path={tmp_path / name}" for key, name in (("model", "model"), ("data.train", "train.jsonl"), ("data.eval", "train.jsonl"))
+    ]
+    config = load(tmp_path / "rl.yaml", [f"run_dir={tmp_path}", *files], TrainConfig)
+    lab.train(config, own_engine=True)
+    steps = [json.loads(line) for line in (tmp_path / "playing" / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in steps if "training/rollout_probs_diff_max" in row]
+    assert len(trained) == 3 and max(row["training/rollout_probs_diff_max"] for row in trained) < 1e-4
+    assert {row["routing/replay_hit_rate"] for row in trained} == {1.0}
+    before, after = (load_file(place / "model.safetensors") for place in (tmp_path / "model", tmp_path / "playing" / "model"))
+    assert before.keys() == after.keys()
+    for part in ("model.visual.", "model.language_model."):
+        assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith(part))
 
 
 def transformers_loss(directory: Path, config: SftConfig) -> float:

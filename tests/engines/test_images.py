@@ -1,5 +1,6 @@
 """Engines see images: what they sample after pictures has transformers' log-probs, before and after updates of tower and language model."""
 
+import asyncio
 import io
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -12,9 +13,10 @@ import torch
 from PIL import Image as Pillow
 
 from megarl.batch import Sample
-from megarl.config import RolloutSettings
-from megarl.engines.engine import Setup
+from megarl.config import RolloutSettings, TrainRolloutSettings
+from megarl.engines.engine import Request, Setup
 from megarl.engines.generate import Generated, Sampling, TokenPrompt
+from megarl.engines.responder import Responder
 from megarl.engines.vllm.images import key
 from megarl.image_source import ImageGone, ImageSource
 from megarl.images import Image, PlacedImage
@@ -179,3 +181,41 @@ async def _bounded(tmp_path: Path) -> None:
 
 def test_an_engine_keeps_as_many_pictures_as_it_has_room_for(host: Host, tmp_path: Path) -> None:
     host.run(_bounded, tmp_path)
+
+
+async def _in_flight(tmp_path: Path) -> None:
+    """Responses to pictures, some of which are under way when the weights of tower and language model change."""
+    for name, seed in (("model", 1), ("other", 2)):
+        build(tmp_path / name, **SIZES, seed=seed, family="qwen3_vl_moe", initializer_range=0.12)
+    path = tmp_path / "model"
+    engine = Corruptible("engine 0")
+    sizes: dict[str, Any] = {"max_prompt_tokens": 256, "max_response_tokens": 96, "max_num_seqs": 4, "kv_cache_mb": 64}
+    settings = TrainRolloutSettings(mode="free", max_lag=1, timeout_s=TIMEOUT_S, **sizes)
+    await engine.start(Setup(path, "float32", settings, 1, gpu=False, report_experts=True))
+    trainer, responder = Trainer(engine, "shm"), Responder(engine, TIMEOUT_S)
+    given = prompts(path)
+    requests = [Request(n, given[n % 4].tokens, 96, 1.0, 1000 + n, images=given[n % 4].images) for n in range(12)]
+    try:
+        sampling = asyncio.create_task(responder.all(requests, TIMEOUT_S))
+        counts = list[int]()
+        while sum(counts) < sum(len(prompt.tokens) for prompt in given) + 40:
+            counts = [count for core in await engine._on_cores("megarl_counts") for count in core.values()]
+        await trainer.update(stored(tmp_path / "other"))
+        samples, processor = await sampling, ImageProcessor(path)
+        models = [transformers_model(tmp_path / name).eval() for name in ("model", "other")]
+        mixed = 0
+        for sample in samples:
+            ends = [*(span.start for span in sample.weight_versions[1:]), sample.response_length]
+            for span, end in zip(sample.weight_versions, ends, strict=True):
+                gaps = torch.from_numpy(sample.rollout_logp) - logp(models[span.version], processor, sample)
+                assert end == span.start or float(gaps[span.start : end].abs().max()) < 1e-5
+            mixed += len(sample.images) > 0 and len(sample.weight_versions) == 2 and sample.weight_versions[1].start > 0
+        assert mixed >= 1, "a response to pictures that was under way"
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+@pytest.mark.long
+def test_responses_to_pictures_go_on_with_new_weights(host: Host, tmp_path: Path) -> None:
+    host.run(_in_flight, tmp_path)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from megarl.config import ConfigError, RolloutSettings, TrainRolloutSettings
+from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.vllm.arguments import check_arguments
 from megarl.engines.vllm.launch import VLLM_VERSION, vllm_names
 from megarl.models import decoder_blocks as blocks
@@ -86,8 +86,6 @@ def _check_vision(vision: VisionSizes, settings: RolloutSettings) -> None:
         raise ConfigError(
             f"rollout.dp={settings.dp}: an engine of a model that sees images has one member; rollout.replicas makes more engines"
         )
-    if isinstance(settings, TrainRolloutSettings) and settings.mode == "free":
-        raise ConfigError("rollout.mode=free: new weights in the midst of responses are not proven for models that see images")
     if vision.heads % settings.tp or vision.ffn % settings.tp:
         raise ConfigError(
             f"rollout.tp={settings.tp}: does not divide the vision tower's {vision.heads} heads and intermediate_size={vision.ffn}"

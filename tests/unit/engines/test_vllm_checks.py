@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import ConfigError, RolloutSettings, TrainRolloutSettings
+from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.engine import Setup
 from megarl.engines.vllm.checks import HEAD_SIZES, check, native_architectures
 from megarl.engines.vllm.launch import engine_arguments, vllm_names
@@ -78,8 +78,6 @@ def test_what_no_engine_that_sees_images_does_is_refused(settings: dict[str, Any
     check(model, "bfloat16", RolloutSettings(tp=2), gpu=True)
     with pytest.raises(ConfigError, match=refusal):
         check(model, "bfloat16", RolloutSettings(**settings), gpu=True)
-    with pytest.raises(ConfigError, match=r"^rollout\.mode=free: new weights in the midst of responses"):
-        check(model, "bfloat16", TrainRolloutSettings(mode="free", max_lag=1), gpu=True)
 
 
 def test_the_architectures_are_read_without_importing_vllm() -> None:
