@@ -51,6 +51,7 @@ class Sample:
     turn_rewards: Sequence[tuple[int, float]] = ()  # from an environment: (response tokens up to the end of a turn, its reward)
     starts: Sequence[int] = ()  # indices of the tokens with which further contexts begin
     images: Sequence[PlacedImage] = ()  # in order, by the tokens' indices
+    cached_tokens: int = 0  # of an engine's answer to one request: prompt tokens whose keys and values it had cached
 
     @property
     def response_length(self) -> int:

@@ -20,6 +20,9 @@ class EpisodeSummary:
     opening: str  # the text that the policy read first
     transcript: str  # everything after the opening, once: the policy's turns as sampled, and the environment's answers
     unreadable: bool = False  # it ended since the policy cannot read what it wrote, as template and tokenizer take it
+    prompt_tokens: int = 0  # of all turns together
+    cached_tokens: int = 0  # of these, those whose keys and values the engine had cached
+    recomputed_tokens: int = 0  # of the others, those that the engine had computed for an earlier turn of the same context
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,11 @@ class RolloutSettings(Section):
     """Size of the KV cache; required by CPU engines, refused by GPU engines (they use gpu_memory_fraction)."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Share of a GPU's memory for the engine."""
+    request_routing: Literal["deterministic", "affinity"] | None = None
+    """affinity: an engine keeps its prefix cache until its weights change, and each episode stays at the data parallel rank that has its
+    prefix, unless that rank has more unfinished requests than the least busy one by over a quarter of max_num_seqs. deterministic: each
+    request goes to the least busy rank, and an idle engine begins with an empty cache, so that the same requests run in the same batches.
+    null: affinity for agents without cluster.deterministic, else deterministic."""
     timeout_s: Seconds = 1800.0
     """Time limit for an engine to return the responses to a prompt."""
 

@@ -15,7 +15,7 @@ import ray
 from megarl.cluster import watch
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.process_kinds import engine_kind
-from megarl.config import ClusterSettings, EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
+from megarl.config import AgentEnvironment, ClusterSettings, EvalConfig, PairsConfig, RolloutSettings, RunSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.driver.device_turns import Turns
 from megarl.driver.dispatch import ENGINE_FAULTS, Dispatcher, NoEngine, Wanted
@@ -79,6 +79,7 @@ class EngineStarter:
             gpu=config.cluster.gpus,
             report_experts=isinstance(config, TrainConfig) and config.routing.reported > 0,
             sleeps=self.shared,
+            affinity=affinity(config, self.settings),
             blank=self.blank,
             pixels=(config.model.min_pixels, config.model.max_pixels),
         )
@@ -349,6 +350,14 @@ class Engines:
         if self.turns is not None:
             self.turns.make_room()
         return self.starter.open(index, self.group.actors[index])
+
+
+def affinity(config: RunSettings, settings: RolloutSettings) -> bool:
+    """Whether the engines of this run keep conversations where their prefixes are cached."""
+    if settings.request_routing is not None:
+        return settings.request_routing == "affinity"
+    environment = config.environment if isinstance(config, EvalConfig | TrainConfig) else None
+    return environment is not None and isinstance(environment.source, AgentEnvironment) and not config.cluster.deterministic
 
 
 def engine_environment(settings: ClusterSettings) -> dict[str, str]:

@@ -24,7 +24,7 @@ from megarl.data.spelled import unmarked
 from megarl.data.tokenizer import check_size, decode, encode, first_line
 from megarl.data.turns import Dialogue, TurnTokens
 from megarl.engines.engine import Request, RolloutError
-from megarl.engines.episodes import NOTHING, Limits, Played, Start, chained, joined
+from megarl.engines.episodes import NOTHING, Limits, Played, Start, chained, joined, prefill
 from megarl.engines.generate import Sampling, request_for, request_seed
 from megarl.environments.agents.host import AgentHost
 from megarl.environments.agents.questions import Answer, Call, ChatRequest, Refusal, heard
@@ -236,7 +236,8 @@ class AgentPlayer:
             f"\n\n{decode(self._tokens.tokenizer, one[0].tokens[: one[0].prompt_length].tolist(), finished=False)}" for one in turns[1:]
         ]
         reward, text = 0.0 if error is not None else turn.reward, replies[-1].text if replies else ""
-        return Played(replace(sample, turn_rewards=rewards), text, reward, len(replies), error, self._unreadable, follows, turn.info)
+        sample = replace(sample, turn_rewards=rewards)
+        return Played(sample, text, reward, len(replies), error, self._unreadable, follows, turn.info, prefill(turns))
 
 
 def contexts(turns: Sequence[Sample]) -> list[list[Sample]]:

@@ -46,6 +46,7 @@ class Request:
     by_position: bool = False  # draw each token by the seed and its position, so that a request continued from a prefix draws the same
     images: Sequence[PlacedImage] = ()  # those of the prompt, in order, whose tokens it has already
     experts_from: int = 0  # the prompt token with which `Sample.routed_experts` begins
+    conversation: Hashable | None = None  # which its prompt continues; unique among those of an engine
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Setup:
     report_experts: bool = False  # fill `routed_experts` of its samples if the model has experts; requires the class's `reports_experts`
     sleeps: bool = False  # whether `sleep` will be called
     scoring: Scoring | None = None  # it is a teacher's: only `score` is called
+    affinity: bool = False  # `rollout.request_routing=affinity`: keep the cache of prefixes, and conversations where theirs are
     blank: bool = False  # do not read the directory's weights; an update must bring some before the first request
     pixels: tuple[int | None, int | None] = (None, None)  # of an image, at least and at most; None: as its processor has them
 
@@ -236,7 +238,8 @@ class Engine(Protocol):
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
         """Accept all of the requests or none.
 
-        An idle engine starts none before all are accepted, so that the same requests get the same responses, bit for bit. Raises
+        Without `Setup.affinity`, an idle engine starts none before all are accepted, and none with anything cached, so that the same
+        requests get the same responses, bit for bit. Raises
         ValueError for a request that is too long or whose id is in use, WeightSyncError between the start and the end of an update.
         """
 

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from megarl.images import PlacedImage
 
 if TYPE_CHECKING:
     from megarl.environments.agents.host import AgentHost
+
+
+_conversations = count()  # numbers the episodes of this process
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,14 @@ class Limits:
     turn_tokens: int | None = None  # longest turn of the policy
 
 
+class Prefill(NamedTuple):
+    """Of the prompts of an episode's turns, how many tokens the engine had to compute before it could sample."""
+
+    tokens: int  # of all prompts
+    cached: int  # of these, those whose keys and values it had
+    again: int  # of those that it had not, those that it had computed for an earlier turn of the same context
+
+
 @dataclass(frozen=True)
 class Played:
     """One finished episode. If it failed before the policy's first turn, its sample has no token to learn from."""
@@ -59,6 +71,7 @@ class Played:
     unreadable: bool = False  # it ended since the policy cannot read what it wrote, as template and tokenizer take it
     follows: Sequence[str] = ()  # for each context but the first, the text that follows the turn before it
     info: Mapping[str, float] = field(default_factory=dict)  # from the environment's last answer
+    prefill: Prefill = Prefill(0, 0, 0)
 
 
 async def play(
@@ -107,9 +120,14 @@ async def play(
             asking -= 1
 
     async def one(start: Start, number: int) -> Played:
+        conversation = next(_conversations)
+
+        async def answered(request: Request) -> Sample:
+            return await ask(replace(request, conversation=conversation))
+
         if isinstance(host, agents.AgentHost):
-            return await agents.AgentPlayer(ask, tokens, text_of, start, number, sampling, limits).play(host)
-        player = _Player(ask, tokens, text_of, start, number, sampling, limits)
+            return await agents.AgentPlayer(answered, tokens, text_of, start, number, sampling, limits).play(host)
+        player = _Player(answered, tokens, text_of, start, number, sampling, limits)
         episode = host.open()
         try:
             return await player.play(episode)
@@ -229,10 +247,22 @@ class _Player:
         sample = chained([joined(turns, finish_reason) for turns in contexts]) if contexts else NOTHING
         sample = replace(sample, turn_rewards=() if error is not None else tuple(self._rewards))
         turns = sum(map(len, contexts))
-        return Played(sample, self._text, reward, turns, error, self._unreadable, self._follows[: len(contexts) - 1], self._info)
+        follows = self._follows[: len(contexts) - 1]
+        return Played(sample, self._text, reward, turns, error, self._unreadable, follows, self._info, prefill(contexts))
 
 
 NOTHING = Sample(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), "abort", loss_mask=np.zeros(1, np.bool_))
+
+
+def prefill(contexts: Sequence[Sequence[Sample]]) -> Prefill:
+    """Return how much of an episode's prompts its engine had cached.
+
+    Args:
+        contexts: the turns in each context.
+    """
+    turns = [turn for context in contexts for turn in context]
+    again = [max(0, len(before.tokens) - 1 - turn.cached_tokens) for context in contexts for before, turn in pairwise(context)]
+    return Prefill(sum(turn.prompt_length for turn in turns), sum(turn.cached_tokens for turn in turns), sum(again))
 
 
 def chained(contexts: Sequence[Sample]) -> Sample:

@@ -324,7 +324,9 @@ class RolloutWorker:
                 transcript += follows + decode(self._tokenizer, sample.tokens[sampled:end].tolist(), finished=False)
         if self._reader is not None:
             opening, transcript = (self._reader.shown(text, self._tokenizer) for text in (opening, transcript))
-        return EpisodeSummary(played.reward, played.turns, played.error, played.info, opening, transcript, played.unreadable)
+        return EpisodeSummary(
+            played.reward, played.turns, played.error, played.info, opening, transcript, played.unreadable, *played.prefill
+        )
 
     def _kept(self, sample: Sample, wanted: ExpertsWanted) -> list[Any]:
         """The experts of a sample's tokens, an array [T, L, K] for each pipeline stage."""

@@ -74,7 +74,8 @@ def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
     """How multi-turn episodes went: turns, contexts, rewards and reported values, episodes that failed or were cut off.
 
     environment/unreadable counts those that were cut off since the policy cannot read what it wrote (see `megarl.data.turns`). Tokens are
-    those that the policy read after the opening; a context that the chat template has rewritten is read anew.
+    those that the policy read after the opening; a context that the chat template has rewritten is read anew. recomputed_tokens are those
+    that an engine computed in a turn although it had done so in an earlier one.
     """
     episodes = [(response, response.episode) for response in responses if response.episode is not None]
     if not episodes:
@@ -91,6 +92,10 @@ def environment_metrics(responses: Sequence[Response]) -> dict[str, Metric]:
         "environment/failed": Sum(float(failed)),
         "environment/cut": Sum(float(sum(not response.finished for response, _ in episodes) - failed)),
         "environment/unreadable": Sum(float(sum(episode.unreadable for _, episode in episodes))),
+        "environment/prefix_cache_hit_rate": Mean(
+            float(sum(episode.cached_tokens for _, episode in episodes)), float(sum(episode.prompt_tokens for _, episode in episodes))
+        ),
+        "environment/recomputed_tokens/mean": Mean(float(sum(episode.recomputed_tokens for _, episode in episodes)), sum(turns)),
     }
     reported: dict[str, list[float]] = defaultdict(list)
     for _, episode in episodes:

@@ -54,6 +54,11 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
     _check_experts(model, settings)
+    if settings.request_routing == "affinity":
+        if model.sizes.linear_heads:
+            raise ConfigError("rollout.request_routing=affinity: the model has recurrent layers, of which engines keep no prefix cache")
+        if settings.engine.args.get("enable_prefix_caching") is False:
+            raise ConfigError("rollout.request_routing=affinity: rollout.engine.args.enable_prefix_caching=false leaves no prefix cache")
     if settings.quantization is not None:
         _check_blocks(model, settings)
         if gpu and dtype != "bfloat16":

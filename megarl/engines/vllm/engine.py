@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, TypeVar
 
 import psutil
 
 from megarl.batch import VersionSpan
 from megarl.config import RolloutSettings, TrainRolloutSettings
+from megarl.engines.affinity import Homes
 from megarl.engines.engine import (
     Engine,
     EngineDead,
@@ -52,6 +53,7 @@ from megarl.models.image_processor import ImageProcessor
 from megarl.sync.fingerprint import Piece, Print, join
 from megarl.text.display import one_line
 
+SLACK = 0.25  # of max_num_seqs: by so many unfinished requests a data-parallel rank may exceed the least busy one
 _AGAIN_S = 1.0  # after which the processes of an engine that has lost a member in its start are looked for again
 
 Result = TypeVar("Result")
@@ -120,7 +122,8 @@ class VllmEngine(Engine):
         self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
         self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._updated.set()
-        self._blank, self._scoring = setup.blank, setup.scoring
+        self._blank, self._scoring, self._affinity = setup.blank, setup.scoring, setup.affinity
+        self._homes = Homes(settings.dp, ceil(SLACK * settings.max_num_seqs))
         directory = open_directory(setup.gpu, *([] if meeting is None else [meeting.host]))
         arguments = engine_arguments(setup, model) | {"worker_extension_cls": self.extension}
         try:
@@ -193,8 +196,8 @@ class VllmEngine(Engine):
     # ---------------------------------------------------------------- requests
 
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
-        """In an idle engine all requests are queued before the first is scheduled, and the prefix cache starts empty; each response draws
-        from its own generator. So the same requests run in the same batches and give the same bits."""
+        """Each response draws from its own generator. Without affinity, in an idle engine all requests are queued before the first is
+        scheduled, and the prefix cache starts empty. So the same requests run in the same batches and give the same bits."""
         while True:
             if self._in_flight:
                 await self._bounded(self._updated.wait(), timeout_s, lambda: "a weight update")
@@ -223,10 +226,10 @@ class VllmEngine(Engine):
         await self._bounded(self._add(requests), timeout_s, lambda: f"taking {len(requests)} requests")
 
     async def _add(self, requests: Sequence[Request]) -> None:
-        idle, ranks = not self._open, self._ranks(len(requests))
+        anew, ranks = not self._open and not self._affinity, self._ranks(requests)
         queues: list[Any] = []
         try:
-            if idle:
+            if anew:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
                 await self._llm.reset_prefix_cache()
             for request, rank in zip(requests, ranks, strict=True):
@@ -234,13 +237,13 @@ class VllmEngine(Engine):
                 prompt = await self._prompt(request)
                 taking = self._llm.add_request(str(self._count), prompt, sampling_parameters(request), data_parallel_rank=rank)
                 queues.append(await taking)
-            if idle:
+            if anew:
                 await self._llm.resume_generation()
         except BaseException:
             if not self._dead.is_set():
                 with suppress(Exception):
                     await self._llm.abort([queue.request_id for queue in queues], internal=True)
-                    if idle:
+                    if anew:
                         await self._llm.resume_generation()
             raise
         for request, queue, rank in zip(requests, queues, ranks, strict=True):
@@ -253,13 +256,15 @@ class VllmEngine(Engine):
         assert self._images is not None, "requests with images are for models that see them"
         return await asyncio.to_thread(self._images.prompt, request)
 
-    def _ranks(self, count: int) -> list[int]:
-        """Give each of so many new requests the data-parallel rank with the fewest unfinished ones, not vLLM's choice, which varies."""
-        loads = Counter({rank: 0 for rank in range(len(self._llm.engine_core.core_engines))})
-        loads.update(one.rank for one in self._open.values())
+    def _ranks(self, requests: Sequence[Request]) -> list[int]:
+        """Give each new request a data-parallel rank, not vLLM's choice, which varies: its conversation's with affinity, the least busy one
+        otherwise."""
+        loads = [0] * len(self._llm.engine_core.core_engines)
+        for one in self._open.values():
+            loads[one.rank] += 1
         ranks = []
-        for _ in range(count):
-            ranks.append(min(loads, key=lambda rank: (loads[rank], rank)))
+        for request in requests:
+            ranks.append(self._homes.place(request.conversation if self._affinity else None, loads))
             loads[ranks[-1]] += 1
         return ranks
 
@@ -330,6 +335,7 @@ class VllmEngine(Engine):
             if self._asleep == {"kv_cache"}:
                 await self._bounded(self._llm.wake_up(tags=["kv_cache"]), timeout_s, lambda: "waking its kv_cache")
             await self._bounded(self._llm.sleep(level=1 if keep_weights else 2, mode="keep"), timeout_s, lambda: "falling asleep")
+            self._homes.forget()  # vLLM has dropped the cache of prefixes, too
             self._asleep, self._blank = {"weights", "kv_cache"}, self._blank or not keep_weights or self._updating
 
     async def wake(self, part: Part, timeout_s: float) -> None:
@@ -378,6 +384,7 @@ class VllmEngine(Engine):
         await self._llm.reset_prefix_cache(reset_running_requests=True)
         if self._images is not None:  # features of images
             await self._on_cores("reset_encoder_cache")
+        self._homes.forget()
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
 

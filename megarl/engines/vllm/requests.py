@@ -68,7 +68,9 @@ def sample_of(request: Request, output: Any, versions: Sequence[VersionSpan], la
         rows = f"{routed_experts.shape[0]} rows of routed experts from token {request.experts_from} on"
         raise RolloutError(f"{label}: request {request.id!r}: {rows} for {len(tokens)} tokens")
     spans = tuple(span for span in versions if span.start < max(1, len(logp)))  # an aborted response may have no token of the last version
-    return Sample(tokens, len(request.tokens), logp, response.finish_reason, spans, routed_experts, images=request.images)
+    cached = output.num_cached_tokens or 0
+    finish = response.finish_reason
+    return Sample(tokens, len(request.tokens), logp, finish, spans, routed_experts, images=request.images, cached_tokens=cached)
 
 
 def scoring_parameters(named: int) -> Any:

@@ -59,6 +59,7 @@ def test_relative_paths_are_those_of_where_the_command_ran(tmp_path: Path, monke
         "name=elsewhere",
         "rollout.replicas=3",
         "rollout.dp=2",
+        "rollout.request_routing=affinity",
         "rollout.expert_parallel=true",
         "model.recompute=full",
         "sync.bucket_mb=7",
