@@ -85,15 +85,19 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("name", ["gspo", "agent", "software"])
-def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(
+@pytest.mark.parametrize("name", ["gspo", "agent", "software", "long"])
+def test_qwen3_30b_a3b_passes_every_check(
     name: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a login node, which need have no podman."""
     monkeypatch.setenv("PATH", "/nowhere")
     model = tmp_path / "model"
     model.mkdir()
-    write_headers(model, QWEN3_30B_A3B)
+    config_json: dict[str, object] = {**QWEN3_30B_A3B}
+    if name == "long":  # as its head says
+        [line] = re.findall(r"\| (\{.*\})\)\)' MODEL/config\.json$", (EXAMPLES / "qwen3_30b_a3b" / "long.yaml").read_text(), re.MULTILINE)
+        config_json |= json.loads(line)
+    write_headers(model, config_json)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (model / file).write_bytes((tiny_model / file).read_bytes())
     (model / "chat_template.jinja").write_text(TEMPLATE)
@@ -103,7 +107,10 @@ def test_qwen3_30b_a3b_on_32_gpus_passes_every_check(
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = [f"model.path={model}", f"data.train.path={prompts}", f"data.eval.path={prompts}"]
     config = load(EXAMPLES / "qwen3_30b_a3b" / f"{name}.yaml", overrides, TrainConfig)
-    assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == 32
+    assert config.layout.ranks + config.rollout.replicas * config.rollout.tp == (48 if name == "long" else 32)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    assert name == "software" or longest <= config.train.micro_batch_tokens
+    assert (longest == 131_072) is (name == "long")
     with naming_unchecked():
         assert len(check_train(config).train) == 128
     missing = "podman: no such program on this machine"
