@@ -168,6 +168,20 @@ def test_sparse_attention_runs_on_cpu_engines_in_full_precision(name: str) -> No
             check(model, "bfloat16", settings.model_copy(update=changes), gpu=gpu)
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("Qwen3-Next-80B-A3B", {}, "the model has recurrent layers, of which engines keep no prefix cache"),
+        ("Qwen3-30B-A3B", {"enable_prefix_caching": False}, r"rollout\.engine\.args\.enable_prefix_caching=false leaves no prefix cache"),
+    ],
+)
+def test_affinity_without_a_prefix_cache_is_refused(name: str, args: dict[str, Any], message: str) -> None:
+    model, settings = description_of(MODELS[name]), RolloutSettings.model_validate({"engine": {"args": args}})
+    check(model, "bfloat16", settings, gpu=True)
+    with pytest.raises(ConfigError, match=rf"^rollout\.request_routing=affinity: {message}$"):
+        check(model, "bfloat16", settings.model_copy(update={"request_routing": "affinity"}), gpu=True)
+
+
 def test_a_key_value_head_of_several_workers_is_whole_in_each(tiny_model: Path) -> None:
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "moe_intermediate_size": 512}
     model = ModelDescription.of({**read_config(tiny_model), **sizes})
