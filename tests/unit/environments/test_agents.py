@@ -111,6 +111,21 @@ def test_each_format_says_what_the_policy_said(tokenizer: PreTrainedTokenizerBas
     assert len(episode.sample.starts) == {"streams": 3, "responses": 0, "messages_by_hand": 0, "anthropic": 0}[name]
 
 
+@pytest.mark.skipif(find_spec("agents") is None, reason="the package openai-agents is not installed")
+def test_the_loop_of_openai_agents_asks_until_an_answer_is_plausible(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The example's, in which a question says what the answer will be."""
+    rows = {"say abc": "abc", "say cab": "abc", "say abd abc": "abc", f"say {'ab ' * 30}abc": "abc"}  # right, wrong, implausible, too long
+    starts = [Start(n, [], seed=n, task={"prompt": prompt, "answer": rows[prompt], "meta": {}}) for n, prompt in enumerate(rows)]
+    limits = Limits(2000, 2000, turns=3, turn_tokens=20)
+    episodes = played(tokenizer, settings(function="examples.agents.stock:solve"), starts, limits)
+    assert [(one.error, one.reward, one.turns, one.info["tries"]) for one in episodes] == [
+        (None, 1.0, 1, 1.0),
+        (None, 0.0, 1, 1.0),
+        (None, 0.0, 3, 3.0),
+        (None, 0.0, 3, 3.0),
+    ]
+
+
 def test_bad_requests_are_refused_by_name_and_the_episode_goes_on(tokenizer: PreTrainedTokenizerBase) -> None:
     episode = one(tokenizer, "refused")
     assert (episode.error, episode.reward, episode.turns, episode.info) == (None, 0.5, 1, {"cases": 19.0})
