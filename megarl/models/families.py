@@ -194,13 +194,12 @@ def check_layout(model: ModelDescription, layout: Layout, megatron: Mapping[str,
         _check_stages(sizes.layers, layout, uneven)
     even = 0 if uneven else sizes.layers
     chunks = layout.pp * (layout.vpp or 1)
-    mixers = "groups in its Mamba layers" if sizes.blocks else "key heads in its gated delta nets"
     divisions = [
         (f"layout.tp={layout.tp}", layout.tp, sizes.heads, "attention heads", "tp"),
         (f"layout.tp={layout.tp}", layout.tp, sizes.groups, "key-value heads", "tp"),
         (f"layout.tp={layout.tp}", layout.tp, sizes.ffn or 0, "units in its MLPs", "tp"),
         (f"layout.tp={layout.tp}", layout.tp, sizes.shared_ffn, "units in its shared experts", "tp"),
-        (f"layout.tp={layout.tp}", layout.tp * layout.cp, sizes.linear_heads, mixers, _product(layout)),
+        (f"layout.tp={layout.tp}", layout.tp * layout.cp, sizes.linear_heads, sizes.linear_parts, _product(layout)),
         (f"layout.ep={layout.ep}", layout.ep, sizes.experts, "experts", "ep"),
         (f"layout.etp={layout.etp}", layout.etp, sizes.expert_ffn, "units in an expert", "etp"),
         (f"layout.pp={layout.pp}", layout.pp, even, "layers", "pp"),

@@ -532,6 +532,11 @@ class Sizes:
         return self.layers - self.dense if self.experts else 0
 
     @property
+    def linear_parts(self) -> str:
+        """What `linear_heads` counts, in words."""
+        return "groups in its Mamba layers" if self.blocks else "key heads in its gated delta nets"
+
+    @property
     def dense_width(self) -> float:
         """Hidden units of the MLP of the average layer without experts."""
         plain = self.layers - self.mixtures

@@ -25,6 +25,7 @@ from tools.check_logits import order_indexers, transformers_model
 from tools.make_tiny_model import build, has_experts
 
 SIZES = {"layers": 2, "hidden": 128, "experts": 8, "expert_hidden": 64}
+DEEP = {"nemotron_h": {"layers": 4}}  # families of which fewer layers are not a layer of each kind
 SAMPLING = Sampling(n=1, temperature=0.0, max_tokens=4, seed=0)
 FUSED = "model.layers.1.self_attn.qkv_proj.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -33,7 +34,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 def other(path: Path, family: str) -> Any:
     """transformers' model of another seed, sharper than the one that the engine starts with."""
     _restore_configurations()
-    build(path, **SIZES, seed=2, family=family, initializer_range=0.12)
+    build(path, **{**SIZES, **DEEP.get(family, {})}, seed=2, family=family, initializer_range=0.12)
     return transformers_model(path).eval()
 
 
@@ -67,7 +68,7 @@ def _restore_configurations() -> None:
 
 async def _follows(tmp_path: Path, family: str) -> None:
     _restore_configurations()
-    build(tmp_path / "model", **SIZES, seed=1, family=family)
+    build(tmp_path / "model", **{**SIZES, **DEEP.get(family, {})}, seed=1, family=family)
     engine = await _start(tmp_path / "model", blank=True)
     _restore_model_type()
     try:
@@ -102,6 +103,7 @@ LONG = (
     "granite",
     "granitemoe",
     "ernie4_5_moe",
+    "nemotron_h",
 )
 SUITE = ("qwen2_tied", "mixtral", "glm4_moe", "moonlight")
 
@@ -279,7 +281,7 @@ def test_sinks_and_the_biases_of_stacked_experts_follow_updates_and_sleep(host: 
 
 async def _spread(tmp_path: Path, family: str, layout: Layout, dtype: str) -> None:
     _restore_configurations()
-    build(tmp_path / "model", **SIZES, seed=1, family=family)
+    build(tmp_path / "model", **{**SIZES, **DEEP.get(family, {})}, seed=1, family=family)
     engine = await _start(tmp_path / "model", dtype, layout, blank=True)
     trainer = Trainer(engine, "gloo", layout.workers)
     try:
@@ -300,7 +302,7 @@ async def _spread(tmp_path: Path, family: str, layout: Layout, dtype: str) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "dtype"), [(TWO, "float32"), (EP2, "float32"), (ONE, "bfloat16")])
-@pytest.mark.parametrize("family", ["ernie4_5_moe", "deepseek_v32", "granitemoe"])
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "deepseek_v32", "granitemoe", "nemotron_h"])
 def test_an_engine_of_several_workers_or_of_bfloat16_follows_an_update(
     host: Host, tmp_path: Path, family: str, layout: Layout, dtype: str
 ) -> None:

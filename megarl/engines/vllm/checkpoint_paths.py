@@ -9,6 +9,7 @@ from torch import nn
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.model_executor.models.granitemoe import GraniteMoeForCausalLM
 from vllm.model_executor.models.interfaces import supports_multimodal
+from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
 
 from megarl.models.vision import TEXT
 
@@ -16,6 +17,7 @@ from megarl.models.vision import TEXT
 _NAMES: dict[type[nn.Module], dict[str, str]] = {
     GptOssForCausalLM: {"attn": "self_attn", "embedding": "embed_tokens"},
     GraniteMoeForCausalLM: {"gate": "router.layer"},
+    NemotronHForCausalLM: {"model": "backbone", "embed_tokens": "embeddings"},
 }
 
 

@@ -25,6 +25,7 @@ _NATIVE = (
 )  # in vllm/model_executor/models/registry.py:72, :345; others are not native
 _BLOCK, _LATENT_BLOCK = 128, 16  # tokens per KV cache block of vLLM on CPU (vllm/platforms/cpu.py:256, :269)
 
+_UNQUANTIZED = {"GraniteMoeForCausalLM": "Granite-MoE", "NemotronHForCausalLM": "Nemotron-H"}
 _CPU_UNITS = 32  # vLLM's CPU experts have a multiple of as many hidden units
 
 
@@ -41,18 +42,21 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
         )
     if model.sizes.vision is not None:
         _check_vision(model.sizes.vision, settings)
-    if model.sizes.blocks:
-        raise ConfigError(f"model.path: {model.architecture} is not run by megarl's engines; megarl sft, dpo and rm train it without them")
+    if model.sizes.blocks and ATTENTION not in model.sizes.blocks:  # vllm/model_executor/layers/fused_moe/routed_experts_capturer.py:312
+        raise ConfigError(f"model.path: {model.architecture} without a layer of attention is not run by megarl's engines")
     _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350
         raise ConfigError("model.path: config.json has sliding windows in some layers only, which vLLM's Qwen2 does not support")
     if model.architecture == "GptOssForCausalLM":
         _check_gpt_oss(model, settings, gpu=gpu)
-    if settings.quantization is not None and model.architecture == "GraniteMoeForCausalLM":
-        raise ConfigError(f"rollout.quantization={settings.quantization}: not supported for Granite-MoE")
+    if settings.quantization is not None and model.architecture in _UNQUANTIZED:
+        raise ConfigError(f"rollout.quantization={settings.quantization}: not supported for {_UNQUANTIZED[model.architecture]}")
     heads, kv_heads = model.sizes.heads, model.sizes.groups
     if heads % settings.tp or (kv_heads % settings.tp and settings.tp % kv_heads):
         raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {heads} attention heads and {kv_heads} KV heads")
+    if model.sizes.linear_heads % settings.tp:
+        count, what = model.sizes.linear_heads, model.sizes.linear_parts
+        raise ConfigError(f"rollout.tp={settings.tp}: does not divide the model's {count} {what}")
     _check_experts(model, settings)
     if settings.request_routing == "affinity":
         if model.sizes.linear_heads:
@@ -229,7 +233,7 @@ def cache_mb(model: ModelDescription, dtype: str, settings: RolloutSettings, seq
 
 
 def _hybrid_cache_bytes(model: ModelDescription, tp: int, token: int, item: int, longest: int, sequences: int) -> int:
-    """Return the bytes of `cache_mb` for a model with gated delta nets, given those of a token in a layer of attention.
+    """Return the bytes of `cache_mb` for a model with gated delta nets or Mamba mixers, given those of a token in a layer of attention.
 
     A block holds either tokens or a sequence's state, of as many layers as there are of the rarer kind (v1/core/kv_cache_utils.py).
     """

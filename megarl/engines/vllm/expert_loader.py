@@ -24,7 +24,7 @@ from megarl.engines.vllm.checkpoint_paths import checkpoint_path
 from megarl.models.weight_map import SCALES
 from megarl.sync.wire import TensorName, each
 
-_KINDS = ("w1", "w3", "w2")  # vLLM's names for the gate, up and down projections
+_GATE, _UP, _DOWN = "w1", "w3", "w2"  # vLLM's names for the projections; experts without gates have their up projection in the gate's place
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def stored_as(model: nn.Module) -> Stored:
 def expert_names(path: str, layer: RoutedExperts, stored: Stored) -> list[list[str]]:
     """Return the Hugging Face names of the gate, up and down projections of this worker's experts in a layer.
 
-    gpt-oss, Granite and Qwen3-VL-MoE have one tensor for gate and up.
+    gpt-oss, Granite and Qwen3-VL-MoE have one tensor for gate and up, and Nemotron-H has no gate.
 
     Args:
-        path: the layer's path in the model.
+        path: the layer's path in the checkpoint.
         layer: the layer.
         stored: from `stored_as`.
     """
@@ -85,8 +85,15 @@ def _placed(path: str, layer: RoutedExperts, stored: Stored) -> list[dict[str, i
         forms = [f"{prefix}.{{}}.{name}" for name in ("gate_up_proj", "down_proj")]
     else:
         kinds = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-        forms = [f"{prefix}.{{}}.{kind}.weight" for kind in kinds]
+        forms = [f"{prefix}.{{}}.{kind}.weight" for kind in kinds if kind]
     return [{form.format(expert): None if place < 0 else place for expert, place in enumerate(local)} for form in forms]
+
+
+def _kinds(layer: RoutedExperts, stored: Stored) -> list[tuple[str, ...]]:
+    """Return which of vLLM's projections each tensor of `expert_names` holds."""
+    if stored.joined:
+        return [(_GATE, _UP), (_DOWN,)]
+    return [(_GATE,), (_UP,), (_DOWN,)] if layer.moe_config.is_act_and_mul else [(_GATE,), (_DOWN,)]
 
 
 class ExpertLoader:
@@ -94,13 +101,12 @@ class ExpertLoader:
 
     def __init__(self, model: nn.Module) -> None:
         self._stored = stored = stored_as(model)
-        kinds = [_KINDS[:2], _KINDS[2:]] if stored.joined else [(kind,) for kind in _KINDS]
         self._places = {
-            name + scales: (layer, of, place, f"{'w2' if 'w2' in of else 'w13'}_weight{scales}")
+            name + scales: (layer, of, place, f"{'w2' if _DOWN in of else 'w13'}_weight{scales}")
             for path, layer in model.named_modules()
             if isinstance(layer, RoutedExperts)
             for scales in parts_of(layer)
-            for of, names in zip(kinds, _placed(checkpoint_path(model, path), layer, stored), strict=True)
+            for of, names in zip(_kinds(layer, stored), _placed(checkpoint_path(model, path), layer, stored), strict=True)
             for name, place in names.items()
         }
 
@@ -133,7 +139,7 @@ class ExpertLoader:
         with CopyCounter() as counter:
             for kind, part in zip(kinds, stack.chunk(len(kinds), 1), strict=True):
                 layer._load_model_weight_or_group_weight_scale(
-                    shard_dim=2 if kind == "w2" else 1,
+                    shard_dim=2 if kind == _DOWN else 1,
                     expert_data=getattr(layer, parameter).data[first : first + len(names)],
                     shard_id=kind,
                     loaded_weight=part,

@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from megarl.engines.vllm import gpt_oss, images, latent_norms
+from megarl.engines.vllm import gpt_oss, images, latent_norms, mamba
 from megarl.sync.store import bind_stores
 from megarl.upstream.expect import expect
 
@@ -59,6 +59,7 @@ def _mend_models(config: Any) -> None:
     latent_norms.install()
     gpt_oss.install()
     images.install(config.model_config)
+    mamba.install()
 
 
 def _enter() -> None:

@@ -32,6 +32,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
@@ -41,6 +42,7 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts, OAIAttention
 
 from megarl.engines.vllm.checkpoint_paths import checkpoint_path
 from megarl.engines.vllm.expert_loader import Stored, expert_names, parts_of, stored_as
+from megarl.engines.vllm.mamba import decay_rates
 from megarl.models.weight_map import FP8_BLOCK, SCALES
 from megarl.sync.fingerprint import Piece, fingerprints, keys, rearranged_fingerprints
 
@@ -137,6 +139,8 @@ def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
             yield from _experts(path, layer, biases, stored)
         elif isinstance(layer, QwenGatedDeltaNetAttention):
             yield from _delta_net(path, layer)
+        elif isinstance(layer, MambaMixer2):
+            yield from _mamba(path, layer)
         elif isinstance(layer, LinearBase):
             if not path.endswith(".linear_attn.conv1d"):  # `_delta_net` yields it
                 yield from _linear(path, layer, packed)
@@ -149,6 +153,8 @@ def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
                 yield _vocabulary(f"{path}.weight", layer, _matrix(_output_layer(model)))
         elif isinstance(layer, MiniMaxText01RMSNormTP):
             yield _plain([f"{path}.weight"], 0, layer.weight_shard_rank * len(layer.weight), layer.weight)
+        elif isinstance(layer, Mixer2RMSNormGated):
+            yield _plain([f"{path}.weight"], 0, layer.tp_rank * len(layer.weight), layer.weight)
         elif isinstance(layer, OAIAttention):
             yield _plain([f"{path}.sinks"], 0, layer.qkv_proj.tp_rank * len(layer.sinks), layer.sinks)
         elif isinstance(layer, MLAAttention):
@@ -183,6 +189,18 @@ def _delta_net(path: str, layer: QwenGatedDeltaNetAttention) -> Iterator[_Shards
         rows = size // layer.tp_size
         yield _plain([f"{path}.conv1d.weight"], whole + layer.tp_rank * rows, 0, weight[start : start + rows], last)
         start, whole, last = start + rows, whole + size, True
+
+
+def _mamba(path: str, layer: MambaMixer2) -> Iterator[_Shards]:
+    """Yield the parameters of a Mamba mixer that belong to no layer inside it, which tensor parallelism cuts by head.
+
+    Of A_log the mixer computes with `A`; it is yielded as it was sent (`mamba.py`) if that is what A has been made of, and otherwise A.
+    """
+    rank = layer.norm.tp_rank
+    for name, parameter in layer.named_parameters(recurse=False):
+        if name == "A" and torch.equal(parameter, decay_rates(layer.A_log)):
+            name, parameter = "A_log", layer.A_log
+        yield _plain([f"{path}.{name}"], 0, rank * len(parameter), parameter)
 
 
 def _plain(names: list[str], row: int, column: int, tensor: Tensor, further: bool = False) -> _Shards:
@@ -267,7 +285,11 @@ def _bias_names(model: nn.Module) -> dict[str, str]:
 
     In Ernie-4.5's checkpoints they belong to a module of their own.
     """
-    owners = [path for path, layer in model.named_modules() if _BIAS in layer._parameters and not isinstance(layer, RoutedExperts)]
+    owners = [
+        checkpoint_path(model, path)
+        for path, layer in model.named_modules()
+        if _BIAS in layer._parameters and not isinstance(layer, RoutedExperts)
+    ]
     apart = isinstance(model, Ernie4_5_MoeForCausalLM)
     return {
         path.removesuffix(".gate"): f"{path.removesuffix('.gate')}.moe_statics.{_BIAS}" if apart else f"{path}.{_BIAS}" for path in owners
@@ -329,7 +351,7 @@ def _fp8_experts(path: str, layer: RoutedExperts) -> Iterator[_Shards]:
 
 
 def _parts(layer: RoutedExperts, stored: Stored) -> tuple[Any, ...]:
-    """Return the positions of the gate, up and down projections in packed w13 and w2, and the padding positions of w13 and of w2.
+    """Return the positions of the gate, if there is one, up and down projections in packed w13 and w2, and the padding positions of both.
 
     gpt-oss has one tensor for gate and up, whose rows alternate, and stores the transposes. `stored`: from `stored_as`.
 
@@ -340,19 +362,21 @@ def _parts(layer: RoutedExperts, stored: Stored) -> tuple[Any, ...]:
     weight, inner, hidden, rank = layer.w13_weight, layer.intermediate_size_per_partition, layer.hidden_size, layer.moe_config.tp_rank
     key = (type(layer.quant_method.moe_kernel.fused_experts), inner, hidden, rank, weight.dtype, weight.device, stored)
     if key not in _PARTS:
-        count13, count2 = 2 * inner * hidden, hidden * inner
-        number13 = torch.arange(1, count13 + 1, device=weight.device).view(1, 2 * inner, hidden)
+        halves = layer.moe_config.w13_num_shards  # 1: experts without gates
+        count13, count2 = halves * inner * hidden, hidden * inner
+        number13 = torch.arange(1, count13 + 1, device=weight.device).view(1, halves * inner, hidden)
         number2 = torch.arange(1, count2 + 1, device=weight.device).view(1, hidden, inner)
         packed13 = packed2 = torch.zeros(1, dtype=torch.int64, device=weight.device)
         for shift in range(0, count13.bit_length(), 8):
             byte13, byte2 = _packed(layer, *[(number >> shift & 0xFF).to(weight.dtype) for number in (number13, number2)])
             packed13, packed2 = packed13 + (byte13.reshape(-1).long() << shift), packed2 + (byte2.reshape(-1).long() << shift)
-        w13, down = _positions(packed13, count13).view(2 * inner, hidden), _positions(packed2, count2).view(hidden, inner)
+        w13, down = _positions(packed13, count13).view(halves * inner, hidden), _positions(packed2, count2).view(hidden, inner)
         if isinstance(layer, GptOssRoutedExperts):
             parts: tuple[_Part, ...] = _part(w13.T, 0, rank * 2 * inner), _part(down.T, rank * inner, 0)
         else:
             after_gate = inner * layer.moe_config.tp_size if stored.joined else 0
-            places = ((half, row, 0) for half, row in zip(w13.chunk(2), (rank * inner, after_gate + rank * inner), strict=True))
+            rows = (rank * inner, after_gate + rank * inner)[:halves]
+            places = ((half, row, 0) for half, row in zip(w13.chunk(halves), rows, strict=True))
             own = [*places, (down, 0, rank * inner)]
             parts = tuple(_part(p.T, column, row) if stored.transposed else _part(p, row, column) for p, row, column in own)
         _PARTS[key] = (*parts, (packed13 == 0).nonzero().squeeze(1), (packed2 == 0).nonzero().squeeze(1))

@@ -1,4 +1,5 @@
-"""Let vLLM's CPU experts work where they are spread over the workers of an engine: expert parallelism and data-parallel attention.
+"""Let vLLM's CPU experts work without gates (Nemotron-H), and where they are spread over the workers of an engine: expert parallelism and
+data-parallel attention.
 
 Each worker then holds whole experts, but not all of them; data-parallel ranks gather their tokens before the experts of a layer, and add
 up what the experts made of them. Only vLLM's own processes import this file.
@@ -7,12 +8,16 @@ up what the experts made of them. Only vLLM's own processes import this file.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 from megarl.upstream.expect import expect
@@ -20,13 +25,63 @@ from megarl.upstream.expect import expect
 
 def install() -> None:
     """Patch vLLM's CPU experts, and the CPU's communicators."""
+    _admit_experts_without_gates()
     _respect_the_map()
     _gather_and_scatter()
     _gather_integers()
 
 
+def _admit_experts_without_gates() -> None:
+    """Let CPUs have experts of two matrices, with the square of ReLU between them, and leave these as they are loaded.
+
+    vLLM 0.30.0 has such experts on GPUs alone (fused_moe/config.py:1385); the CPU's packing and kernel want a gate.
+    """
+    configure, pack = FusedMoEConfig.__post_init__, CPUUnquantizedExperts.process_weights_after_loading
+    expect(configure, 'raise NotImplementedError(\n                "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for now"')
+    expect(CPUUnquantizedExperts._supports_no_act_and_mul, "return False")
+    supports = CPUUnquantizedExperts._supports_activation
+    expect(supports, "return activation in (")
+    expect(pack, "self._use_zentorch = is_zentorch_moe_supported(layer)", "cpu_prepack_moe_weight(layer.w13_weight, self.isa)")
+
+    def configured(config: Any) -> None:
+        with suppress(NotImplementedError):  # raised by its last statement
+            configure(config)
+
+    def packed(experts: Any, layer: Any) -> None:
+        if experts.moe_config.is_act_and_mul:
+            pack(experts, layer)
+
+    FusedMoEConfig.__post_init__ = configured
+    CPUUnquantizedExperts._supports_no_act_and_mul = staticmethod(lambda: True)
+    CPUUnquantizedExperts._supports_activation = staticmethod(lambda one: one == MoEActivation.RELU2_NO_MUL or supports(one))
+    CPUUnquantizedExperts.process_weights_after_loading = packed
+
+
+def _ungated(
+    _: Any, *, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **others: Any
+) -> None:
+    """Compute experts without gates, as CPUUnquantizedExperts.apply does those with gates.
+
+    Args:
+        output: filled with the weighted sums of what a token's experts put out [T, H].
+        hidden_states: the tokens [T, H].
+        w1: the experts' first matrices [E, F, H].
+        w2: their second ones [E, H, F].
+        topk_weights: of a token's experts [T, K].
+        topk_ids: which experts these are [T, K].
+        others: what concerns gates and other kernels.
+    """
+    assert not others["apply_router_weight_on_input"], "ReLU's square is not linear"
+    total_TH = torch.zeros(hidden_states.shape)
+    for expert in topk_ids.unique().tolist():
+        token, place = (topk_ids == expert).nonzero(as_tuple=True)
+        out_NH = F.relu(hidden_states[token] @ w1[expert].T).square() @ w2[expert].T
+        total_TH.index_add_(0, token, out_NH.float() * topk_weights[token, place, None])
+    output.copy_(total_TH)
+
+
 def _respect_the_map() -> None:
-    """Renumber a token's experts to those of the worker, and give those of other workers the weight 0.
+    """Renumber a token's experts to those of the worker, and give those of other workers the weight 0. Experts without gates are `_ungated`.
 
     vLLM 0.30.0 passes the map (from the model's experts to the worker's own; -1: another worker's) to its CPU experts, which ignore it
     (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py:262) although they claim to fit any parallel layout (line 178): they would read
@@ -43,7 +98,8 @@ def _respect_the_map() -> None:
             own_TK = expert_map[topk_ids]
             topk_weights = topk_weights.masked_fill(own_TK < 0, 0)
             topk_ids = own_TK.clamp(min=0).to(topk_ids.dtype)
-        compute(experts, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
+        kernel = _ungated if others["activation"] == MoEActivation.RELU2_NO_MUL else compute
+        kernel(experts, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
 
     CPUUnquantizedExperts.apply = apply
 
