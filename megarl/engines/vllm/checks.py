@@ -229,7 +229,13 @@ def cache_mb(model: ModelDescription, dtype: str, settings: RolloutSettings, seq
     if n.linear_heads:
         return _hybrid_cache_bytes(model, settings.tp, width * item, item, longest, sequences) + (1 << 20) - 1 >> 20
     blocks = sequences * -(-longest // block) + 1  # vLLM keeps one block empty
-    return -(-n.layers * width * item * block * blocks >> 20)
+    return -(-_attention_layers(model) * width * item * block * blocks >> 20)
+
+
+def _attention_layers(model: ModelDescription) -> int:
+    """Return the number of layers that keep keys and values."""
+    nets = delta_nets(model.fields, model.config, model.sizes.blocks)
+    return model.sizes.blocks.count(ATTENTION) or model.sizes.layers - (len(nets.layers) if nets is not None else 0)
 
 
 def _hybrid_cache_bytes(model: ModelDescription, tp: int, token: int, item: int, longest: int, sequences: int) -> int:
@@ -239,7 +245,7 @@ def _hybrid_cache_bytes(model: ModelDescription, tp: int, token: int, item: int,
     """
     nets = delta_nets(model.fields, model.config, model.sizes.blocks)
     assert nets is not None
-    linear, attention = len(nets.layers), model.sizes.blocks.count(ATTENTION) or model.sizes.layers - len(nets.layers)
+    linear, attention = len(nets.layers), _attention_layers(model)
     together = max(1, min(linear, attention))
     block = _BLOCK * -(-nets.state_bytes(item) // tp // (token * _BLOCK))
     each = -(-longest // block) * -(-attention // together) + -(-linear // together)
