@@ -9,6 +9,7 @@ import pytest
 from megarl.driver.dispatch import Dispatcher, Wanted
 from megarl.driver.model_groups import ModelGroups
 from megarl.models.description import ModelDescription
+from megarl.models.weight_map import MIXTURE
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 from tests.rows import rows
@@ -20,7 +21,7 @@ JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sampl
 
 
 REPLAYED = [
-    *((family, "r3") for family in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "ernie4_5_moe", "granitemoe")),
+    *((family, "r3") for family in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "ernie4_5_moe", "granitemoe", "nemotron_h")),
     *((family, "r2") for family in ("moonlight", "gpt_oss", "ernie4_5_moe", "granitemoe")),
 ]
 
@@ -41,11 +42,13 @@ def test_replay_sends_every_token_to_the_experts_of_the_first_pass(lab: Lab, tmp
     )
     routing = {"r3": "routing={replay: r3, reference: true, critic: true}", "r2": "routing={replay: r2, sample: 1.0, critic: true}"}[replay]
     job = lab.run(Job(tmp_path, model, (*more, routing)))
+    sizes = ModelDescription.read(model).sizes
+    mixtures = [layer for layer in range(sizes.dense, 4) if not sizes.blocks or sizes.blocks[layer] == MIXTURE]
     for row in job.steps():
         assert row["routing/replay_hit_rate"] == 1.0
         assert row["routing/rollout_changed_frac"] == row["routing/rollout_changed_tokens"] == 0.0
         assert {name for name in row if name.startswith("routing_by_layer/rollout")} == {
-            f"routing_by_layer/rollout_changed_{layer}" for layer in range(ModelDescription.read(model).sizes.dense, 4)
+            f"routing_by_layer/rollout_changed_{layer}" for layer in mixtures
         }
         assert row["training/logprob_gap_max"] <= 1e-4
 

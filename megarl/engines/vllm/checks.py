@@ -169,6 +169,8 @@ def _check_experts(model: ModelDescription, settings: RolloutSettings) -> None:
         raise ConfigError("rollout.expert_parallel=true: the model has no experts")
     if settings.expert_parallel and n.experts < ranks:
         raise ConfigError(f"rollout.expert_parallel=true: {n.experts} experts for rollout.dp*rollout.tp={dp}*{tp}={ranks} GPUs")
+    if n.shared_ffn % tp:
+        raise ConfigError(f"rollout.tp={tp}: does not divide the {n.shared_ffn} units of the model's shared experts")
     # Mixtral calls the size of its experts as others call that of their dense layers.
     whole = "intermediate_size" if n.experts and not model.config.get("moe_intermediate_size") else "moe_intermediate_size"
     for key in ("intermediate_size", "moe_intermediate_size"):

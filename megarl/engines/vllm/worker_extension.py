@@ -25,6 +25,7 @@ from megarl.engines.vllm.cpu import delta_net as cpu_delta_net
 from megarl.engines.vllm.cpu import experts as cpu_experts
 from megarl.engines.vllm.cpu import logprobs as cpu_logprobs
 from megarl.engines.vllm.cpu import mla as cpu_mla
+from megarl.engines.vllm.cpu import packing as cpu_packing
 from megarl.engines.vllm.cpu import router as cpu_router
 from megarl.engines.vllm.cpu import sinks as cpu_sinks
 from megarl.engines.vllm.cpu import sleep as cpu_sleep
@@ -65,6 +66,7 @@ def enter_engine_process() -> None:
         cpu_experts.install()
         cpu_logprobs.install()
         cpu_mla.install()
+        cpu_packing.install()
         cpu_router.install()
         cpu_delta_net.install()
         cpu_sinks.install()

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.config import ConfigError, RolloutSettings
 from megarl.engines.engine import Setup
-from megarl.engines.vllm.checks import HEAD_SIZES, check, native_architectures
+from megarl.engines.vllm.checks import HEAD_SIZES, cache_mb, check, native_architectures
 from megarl.engines.vllm.launch import engine_arguments, vllm_names
 from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES
@@ -63,6 +63,32 @@ def test_an_architecture_that_vllm_has_no_code_of_its_own_for_is_refused(tiny_mo
 def test_vllm_has_code_of_its_own_for_every_family() -> None:
     policies = {family.heads["lm"].architecture for family in FAMILIES.values()}
     assert set(vllm_names(policies)) <= native_architectures()
+
+
+NEMOTRON = MODELS["Nemotron-3-Nano-30B-A3B"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({}, {"tp": 16}, r"rollout\.tp=16: does not divide the model's 8 groups in its Mamba layers$"),
+        ({}, {"quantization": "fp8"}, r"rollout\.quantization=fp8: not supported for Nemotron-H$"),
+        ({"moe_shared_expert_intermediate_size": 3708}, {"tp": 8}, r"rollout\.tp=8: does not divide the 3708 units of the model's shared"),
+        ({"hybrid_override_pattern": "MEM-", "num_hidden_layers": 4}, {}, r"model\.path: NemotronHForCausalLM without a layer of attention"),
+    ],
+)
+def test_what_engines_cannot_do_with_mamba_mixers_is_refused(changes: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    check(description_of(NEMOTRON), "bfloat16", RolloutSettings(tp=8), gpu=True)
+    other = ModelDescription.of({**config_of(NEMOTRON), **changes})
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        check(other, "bfloat16", RolloutSettings(**settings), gpu=True)
+
+
+def test_only_layers_of_attention_keep_keys_and_values() -> None:
+    attention = ModelDescription.of({**config_of(NEMOTRON), "hybrid_override_pattern": "*E*E", "num_hidden_layers": 4})
+    more = ModelDescription.of({**config_of(NEMOTRON), "hybrid_override_pattern": "*E*E-EEE", "num_hidden_layers": 8})
+    settings = RolloutSettings(kv_cache_mb=1)
+    assert cache_mb(attention, "float32", settings, sequences=8) == cache_mb(more, "float32", settings, sequences=8) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Gated delta nets of CPU engines, in any dtype and with heads of any size.
 
-vLLM 0.30.0's kernels take bfloat16 alone and a few sizes of heads (vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py:57). It packs
-the weights of the convolution in place, which a reload of other weights does not survive (layers/utils.py:474). Here a plain recurrence
-takes the kernels' place: request by request, and token by token. Only vLLM's own processes import this file.
+vLLM 0.30.0's kernels take bfloat16 alone and a few sizes of heads (vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py:57). Here a
+plain recurrence takes their place: request by request, and token by token. Only vLLM's own processes import this file.
 """
 
 from __future__ import annotations
@@ -14,28 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
 from megarl.upstream.expect import expect
 
 
 def install() -> None:
-    """Give CPU engines this recurrence, and leave the weights of convolutions as they are loaded."""
+    """Give CPU engines this recurrence."""
     expect(
         gdn_attention.cpu_gdn_attention_core,
         "layer = forward_context.no_compile_layers[layer_name]",
         'assert mixed_qkv.dtype == torch.bfloat16, "CPU GDN attention requires BF16."',
     )
     expect(gdn_attention.register_cpu_gdn_attention_ops, "op_func=cpu_gdn_attention_core,", 'mutates_args=["core_attn_out"],')
-    expect(utils.dispatch_cpu_unquantized_gemm, "layer.weight.ndim != 2:", "layer.weight.data = ops.causal_conv1d_weight_pack(unpacked)")
-    dispatch = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatch_matrices(layer: Any, remove_weight: bool) -> None:
-        if layer.weight.is_meta or layer.weight.ndim == 2:
-            dispatch(layer, remove_weight)
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch_matrices
     gdn_attention.cpu_gdn_attention_core = attend
 
 
