@@ -74,7 +74,11 @@ NEMOTRON = MODELS["Nemotron-3-Nano-30B-A3B"]
         ({}, {"tp": 16}, r"rollout\.tp=16: does not divide the model's 8 groups in its Mamba layers$"),
         ({}, {"quantization": "fp8"}, r"rollout\.quantization=fp8: not supported for Nemotron-H$"),
         ({"moe_shared_expert_intermediate_size": 3708}, {"tp": 8}, r"rollout\.tp=8: does not divide the 3708 units of the model's shared"),
-        ({"hybrid_override_pattern": "MEM-", "num_hidden_layers": 4}, {}, r"model\.path: NemotronHForCausalLM without a layer of attention"),
+        (
+            {"hybrid_override_pattern": "MEM-", "num_hidden_layers": 4},
+            {},
+            r"model\.path: NemotronHForCausalLM without a layer of attention",
+        ),
     ],
 )
 def test_what_engines_cannot_do_with_mamba_mixers_is_refused(changes: dict[str, Any], settings: dict[str, Any], message: str) -> None:
