@@ -81,7 +81,7 @@ def _ungated(
 
 
 def _respect_the_map() -> None:
-    """Renumber a token's experts to those of the worker, and give those of other workers the weight 0. Experts without gates are `_ungated`.
+    """Renumber a token's experts to those of the worker, and give those of other workers the weight 0; without gates, `_ungated` has them.
 
     vLLM 0.30.0 passes the map (from the model's experts to the worker's own; -1: another worker's) to its CPU experts, which ignore it
     (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py:262) although they claim to fit any parallel layout (line 178): they would read
