@@ -71,7 +71,7 @@ NODES, RAY = "test_a_lost or test_a_killed or test_an_engine or cut_off", "gcs_s
 # The seconds were measured beside other work (2026-11-26, commit b7ba0040), so that an idle machine takes fewer. Those of chaos, faults,
 # Slurm's jobs, hanging disks, steps, the own task and the examples are guesses so far, as is most of tests/unit.
 PARTS: tuple[tuple[Proof, ...], ...] = (
-    (Proof("chaos", 900),),
+    (Proof("chaos", 900), _distributed(400, "predictor")),
     (
         _tests(700, FAULTS, name="faults-two-ranks", words="any_process[tp2- or shares or two_ranks"),
         _tests(700, FAULTS, name="faults-recovery", words="start_again"),

@@ -22,6 +22,7 @@ from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
 
 _NO_GRADIENT = "the layers' own weights, whose gradients it delays, have none"
+_PREDICTS = ("train", "sft")  # verbs that train a layer of multi-token prediction
 _NOT_WITH_LORA = {
     "moe_shared_expert_overlap": "adapters of shared experts are proven on layers that gather their tokens themselves",
     "delay_wgrad_compute": _NO_GRADIENT,
@@ -38,8 +39,12 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
     settings, gpus = config.model, config.cluster.gpus
     with where_present("the run's directory"):
         check_directory(config.run_dir, config.directory)
-    if settings.mtp == "keep" and head == "value":
-        raise ConfigError("model.mtp=keep: a model with a scalar head has no multi-token prediction layers (drop leaves them out)")
+    if settings.mtp in ("keep", "train") and head == "value":
+        raise ConfigError(
+            f"model.mtp={settings.mtp}: a model with a scalar head has no multi-token prediction layers (drop leaves them out)"
+        )
+    if settings.mtp == "train":
+        check_predictor(config)
     model = check_checkpoint(settings.path, head, mtp=settings.mtp, drop_images=settings.drop_images)
     check_sight(settings, model)
     check_layout(model, config.layout, settings.megatron)
@@ -71,6 +76,15 @@ def check_sight(settings: ModelSettings, model: ModelDescription) -> None:
         raise ConfigError("model.vision=train: model.lora trains adapters of the language model alone")
     if settings.drop_images and model.sizes.vision is not None:
         raise ConfigError(f"model.drop_images=true: {model.architecture} is read whole, and what sees images is kept as it is")
+
+
+def check_predictor(config: RunSettings) -> None:
+    """Raise ConfigError if the run cannot train a multi-token prediction layer."""
+    kept = "(keep has the layers unchanged in what is saved)"
+    if config.verb not in _PREDICTS or not optimizers(config):
+        raise ConfigError(f"model.mtp=train: `megarl {config.verb}` does not train it {kept}")
+    if config.model.lora is not None:
+        raise ConfigError(f"model.mtp=train: model.lora trains adapters alone {kept}")
 
 
 def check_lora(config: RunSettings, settings: LoraSettings, model: ModelDescription, head: HeadKind) -> None:
@@ -152,6 +166,9 @@ def check_weights(settings: ModelSettings, model: ModelDescription, head: HeadKi
         raise ConfigError(f"model.weights: {settings.weights} has no policy (it has {', '.join(sorted(saved_models))})")
     if saved_models["policy"].get("lora") is not None:
         raise ConfigError(f"model.weights: {settings.weights} holds adapters alone (model.lora), not a model's weights")
+    if settings.mtp in ("keep", "train") and (settings.mtp == "train") != bool(saved_models["policy"].get("mtp")):
+        held = "no trained layer" if settings.mtp == "train" else "a trained layer"
+        raise ConfigError(f"model.weights: {settings.weights} holds {held} of multi-token prediction (model.mtp={settings.mtp})")
     differing = {key: (saved, given) for key, given in model.identity.items() if (saved := saved_models["policy"][key]) != given}
     exported = settings.weights / "policy" / HF
     if not differing and (exported / CONFIG).is_file():

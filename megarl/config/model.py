@@ -25,7 +25,7 @@ from megarl.config.section import (
 )
 from megarl.errors import ConfigError
 
-Mtp = Literal["drop", "keep"]
+Mtp = Literal["drop", "keep", "train"]
 
 
 class LoraSettings(Section):
@@ -61,7 +61,10 @@ class ModelSettings(Section):
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of the weights; null: train the weights."""
     mtp: Mtp | None = None
-    """Keep a checkpoint's multi-token prediction layers in what is saved, unchanged, or drop them; null: such a checkpoint is refused."""
+    """A checkpoint's multi-token prediction layers: keep them in what is saved, unchanged; drop them; or train one with the model, which it
+    reads and does not change (`megarl train`, `megarl sft`). null: such a checkpoint is refused."""
+    mtp_loss_weight: PositiveFloat = 0.1
+    """mtp=train: the weight of the layer's loss, the mean cross-entropy of the tokens after the next ones. Only its own weights have it."""
     drop_images: bool = False
     """Drop what sees images of a model of text and images, which is not trained; without this, such a checkpoint is refused."""
     vision: Literal["frozen", "train"] = "frozen"
@@ -78,6 +81,12 @@ class ModelSettings(Section):
         if not isinstance(given, dict) or type(given.get("drop_mtp")) is not bool or "mtp" in given:
             return given
         return {**{key: value for key, value in given.items() if key != "drop_mtp"}, "mtp": "drop" if given["drop_mtp"] else None}
+
+    @model_validator(mode="after")
+    def _weighs_what_is_trained(self) -> ModelSettings:
+        if self.mtp != "train" and self.mtp_loss_weight != type(self).model_fields["mtp_loss_weight"].default:
+            raise ValueError(f"model.mtp_loss_weight={self.mtp_loss_weight:g}: nothing reads it without model.mtp=train")
+        return self
 
 
 class Layout(Section):

@@ -97,7 +97,7 @@ def audit(path: Path, head: HeadKind, *, mtp: Mtp | None, drop_images: bool) -> 
     if mtp == "keep" and head == "value":
         raise ConfigError("convert: --keep-mtp: a model with a scalar head has no multi-token prediction layers")
     check_checkpoint(path, head, mtp=mtp, drop_images=drop_images)
-    model, tensors = ModelDescription.read(path, keeps_mtp=mtp == "keep"), inventory(path)
+    model, tensors = ModelDescription.read(path, mtp=mtp or "drop"), inventory(path)
     stored_tensors, activations = _stored(tensors), scales_of_activations(tensors)
     for file in sorted({info.file for info in stored_tensors.values()}):
         _check_file(file, stored_tensors)

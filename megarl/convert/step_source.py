@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoints.steps import CHECKPOINTS, HF, SavedStep, damaged, is_step, listing, verify
+from megarl.config import Mtp
+from megarl.convert.audit import MTP
 from megarl.convert.plan import PlannedParameter, dtype_name
 from megarl.errors import ConfigError
 from megarl.models.arithmetic import differences
@@ -16,7 +18,7 @@ from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.description import ModelDescription
 from megarl.models.hf import CONFIG, CONVERSION
 from megarl.models.predictors import KEPT
-from megarl.models.weight_map import HeadKind, Weight
+from megarl.models.weight_map import PREDICTOR, HeadKind, Weight
 from megarl.parallel.checkpoint.dcp import DcpReader
 from megarl.parallel.checkpoint.index import Shard, check_cover, read_index
 
@@ -53,22 +55,25 @@ class StepSource:
             )
         self.path, self.step = step / self._name, self._step.manifest.step
         self.hf = like if like is not None else self.path / HF
-        self.model = self._read_description(like)
+        trained = self._step.manifest.models[self._name].get("mtp") is not None
+        self.model = self._read_description(like, "train" if trained and not drop_mtp else "drop")
         tensors = read_index(self._step, self._name)
         self._reader = DcpReader(self.path, tensors)
-        self._weights = {key: tensor.shape for key, tensor in tensors.items() if not key.startswith(_OPTIMIZER)}
+        self.left_out = {key: "optimizer" for key in sorted(tensors) if key.startswith(_OPTIMIZER)}
+        if drop_mtp:
+            self.left_out |= {key: MTP for key in sorted(tensors) if key.startswith(PREDICTOR)}
+        self._weights = {key: tensor.shape for key, tensor in tensors.items() if key not in self.left_out}
         self.head: HeadKind = "value" if HEAD in self._weights else "lm"
-        self.left_out = dict.fromkeys(sorted(tensors.keys() - self._weights.keys()), "optimizer")
         kept = self.path / HF / KEPT
         self.predictors = kept if kept in self._step.files and not drop_mtp else None  # the file of the multi-token prediction layers
-        dropped = self.predictors is None and kept in self._step.files
+        dropped = drop_mtp and (trained or kept in self._step.files)
         self.changes = {} if self.head == self.model.head and not dropped else self.model.labels(self.head)
         self.expected = self._converted_before()
 
-    def _read_description(self, like: Path | None) -> ModelDescription:
+    def _read_description(self, like: Path | None, mtp: Mtp) -> ModelDescription:
         if like is None and not (self.hf / CONFIG).is_file():
             raise ConfigError(f"convert: {self.path} has no {HF}/{CONFIG}: name a directory that has one (--like HF_DIR)")
-        model = ModelDescription.read(self.hf)
+        model = ModelDescription.read(self.hf, mtp=mtp)
         for key, given in model.identity.items():
             if (saved := self._step.manifest.models[self._name].get(key, given)) != given:
                 raise ConfigError(f"convert: {self.path}: {key} is {saved!r}, and {self.hf / CONFIG} has {given!r}")

@@ -13,9 +13,8 @@ from megarl.config import ConfigError
 from megarl.models.config_json import ConfigJson
 from megarl.models.quantized import quantization
 from megarl.models.rope import Rope
-from megarl.models.weight_map import OUTPUT, QKV, Fused, GateUp, Head, Op, Plain, Sizes, WeightMapping
+from megarl.models.weight_map import BLOCK, LAYER, OUTPUT, QKV, Fused, GateUp, Head, Op, Plain, PredictorNames, Sizes, WeightMapping
 
-LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's and Hugging Face's prefixes
 EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
 # Other spellings of keys by `shared_sizes` and `predictors`, which transformers accepts.
 SIGMOID_SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
@@ -310,6 +309,26 @@ def unused(config: ConfigJson) -> tuple[str, ...]:
 def predictors(config: ConfigJson) -> tuple[str, ...]:
     """Return the name prefixes of the multi-token prediction layers, which follow the last regular layer."""
     return tuple(f"model.layers.{config['num_hidden_layers'] + index}." for index in range(config["num_nextn_predict_layers"]))
+
+
+def predictor(config: ConfigJson) -> PredictorNames:
+    """Return the names of DeepSeek's and GLM-4.5's multi-token prediction layer. Raise ConfigError if there are several."""
+    check_one_predictor(config, "num_nextn_predict_layers")
+    [prefix] = predictors(config)
+    return PredictorNames(
+        layer=prefix,
+        embedding_norm=f"{prefix}enorm.weight",
+        state_norm=f"{prefix}hnorm.weight",
+        projection=f"{prefix}eh_proj.weight",
+        norm=f"{prefix}shared_head.norm.weight",
+        copies=(f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight"),
+    )
+
+
+def check_one_predictor(config: ConfigJson, key: str) -> None:
+    """Raise ConfigError unless config.json has one multi-token prediction layer: what a second one reads is not the same everywhere."""
+    if config[key] != 1:
+        raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200}: model.mtp=train takes 1")
 
 
 def _vocabulary(n: Sizes) -> Plain:

@@ -2,8 +2,8 @@
 (https://arxiv.org/abs/2502.16982): attention through low-rank latents (MLA), dense first layers, then shared experts and routed experts,
 which a sigmoid router chooses by score plus bias, within groups.
 
-Kimi-K2 has one group and another model_type, Moonlight plain RoPE and no latent of queries. Multi-token prediction (one further layer) is
-not trained here. Refused: what every family refuses (`decoder_blocks.refuse`).
+Kimi-K2 has one group and another model_type, Moonlight plain RoPE and no latent of queries. Refused: what every family refuses
+(`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ FAMILY = Family(
     nullable=("num_key_value_heads", "q_lora_rank"),
     optional=blocks.unused,
     predictors=blocks.predictors,
+    predictor=blocks.predictor,
     spellings=blocks.SIGMOID_SPELLINGS,
     names=("kimi_k2",),
     layer_spec=mla.layer_spec,

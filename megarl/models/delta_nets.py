@@ -10,8 +10,8 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import BLOCK, LAYER, number
-from megarl.models.weight_map import MAMBA, Op, Plain, Sections, Sizes, WeightMapping
+from megarl.models.decoder_blocks import check_one_predictor, number
+from megarl.models.weight_map import BLOCK, LAYER, MAMBA, Op, Plain, PredictorNames, Sections, Sizes, WeightMapping
 
 CHUNK = 32  # tokens that torch's operations take at once (`parallel/delta_net.py`)
 KINDS = ("linear_attention", "full_attention")
@@ -147,6 +147,21 @@ def fields(config: ConfigJson) -> dict[str, Any]:
         "linear_attention_freq": [int(linear) for linear in linear_layers(config)],
         **{key: number(config, key) for key in DEFAULTS if key.startswith("linear_")},
     }
+
+
+def predictor(config: ConfigJson) -> PredictorNames:
+    """Return the names of the multi-token prediction layer. Raise ConfigError if there are several, or another embedding."""
+    if (config.get("mtp_num_hidden_layers") or 1) != 1:
+        check_one_predictor(config, "mtp_num_hidden_layers")
+    if config.get("mtp_use_dedicated_embeddings"):
+        raise ConfigError("model.path: config.json's mtp_use_dedicated_embeddings=True: model.mtp=train takes the model's own embedding")
+    return PredictorNames(
+        layer="mtp.layers.0.",
+        embedding_norm="mtp.pre_fc_norm_embedding.weight",
+        state_norm="mtp.pre_fc_norm_hidden.weight",
+        projection="mtp.fc.weight",
+        norm="mtp.norm.weight",
+    )
 
 
 def predictors(config: ConfigJson) -> tuple[str, ...]:

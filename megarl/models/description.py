@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megarl.config import Mtp
 from megarl.models.config_json import ConfigJson
 from megarl.models.hf import CONFIG, json_object, read_config
 from megarl.models.predictors import Predictors
 from megarl.models.registry import completed, family_of, sees_images
 from megarl.models.rope import Rope
-from megarl.models.weight_map import Family, HeadKind, Multipliers, Shape, Sizes, Weight, WeightMapping
+from megarl.models.weight_map import OUTPUT, Family, HeadKind, Multipliers, Shape, Sizes, Weight, WeightMapping
 
 
 @dataclass(frozen=True)
@@ -23,23 +24,23 @@ class ModelDescription:
     config: ConfigJson
     family: Family
     path: Path | None = None  # the directory that it was read from; None: made in memory
-    keeps_mtp: bool = False  # what is saved of it has the directory's multi-token prediction layers
+    mtp: Mtp = "drop"  # what becomes of the directory's multi-token prediction layers; "train": one is a part of it
 
     @classmethod
-    def read(cls, path: Path, *, keeps_mtp: bool = False) -> ModelDescription:
+    def read(cls, path: Path, *, mtp: Mtp = "drop") -> ModelDescription:
         """Read a directory's config.json. Raises ConfigError if it is missing or broken, or of an architecture that is not supported."""
         config = read_config(path)
-        return cls(config, family_of(config), path, keeps_mtp)
+        return cls(config, family_of(config), path, mtp)
 
     @classmethod
-    def of(cls, config: ConfigJson, path: Path | None = None, keeps_mtp: bool = False) -> ModelDescription:
+    def of(cls, config: ConfigJson, path: Path | None = None, mtp: Mtp = "drop") -> ModelDescription:
         """Describe the model of a config.json, which may leave out what has a default. Raises ConfigError as `read` does."""
         whole = completed(config)
-        return cls(whole, family_of(whole), path, keeps_mtp)
+        return cls(whole, family_of(whole), path, mtp)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send only config.json to other processes: a family consists of functions, and they have it."""
-        return ModelDescription.of, (self.config, self.path, self.keeps_mtp)
+        return ModelDescription.of, (self.config, self.path, self.mtp)
 
     @property
     def directory(self) -> Path:
@@ -113,26 +114,45 @@ class ModelDescription:
         """Whether its attention keeps a latent of keys and values (MLA)."""
         return bool(self.fields.get("multi_latent_attention"))
 
+    @property
+    def predicts(self) -> bool:
+        """Whether a layer of multi-token prediction is a part of it."""
+        return self.mtp == "train"
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Tensors that a checkpoint of a model with multi-token prediction may hold once more: the copy's name -> the tensor's."""
+        names = self.family.predictor(self.config) if self.predicts else None
+        if names is None:
+            return {}
+        own = {weight.name: weight.hf[0] for weight in self.trunk.weights("lm") if weight.layer is None}
+        return dict(zip(names.copies, (own["embedding.word_embeddings.weight"], own[OUTPUT]), strict=False))
+
+    @property
+    def trunk(self) -> ModelDescription:
+        """The model without multi-token prediction, as engines have it."""
+        return replace(self, mtp="drop")
+
     def mappings(self, head: HeadKind) -> list[WeightMapping]:
         """Return the mappings of the backbone and of `head`, whichever head config.json names."""
-        return self.family.mappings(self.config, head)
+        return self.family.mappings(self.config, head, predicts=self.predicts)
 
     def weights(self, head: HeadKind) -> list[Weight]:
         """Return every Megatron parameter of the backbone with `head`; see `Family.weights`."""
-        return self.family.weights(self.config, head)
+        return self.family.weights(self.config, head, predicts=self.predicts)
 
     def labels(self, head: HeadKind) -> dict[str, Any]:
         """Return the entries of config.json for `head` on the backbone; see `Family.labels`."""
-        return self.family.labels(self.config, head, mtp=self.keeps_mtp)
+        return self.family.labels(self.config, head, mtp=self.mtp != "drop")
 
     @property
     def predictors(self) -> Predictors | None:
-        """The multi-token prediction layers that belong into what is saved of it; None: there are none."""
-        return Predictors(self.directory, self.family.predictors(self.config)) if self.keeps_mtp else None
+        """The multi-token prediction layers that belong, as they are, into what is saved of it; None: there are none."""
+        return Predictors(self.directory, self.family.predictors(self.config)) if self.mtp == "keep" else None
 
     def expected(self) -> dict[str, Shape]:
         """Return the name and shape of every tensor that a checkpoint must hold, with the head that config.json names."""
-        return self.family.expected(self.config)
+        return self.family.expected(self.config, predicts=self.predicts)
 
     def update(self, dtype: str, quantization: str | None = None) -> dict[str, tuple[list[int], str]]:
         """Return the shape and dtype of every tensor in a weight update of an engine; see `Family.update`."""

@@ -12,9 +12,8 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import BLOCK, LAYER
 from megarl.models.rope import rope
-from megarl.models.weight_map import Family, OneRow, Sizes, WeightMapping, scalar_head
+from megarl.models.weight_map import BLOCK, LAYER, Family, OneRow, Sizes, WeightMapping, scalar_head
 
 NAME = "Ernie-4.5-MoE"
 

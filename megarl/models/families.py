@@ -35,7 +35,7 @@ def check_checkpoint(
         path: the Hugging Face directory.
         head: the head of the model to initialise. A scalar head ("value": critic, reward model) may also start from a language model.
         key: the setting that gave the path, for messages.
-        mtp: the checkpoint may contain multi-token prediction layers ("drop"), or must ("keep").
+        mtp: the checkpoint may contain multi-token prediction layers ("drop"), or must ("keep", "train").
         drop_images: it may contain what sees images, which is left out.
 
     Returns:
@@ -48,12 +48,13 @@ def check_checkpoint(
         Absent: a directory without weights; where this machine need not have them, `unchecked` names them and config.json is enough.
     """
     with _naming(key, path):
-        model = ModelDescription.read(path)
+        model = ModelDescription.read(path, mtp=mtp or "drop")
         _check_head(model, head)
+        _check_predictor(model)
         _ = model.fields  # a ConfigError if Megatron cannot compute it
         _check_identity(model)
     with where_present("the weights"), _naming(key, path):
-        _check_tensors(model, mtp, drop_images)
+        _check_tensors(model, allowed=mtp is not None, drop_images=drop_images)
     return model
 
 
@@ -69,9 +70,20 @@ def _naming(key: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}") from None
 
 
-def _check_tensors(model: ModelDescription, mtp: Mtp | None, drop_images: bool) -> None:
-    """Check the tensors of a checkpoint; see `check_checkpoint`."""
-    path, expected, tensors = model.directory, model.expected(), directory.inventory(model.directory)
+def _check_predictor(model: ModelDescription) -> None:
+    """Raise ConfigError for a multi-token prediction layer that is to be trained and cannot be."""
+    if model.predicts and model.family.predictor(model.config) is None:
+        raise ConfigError(f"model.mtp=train: not for {model.architecture} (keep has the layers unchanged in what is saved)")
+
+
+def _check_tensors(model: ModelDescription, *, allowed: bool, drop_images: bool) -> None:
+    """Check the tensors of a checkpoint; see `check_checkpoint`. `allowed`: it may contain multi-token prediction layers."""
+    path, expected = model.directory, model.expected()
+    tensors = directory.inventory(path, predictors=model.predicts)
+    predictors = model.family.predictors(model.config)
+    further = sorted(name for name in tensors if name.startswith(predictors))
+    if model.mtp != "drop" and not further:
+        raise ConfigError(f"model.path: {path} holds no multi-token prediction layers (model.mtp={model.mtp})")
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise ConfigError(f"model.path: {path} lacks the tensor {missing[0]} ({len(missing)} of {len(expected)} are missing)")
@@ -79,15 +91,11 @@ def _check_tensors(model: ModelDescription, mtp: Mtp | None, drop_images: bool) 
         _check_tensor(path, model.config, name, tensors[name], shape)
     if quantization(model.config) is not None and all(info.read_dtype == info.dtype for info in tensors.values()):
         raise ConfigError(f"model.path: {path}: config.json has a {QUANTIZATION}, but no tensor is stored with scales")
-    predictors = model.family.predictors(model.config)
-    further = sorted(name for name in tensors if name.startswith(predictors))
-    if further and mtp is None:
+    if further and not allowed:
         raise ConfigError(
-            f"model.path: {path} holds {further[0]} and {len(further) - 1} more multi-token prediction tensors, which megarl does not "
-            "train (model.mtp=keep has them unchanged in what is saved, model.mtp=drop leaves them out)"
+            f"model.path: {path} holds {further[0]} and {len(further) - 1} more multi-token prediction tensors "
+            "(model.mtp=keep has them unchanged in what is saved, model.mtp=drop leaves them out, model.mtp=train trains them)"
         )
-    if mtp == "keep" and not further:
-        raise ConfigError(f"model.path: {path} holds no multi-token prediction layers (model.mtp=keep)")
     tower = () if model.family.images is None else (model.family.images.tower,)
     sights = sorted(name for name in tensors if name.startswith(tower))
     if sights and not drop_images:
@@ -95,7 +103,9 @@ def _check_tensors(model: ModelDescription, mtp: Mtp | None, drop_images: bool) 
             f"model.path: {path} holds {sights[0]} and {len(sights) - 1} more tensors that see images, which megarl does not train "
             "(model.drop_images=true leaves them out of the model and of what is saved)"
         )
-    optional = {*model.family.optional(model.config), *further, *sights, *directory.scales_of_activations(tensors)}
+    copies = model.copies
+    optional = {*model.family.optional(model.config), *sights, *directory.scales_of_activations(tensors)}
+    optional |= copies.keys() if model.predicts else set(further)
     unknown = sorted(tensors.keys() - expected.keys() - optional)
     if unknown:
         raise ConfigError(
@@ -103,6 +113,12 @@ def _check_tensors(model: ModelDescription, mtp: Mtp | None, drop_images: bool) 
         )
     if model.tied and OUTPUT in tensors:
         _check_tied(path, next(weight.hf[0] for weight in model.weights("lm") if weight.alias))
+    for copy, name in copies.items():
+        if copy in tensors and (largest := _difference(path, name, copy)) != 0:
+            raise ConfigError(
+                f"model.path: {path}: {copy} differs from {name} by up to {largest:.3g}: model.mtp=train takes a layer that shares the "
+                "model's embedding and output layer"
+            )
 
 
 def _check_tensor(path: Path, config: ConfigJson, name: str, info: directory.TensorInfo, shape: Shape) -> None:
@@ -121,18 +137,26 @@ def _check_tensor(path: Path, config: ConfigJson, name: str, info: directory.Ten
 
 def _check_tied(path: Path, embedding: str) -> None:
     """Raise ConfigError if a stored output layer is not the embedding to which config.json ties it: transformers would not tie them."""
-    with directory.Checkpoint(path) as checkpoint:
-
-        def difference(start: int) -> float:
-            one, two = (checkpoint.read(name, 0, start, start + _ROWS).float() for name in (embedding, OUTPUT))
-            return float((one - two).abs().max())
-
-        largest = max(map(difference, range(0, checkpoint.tensors[embedding].shape[0], _ROWS)))
+    largest = _difference(path, embedding, OUTPUT)
     if largest != 0:  # NaN is not 0 either
         raise ConfigError(
             f"model.path: {path}: config.json ties {OUTPUT} to {embedding}, but their values differ by up to {largest:.3g}, and "
             'transformers would not tie them: write "tie_word_embeddings": false into config.json to keep both, or remove the tensor'
         )
+
+
+def _difference(path: Path, *names: str) -> float:
+    """Return the largest difference of two tensors of a directory; infinity if their shapes differ."""
+    with directory.Checkpoint(path) as checkpoint:
+        [shape, other] = (checkpoint.tensors[name].shape for name in names)
+        if shape != other:
+            return float("inf")
+
+        def difference(start: int) -> float:
+            one, two = (checkpoint.read(name, 0, start, start + _ROWS).float() for name in names)
+            return float((one - two).abs().max())
+
+        return max(map(difference, range(0, shape[0], _ROWS)))
 
 
 def _check_head(model: ModelDescription, head: HeadKind) -> None:

@@ -1,9 +1,8 @@
 """GLM-4.5 (glm4_moe, https://arxiv.org/abs/2508.06471): grouped-query attention that rotates half of each head, and DeepSeek-V3's experts
 and router.
 
-Its multi-token prediction (one further layer) is not trained here. transformers has no class for its classifiers, so only megarl can load a
-saved critic or reward model. Refused: YaRN, whose scale would also affect the part of the head that is not rotated, and what every family
-refuses (`decoder_blocks.refuse`).
+transformers has no class for its classifiers, so only megarl can load a saved critic or reward model. Refused: YaRN, whose scale would also
+affect the part of the head that is not rotated, and what every family refuses (`decoder_blocks.refuse`).
 """
 
 from __future__ import annotations
@@ -92,5 +91,6 @@ FAMILY = Family(
     defaults=DEFAULTS,
     optional=blocks.unused,
     predictors=blocks.predictors,
+    predictor=blocks.predictor,
     spellings=blocks.SIGMOID_SPELLINGS,
 )

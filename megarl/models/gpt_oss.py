@@ -18,10 +18,9 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import BLOCK, LAYER
 from megarl.models.rope import Rope
 from megarl.models.rope import rope as described_rope
-from megarl.models.weight_map import Family, Interleaved, Plain, Sizes, Transposed, WeightMapping, scalar_head
+from megarl.models.weight_map import BLOCK, LAYER, Family, Interleaved, Plain, Sizes, Transposed, WeightMapping, scalar_head
 
 NAME = "gpt-oss"
 

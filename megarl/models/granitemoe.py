@@ -18,9 +18,8 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import BLOCK, LAYER
 from megarl.models.rope import Rope, rope
-from megarl.models.weight_map import Family, Fused, GateUp, Multipliers, Plain, Sizes, WeightMapping, scalar_head
+from megarl.models.weight_map import BLOCK, LAYER, Family, Fused, GateUp, Multipliers, Plain, Sizes, WeightMapping, scalar_head
 
 NAME = "Granite-MoE"
 FACTORS = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}

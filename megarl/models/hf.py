@@ -39,7 +39,7 @@ _SCALES = {"F32", "BF16", "F16", "F8_E8M0"}  # dtypes of the scales of quantised
 # The name of a stack of experts' tensors: before and after the expert's number. Granite's experts have no module of their own.
 _STACK = re.compile(r"(.*\.(?:experts|input_linear|output_linear)\.)([a-z]\w*)")
 _PART = re.compile(r"(.*\.(?:experts|input_linear|output_linear)\.)(\d+)\.([a-z]\w*)")
-_MODEL = "model."  # what the names of a language model's tensors begin with
+_MODEL, _PREDICTOR = "model.", "mtp."  # what the names of a language model's tensors begin with, and those of Qwen's MTP layers
 _BLOCKS, _MX_SCALES, _MX_BYTES = "_blocks", "_scales", 16  # what the names of MXFP4's tensors add, and the bytes of a block
 _ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale")  # scales of quantised activations, beside a quantised weight
 
@@ -145,15 +145,19 @@ def _of_the_hub(path: Path) -> str:
     return f" (a name of the Hugging Face Hub? hf download {'/'.join(parts)} --local-dir models/{parts[1]})"
 
 
-def inventory(path: Path) -> dict[str, TensorInfo]:
+def inventory(path: Path, *, predictors: bool = False) -> dict[str, TensorInfo]:
     """Return every tensor of a checkpoint by name, read from the headers only; quantised ones with their scales.
+
+    Args:
+        path: the directory.
+        predictors: experts of multi-token prediction layers, too, have a tensor each, where they are stored in stacks.
 
     Raises ConfigError, one line that names the file: a broken header or index, a tensor that the index misplaces; Absent: no weights.
     """
     if (path / INDEX).is_file():
-        return _as_known(path, _with_scales(path, _indexed(path)))
+        return _as_known(path, _with_scales(path, _indexed(path)), predictors)
     if (path / SINGLE).is_file():
-        return _as_known(path, _with_scales(path, header(path / SINGLE)))
+        return _as_known(path, _with_scales(path, header(path / SINGLE)), predictors)
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
         raise ConfigError(f"model.path: {path} holds only pickled weights ({pickles[0]}), which are never read: convert to safetensors")
@@ -182,7 +186,7 @@ def _with_scales(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInf
     return {name: info for name, info in (held | scaled).items() if name not in used}
 
 
-def _as_known(path: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _as_known(path: Path, tensors: dict[str, TensorInfo], predictors: bool) -> dict[str, TensorInfo]:
     """Name the tensors as the family does: each expert's by itself, and those of a language model without the rest of a larger model."""
     family = find_family(json_object(path / CONFIG))
     if family is None:
@@ -192,16 +196,17 @@ def _as_known(path: Path, tensors: dict[str, TensorInfo]) -> dict[str, TensorInf
         named = ((name, replace(info, name=name) if name.startswith(text) else info) for name, info in tensors.items())
         tensors = {_MODEL + name.removeprefix(text) if info.name else name: info for name, info in named}
     if family.stacks:
-        tensors = dict(pair for name, info in tensors.items() for pair in _parts(family.stacks, name, info))
+        prefixes = (_MODEL, _PREDICTOR) if predictors else (_MODEL,)
+        tensors = dict(pair for name, info in tensors.items() for pair in _parts(family.stacks, prefixes, name, info))
     if not family.stacked:
         return tensors
     hidden = language_model(json_object(path / CONFIG)).get("hidden_size")
     return _with_stacks(tensors, {name: (axis, hidden) for name, axis in family.hidden_axes.items()})
 
 
-def _parts(stacks: Mapping[str, tuple[str, ...]], name: str, info: TensorInfo) -> list[tuple[str, TensorInfo]]:
-    """Return the experts' tensors of which one of these stacks consists; any other tensor as it is."""
-    match = _STACK.fullmatch(name) if name.startswith(_MODEL) else None
+def _parts(stacks: Mapping[str, tuple[str, ...]], prefixes: tuple[str, ...], name: str, info: TensorInfo) -> list[tuple[str, TensorInfo]]:
+    """Return the experts' tensors of which one of these stacks consists, if its name begins with such; any other tensor as it is."""
+    match = _STACK.fullmatch(name) if name.startswith(prefixes) else None
     leaves = stacks.get(match[2]) if match else None
     if match is None or leaves is None or len(info.shape) < 2 or info.shape[1] % len(leaves):
         return [(name, info)]
@@ -251,10 +256,10 @@ def scales_of_activations(held: Mapping[str, TensorInfo]) -> set[str]:
 
 
 class Checkpoint:
-    """A checkpoint that is read lazily: a context manager that memory-maps each file on first use."""
+    """A checkpoint that is read lazily: a context manager that memory-maps each file on first use. Arguments as of `inventory`."""
 
-    def __init__(self, path: Path) -> None:
-        self.tensors = inventory(path)
+    def __init__(self, path: Path, *, predictors: bool = False) -> None:
+        self.tensors = inventory(path, predictors=predictors)
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:

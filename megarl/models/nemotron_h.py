@@ -15,9 +15,23 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import LAYER, number
+from megarl.models.decoder_blocks import number
 from megarl.models.rope import Rope
-from megarl.models.weight_map import ATTENTION, MAMBA, MIXTURE, MLP, QKV, Family, Op, Plain, Sections, Sizes, WeightMapping, scalar_head
+from megarl.models.weight_map import (
+    ATTENTION,
+    LAYER,
+    MAMBA,
+    MIXTURE,
+    MLP,
+    QKV,
+    Family,
+    Op,
+    Plain,
+    Sections,
+    Sizes,
+    WeightMapping,
+    scalar_head,
+)
 
 NAME = "Nemotron-H"
 KERNEL = 4  # tokens that the convolution sees

@@ -63,6 +63,7 @@ FAMILY = Family(
     defaults=DEFAULTS,
     optional=blocks.unused,
     predictors=delta_nets.predictors,
+    predictor=delta_nets.predictor,
     images=Images("Qwen3_5MoeForConditionalGeneration", "model.language_model.", "model.visual."),
     stacks={"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)},
 )

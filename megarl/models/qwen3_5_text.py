@@ -3,7 +3,7 @@ delta net in four tensors.
 
 Published models also see images. megarl trains their language model alone, as transformers' text class reads it: `text_config` of
 config.json, and the tensors `model.language_model.*` (`Family.images`). A token of text has the same position on all axes of multimodal
-RoPE, which is then the plain one. Multi-token prediction is not trained here. Refused: attention without gates, biases, and what every
+RoPE, which is then the plain one. Refused: attention without gates, biases, and what every
 family refuses (`decoder_blocks.refuse`).
 """
 
@@ -98,5 +98,6 @@ FAMILY = Family(
     defaults=DEFAULTS,
     optional=blocks.unused,
     predictors=delta_nets.predictors,
+    predictor=delta_nets.predictor,
     images=Images("Qwen3_5ForConditionalGeneration", "model.language_model.", "model.visual."),
 )

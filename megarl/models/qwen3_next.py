@@ -2,7 +2,7 @@
 rotates a quarter of each head and gates each head's output; a mixture of experts with a gated shared expert in every layer. Norms scale by
 1 + weight, except the delta net's own.
 
-Its multi-token prediction is not trained here. Refused: dense layers (mlp_only_layers, decoder_sparse_step), biases, and what every family
+Refused: dense layers (mlp_only_layers, decoder_sparse_step), biases, and what every family
 refuses (`decoder_blocks.refuse`).
 """
 
@@ -92,5 +92,6 @@ FAMILY = Family(
     defaults=DEFAULTS,
     optional=blocks.unused,
     predictors=delta_nets.predictors,
+    predictor=delta_nets.predictor,
     spellings={"num_local_experts": "num_experts"},
 )

@@ -15,9 +15,9 @@ from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models import qwen3_moe, vision
 from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import BLOCK, EXPERT, LAYER
+from megarl.models.decoder_blocks import EXPERT
 from megarl.models.rope import rope
-from megarl.models.weight_map import Family, GateUpColumns, Plain, Sizes, Transposed, WeightMapping, scalar_head
+from megarl.models.weight_map import BLOCK, LAYER, Family, GateUpColumns, Plain, Sizes, Transposed, WeightMapping, scalar_head
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLMoeConfig and Qwen3VLMoeTextConfig
     **qwen3_moe.DEFAULTS,

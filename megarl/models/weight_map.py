@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,8 @@ Shape = tuple[int, ...]
 HeadKind = Literal["lm", "value"]  # logits over the vocabulary, or one number per token (critic, reward model)
 INDEXER = ".core_attention.indexer."  # part of the names of an indexer's parameters in Megatron
 VISION = "vision."  # begins the names of a vision tower's parameters in Megatron
+LAYER, BLOCK = "decoder.layers.{layer}.", "model.layers.{layer}."  # Megatron's and Hugging Face's prefixes of a layer
+PREDICTOR = "mtp.layers.0."  # begins the names of a multi-token prediction layer's parameters in Megatron
 OUTPUT = "output_layer.weight"  # Megatron's name of the single parameter of any head
 FP8_BLOCK = 128  # rows and columns of the blocks in which fp8 engines quantise matrices (sync/quantize.py)
 FP8, SCALES = "float8_e4m3fn", "_scale_inv"  # their dtype, and what the name of a matrix's scales adds to its own
@@ -598,8 +600,27 @@ class Images:
     tower: str  # what those of the images' begin with
 
 
+@dataclass(frozen=True)
+class PredictorNames:
+    """Hugging Face's names of a multi-token prediction layer, which is one of the model's layers with a projection before it.
+
+    The projection's input is the normalised embedding of the next token, then the normalised state of the model at this one.
+    """
+
+    layer: str  # prefix of what any layer has
+    embedding_norm: str
+    state_norm: str
+    projection: str
+    norm: str  # after the layer
+    copies: tuple[str, ...] = ()  # tensors that checkpoints may hold and that are the model's embedding and its output layer once more
+
+
 def _nothing(config: ConfigJson) -> tuple[str, ...]:
     return ()
+
+
+def _no_predictor(config: ConfigJson) -> PredictorNames | None:
+    return None
 
 
 def _unscaled(config: ConfigJson) -> Multipliers:
@@ -621,6 +642,8 @@ class Family:
     multipliers: Callable[[ConfigJson], Multipliers] = _unscaled
     optional: Callable[[ConfigJson], tuple[str, ...]] = _nothing  # names of Hugging Face tensors that may exist but are not used
     predictors: Callable[[ConfigJson], tuple[str, ...]] = _nothing  # name prefixes of multi-token prediction tensors
+    # The layer of multi-token prediction that can be trained; None: none can. Raises ConfigError if config.json has several.
+    predictor: Callable[[ConfigJson], PredictorNames | None] = _no_predictor
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of every key of config.json that the functions above read
     nullable: tuple[str, ...] = ()  # keys whose null has a meaning of its own, though it is not their default
     spellings: Mapping[str, str] = field(default_factory=dict)  # other names of these keys -> theirs
@@ -651,17 +674,53 @@ class Family:
         none = {key: 0 for key in keys if config.get(key) and not mtp}
         return {"architectures": [self.heads[head].architecture], **self.heads[head].labels, **none}
 
-    def mappings(self, config: ConfigJson, head: HeadKind) -> list[WeightMapping]:
-        """Return the mappings of the backbone of `config` and of `head`, whichever head `config` names."""
-        return [*self.weight_map(config), self.heads[head].mapping(config)]
+    def mappings(self, config: ConfigJson, head: HeadKind, *, predicts: bool = False) -> list[WeightMapping]:
+        """Return the mappings of the backbone of `config` and of `head`, whichever head `config` names.
 
-    def weights(self, config: ConfigJson, head: HeadKind = "lm") -> list[Weight]:
+        Args:
+            config: config.json.
+            head: the head.
+            predicts: the model's multi-token prediction layer is trained, and its mappings come last.
+        """
+        return [
+            *self.weight_map(config),
+            self.heads[head].mapping(config),
+            *(self.predictor_mappings(config) if predicts and head == "lm" else []),
+        ]
+
+    def predictor_mappings(self, config: ConfigJson) -> list[WeightMapping]:
+        """Return the mappings of the multi-token prediction layer: those of the model's last layer with attention, and its own."""
+        names, sizes = self.predictor(config), self.sizes(config)
+        assert names is not None, "no multi-token prediction layer can be trained"
+        layers = [one for one in self.weight_map(config) if one.megatron.startswith(LAYER)]
+        attention = next(one for one in layers if one.megatron == f"{LAYER}self_attention.linear_proj.weight")
+        last = sizes.layers - 1 if attention.layers is None else max(attention.layers)
+        within = [
+            replace(
+                one,
+                megatron=f"{PREDICTOR}transformer_layer.{one.megatron.removeprefix(LAYER)}",
+                hf=tuple(names.layer + name.removeprefix(BLOCK) for name in one.hf),
+                layers=None,
+            )
+            for one in layers
+            if one.layers is None or last in one.layers
+        ]
+        width = sizes.hidden
+        return [
+            WeightMapping(f"{PREDICTOR}enorm.weight", (names.embedding_norm,), Plain((width,))),
+            WeightMapping(f"{PREDICTOR}hnorm.weight", (names.state_norm,), Plain((width,))),
+            WeightMapping(f"{PREDICTOR}eh_proj.weight", (names.projection,), Plain((width, 2 * width), 0)),
+            *within,
+            WeightMapping(f"{PREDICTOR}final_layernorm.weight", (names.norm,), Plain((width,))),
+        ]
+
+    def weights(self, config: ConfigJson, head: HeadKind = "lm", *, predicts: bool = False) -> list[Weight]:
         """Return every Megatron parameter of the backbone of `config` with `head`, whichever head `config` names.
 
-        Parameters outside the layers come first, then those of each layer.
+        Parameters outside the layers come first, then those of each layer. `predicts`: see `mappings`.
         """
-        sizes, mappings = self.sizes(config), self.mappings(config, head)
-        weights = [weight for one in mappings if "{layer}" not in one.megatron for weight in _expand(one, None, 0)]
+        sizes, mappings = self.sizes(config), self.mappings(config, head, predicts=predicts)
+        weights = [weight for one in mappings if "{layer}" not in one.megatron for weight in _expand(one, None, sizes.experts)]
         inner = [one for one in mappings if "{layer}" in one.megatron]
         for layer in range(sizes.layers):
             for one in inner:
@@ -669,9 +728,9 @@ class Family:
                     weights += _expand(one, layer, sizes.experts)
         return weights
 
-    def expected(self, config: ConfigJson) -> dict[str, Shape]:
-        """Return the name and shape of every tensor that a checkpoint with this config.json must hold."""
-        weights = self.weights(config, self.head_of(config))
+    def expected(self, config: ConfigJson, *, predicts: bool = False) -> dict[str, Shape]:
+        """Return the name and shape of every tensor that a checkpoint with this config.json must hold; `predicts`: see `mappings`."""
+        weights = self.weights(config, self.head_of(config), predicts=predicts)
         return {name: shape for weight in weights for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
 
     def update(self, config: ConfigJson, dtype: str, quantization: str | None = None) -> dict[str, tuple[list[int], str]]:

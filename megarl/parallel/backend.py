@@ -137,6 +137,28 @@ class Backend(ABC):
             parts.q_layernorm, parts.linear_q_up_proj = TENorm, TEColumnParallelLinear
 
     @property
+    def norm(self) -> type:
+        """The module of a norm that stands by itself."""
+        if not self.fused:
+            from megarl.parallel.spec import RMSNorm
+
+            return RMSNorm
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+
+    @property
+    def column_parallel_linear(self) -> type:
+        """The module of a linear layer whose rows tensor parallelism splits, without a norm."""
+        if not self.fused:
+            from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+            return ColumnParallelLinear
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        return TEColumnParallelLinear
+
+    @property
     def replicated_linear(self) -> type:
         """The linear module that keeps its whole weight on every tensor-parallel rank, for model families that need one."""
         if not self.fused:

@@ -25,6 +25,7 @@ from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.mla import LATENT_EPSILON
 from megarl.models.weight_map import HeadKind, is_frozen
 from megarl.parallel.backend import Backend
+from megarl.parallel.predictor import put_predictor
 from megarl.parallel.spec import scale_residuals
 from megarl.parallel.value_head import ValueHead
 from megarl.parallel.vision import ImageLayer, ImageModel
@@ -165,6 +166,8 @@ def _chunk(
             rotary_percent=rope.fraction,
             vp_stage=stage,
         )
+        if model.predicts and head == "lm" and chunk.post_process:
+            put_predictor(chunk, model, backend, stage)
     if config.multi_latent_attention:  # it computes its frequencies itself, from the fields of its own configuration
         _normalise_latents(chunk)
     else:
@@ -176,6 +179,7 @@ def _chunk(
     if model.sizes.vision is not None:
         chunk.add_vision(model.sizes.vision, images)
     chunk.head = head  # read by `weights`, on every stage
+    chunk.predicts = model.predicts and head == "lm"  # read by `optimizer`, on every stage
     if head == "value" and chunk.post_process:
         chunk.output_layer = ValueHead(config, chunk.pg_collection.tp)  # upstream always creates its own first
     elif chunk.post_process and scale.logits != 1.0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,15 +13,18 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, ChainedOptimizer
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP as PREDICTOR
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megarl.config import OptimizerSettings
+from megarl.observe.metrics import Mean, Metric
 from megarl.parallel.backend import choose
 from megarl.parallel.build import sum_in_buffers
+from megarl.parallel.weights import unwrap
 
 STYLES = {"linear": "linear", "cosine": "cosine", "wsd": "WSD", "inverse_sqrt": "inverse-square-root"}  # Megatron's names
 
@@ -32,6 +36,12 @@ class StepInfo:
     grad_norm: float  # global, before clipping
     lr: float
     skipped: bool  # true if the gradient was not finite: nothing has changed
+    predictor_norm: float | None = None  # of the gradient of a multi-token prediction layer, which is clipped by itself
+
+    def metrics(self, role: str) -> dict[str, Metric]:
+        """The step's metrics of a model in this role."""
+        further = {} if self.predictor_norm is None else {"mtp/grad_norm": Mean(self.predictor_norm, 1.0)}
+        return {f"{role}/grad_norm": Mean(self.grad_norm, 1.0), f"{role}/lr": Mean(self.lr, 1.0), **further}
 
 
 def learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> float:
@@ -92,6 +102,7 @@ class Trainable:
         self.steps = 0  # optimizer steps taken
         self._whole = True  # this rank has all the weights of the last step, gathered
         self._settings, self._total = settings, total_steps
+        self._predicts = any(unwrap(chunk).predicts for chunk in chunks)
 
     def gradients(self) -> list[Tensor]:
         """The gradient buffers; `zero_grad` zeroes them before they are next read."""
@@ -129,20 +140,23 @@ class Trainable:
         """
         rate = learning_rate(self.steps, self._settings, self._total)
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            return StepInfo(norm, rate, skipped=True)
+        norm = float(self.optimizer.get_grad_norm())  # without that of a multi-token prediction layer
+        own = float(self.optimizer._get_grad_norm_for_group(PREDICTOR)) if self._predicts else None
+        if not math.isfinite(norm + (own or 0.0)):
+            return StepInfo(norm, rate, skipped=True, predictor_norm=own)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
         for part in self.optimizer.chained_optimizers:
-            parameters = part.get_parameters()
-            if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=self._settings.clip_grad, total_norm=norm)
+            parameters = defaultdict[str | None, list[Tensor]](list)
+            for parameter in part.get_parameters():
+                parameters[getattr(parameter, GRAD_NORM_GROUP_ATTR, None)].append(parameter)
+            for group, held in parameters.items():
+                clip_grad_by_total_norm_fp32(held, max_norm=self._settings.clip_grad, total_norm=norm if group is None else own)
         self._whole = False
         self.optimizer.step_with_ready_grads()
         self.steps += 1
-        return StepInfo(norm, rate, skipped=False)
+        return StepInfo(norm, rate, skipped=False, predictor_norm=own)
 
 
 def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings, total_steps: int) -> Trainable:

@@ -44,7 +44,8 @@ class Routing:
 
     def __init__(self, chunks: Sequence[Any], grid: Grid) -> None:
         self._grid = grid
-        self._routers = {chunk: [part for part in unwrap(chunk).modules() if isinstance(part, TopKRouter)] for chunk in chunks}
+        # Those of a multi-token prediction layer, which engines do not report, are left alone.
+        self._routers = {chunk: [part for part in unwrap(chunk).decoder.modules() if isinstance(part, TopKRouter)] for chunk in chunks}
         self.layers = sorted(router.layer_number - 1 for routers in self._routers.values() for router in routers)
         """This rank's MoE layers, numbered from 0 over all layers of the model."""
 

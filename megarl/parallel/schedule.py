@@ -20,6 +20,7 @@ from megarl.batch import EXPERTS, Batch
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.packing import Packed, pack_micro
+from megarl.parallel.predictor import PredictorPass, with_second_targets
 from megarl.parallel.routing import RoutingPass
 
 # Arguments: logits [R, V] of the local rows and vocabulary shard; row_T, the row on the R axis of each entry's logits; the local entries.
@@ -34,6 +35,7 @@ def run(
     *,
     forward_only: bool,
     routing: RoutingPass | None = None,
+    predictor: PredictorPass | None = None,
 ) -> list[Any]:
     """Run every micro-batch forward and, unless `forward_only`, backward. Collective.
 
@@ -50,6 +52,7 @@ def run(
         grid: this rank's grid.
         forward_only: compute no gradients.
         routing: follows the routers; None: they are left alone.
+        predictor: runs the multi-token prediction layer, and adds its loss; the batches then have weights. None: the layer does not run.
 
     Returns:
         The results of `loss_fn`, in the order of the micro-batches, on the last stage; [] elsewhere.
@@ -59,7 +62,9 @@ def run(
         RuntimeError: ranks have different numbers of micro-batches.
     """
     _agree(len(micro_batches), grid)
-    step = _Step(chunks, micro_batches, loss_fn, grid, forward_only, routing)
+    if predictor is not None:
+        micro_batches = [with_second_targets(batch) for batch in micro_batches]
+    step = _Step(chunks, micro_batches, loss_fn, grid, forward_only, routing, predictor)
     with torch.set_grad_enabled(not forward_only):
         step.run()
     _drop_graph(chunks)
@@ -77,8 +82,10 @@ class _Step:
         grid: Grid,
         forward_only: bool,
         routing: RoutingPass | None,
+        predictor: PredictorPass | None,
     ) -> None:
         self.chunks, self.loss_fn, self.grid, self.forward_only, self.routing = list(chunks), loss_fn, grid, forward_only, routing
+        self.predictor = predictor
         self.config = get_model_config(self.chunks[0])
         self.results: list[Any] = []
         self.count = len(micro_batches)
@@ -120,13 +127,17 @@ class _Step:
             chunk.eval()  # without entries there is no auxiliary loss: Megatron's would be 0 / 0
         routing, backward = self.routing, not self.forward_only
         keep = index < self.count
-        with nullcontext() if routing is None else routing.micro_batch(index, chunk, batch, packed, backward=backward, keep=keep):
+        following = nullcontext() if routing is None else routing.micro_batch(index, chunk, batch, packed, backward=backward, keep=keep)
+        with following, nullcontext() if self.predictor is None else self.predictor.reading(chunk) as trunk:
             output = chunk(
                 packed.input_ids, packed.position_ids, None, packed_seq_params=packed.params, padding_mask=self._padding(packed, chunk)
             )
+        drafted_RV = None
+        if self.predictor is not None and trunk is not None:
+            drafted_RV = self.predictor.logits(trunk, chunk, batch, packed)
         if filler:
             chunk.train(not self.forward_only)
-        return output, functools.partial(self._loss, batch.without(*EXPERTS), packed)
+        return output, functools.partial(self._loss, batch.without(*EXPERTS), packed, drafted_RV)
 
     def _padding(self, packed: Packed, chunk: torch.nn.Module) -> Tensor | None:
         """The router's padding mask. Upstream shards it over the sequence on the first stage only (gpt_model.py:352)."""
@@ -135,13 +146,17 @@ class _Step:
             return mask
         return mask.chunk(self.grid.layout.tp, dim=1)[self.grid.tp_rank]
 
-    def _loss(self, batch: Batch, packed: Packed, output_1RV: Tensor) -> tuple[Tensor, None]:
+    def _loss(self, batch: Batch, packed: Packed, drafted_RV: Tensor | None, output_1RV: Tensor) -> tuple[Tensor, None]:
         logits_RV = output_1RV.squeeze(0)
         if not len(batch):
-            return logits_RV[0].float().sum() * 0, None
-        loss, result = self.loss_fn(logits_RV, packed.row_T, batch.take(packed.entry_T).to(logits_RV.device))
+            nothing = logits_RV[0].float().sum() * 0
+            return nothing if drafted_RV is None else nothing + drafted_RV[0].float().sum() * 0, None
+        held = batch.take(packed.entry_T).to(logits_RV.device)
+        loss, result = self.loss_fn(logits_RV, packed.row_T, held)
         assert self.forward_only or loss.requires_grad, "loss_fn returned a loss without a graph"
         self.results.append(result)
+        if self.predictor is not None and drafted_RV is not None:
+            loss = loss + self.predictor.loss(drafted_RV, packed.row_T, held)
         # Megatron multiplies by cp and divides by its micro-batches (schedules.py:340), then by dp * cp (distributed_data_parallel.py:212).
         return loss * (self.count * self.grid.dp_size), None
 

@@ -91,7 +91,7 @@ def load_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid) -> None:
     unknown, absent = sorted(parameters.keys() - weights.keys()), sorted(_required(chunks, weights.values(), grid) - parameters.keys())
     if unknown or absent:
         raise ValueError(f"rank {grid.rank}: the built model and its family differ: not in the family {unknown}, not built {absent}")
-    with Checkpoint(path) as checkpoint, torch.no_grad():
+    with Checkpoint(path, predictors=model.predicts) as checkpoint, torch.no_grad():
         for name, parameter in parameters.items():
             if name == OUTPUT and model.head != head:
                 continue
@@ -126,8 +126,10 @@ def _required(chunks: list[Any], weights: Iterable[Weight], grid: Grid) -> set[s
     first, last = any(chunk.pre_process for chunk in inner), any(chunk.post_process for chunk in inner)
 
     def here(weight: Weight) -> bool:
+        if weight.expert is not None and weight.expert not in experts:
+            return False
         if weight.layer is not None:
-            return weight.layer in layers and (weight.expert is None or weight.expert in experts)
+            return weight.layer in layers
         return not weight.alias and (first if weight.name.startswith(("embedding.", VISION)) else last)
 
     return {weight.name for weight in weights if here(weight)}
@@ -146,4 +148,5 @@ def canonical(name: str, layers: list[int], first_expert: int) -> str:
         first_expert: the number of the chunk's first expert in the whole model.
     """
     name = _LAYER.sub(lambda match: f"decoder.layers.{layers[int(match[1])]}.", from_te(name))
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.", 1)  # as in upstream's checkpoints (multi_token_prediction.py:1556)
     return _EXPERT.sub(lambda match: f"mlp.experts.local_experts.{first_expert + int(match[1])}.", name)

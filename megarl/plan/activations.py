@@ -105,6 +105,25 @@ def head_bytes(facts: Facts, shape: MicroBatchShape, *, value: bool, fp32: bool)
     return {**parts, "logits": shape.rows * columns * (4 if fp32 else shape.item)}
 
 
+def predictor_bytes(facts: Facts, shape: MicroBatchShape, *, fp32: bool, full: bool) -> dict[str, int]:
+    """Return what a multi-token prediction layer keeps, with the logits of its own: a layer, and the projection before it.
+
+    Args:
+        facts: the model.
+        shape: a micro-batch on a rank.
+        fp32: whether the head computes in float32.
+        full: whether its layer is recomputed as a whole: then its own logits are gone before, and those of the model are still there.
+    """
+    state = shape.shard * facts.n.hidden * shape.item
+    head = head_bytes(facts, shape, value=False, fp32=fp32)
+    layer = sum(layer_bytes(facts, shape, experts=bool(facts.n.experts), linear=False).values())
+    # The projection keeps both states, normalised; the norms' own outputs are not kept, nor is what the detached output layer is given.
+    kept = layer + 2 * state + _norms(facts.n.hidden, 3, shape) - 3 * state
+    if full:  # of the layer's inputs the model's state is there in any case, for its own output layer
+        return {"predictor": state + max(kept - head["logits"], 0), "logits": head["logits"]}
+    return {"predictor": kept, "logits": head["logits"]}
+
+
 def layer_working_bytes(facts: Facts, shape: MicroBatchShape, *, experts: bool) -> int:
     """Return the gradients of activations that exist at once while a layer's MLP runs backward, on a GPU: of its input, its output and both
     projections; without Transformer Engine's fused activation also of the product. Weight gradients are added up as they are computed.

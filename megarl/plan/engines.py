@@ -87,7 +87,7 @@ def weight_parts(
     """
     description = facts(model)
     ranks, split_bytes, expert_bytes = dp * tp, 0.0, 0.0
-    for one in model.mappings("lm"):
+    for one in model.trunk.mappings("lm"):
         if one.alias and one.megatron == OUTPUT:
             continue  # embedding and output share one table
         layers = 1 if "{layer}" not in one.megatron else description.n.layers if one.layers is None else len(one.layers)

@@ -41,10 +41,10 @@ def count(sizes: SizeCounts) -> int:
 
 
 def model_elements(model: ModelDescription, head: HeadKind = "lm") -> int:
-    """The number of parameters of the whole model."""
+    """The number of parameters of the whole model, without a multi-token prediction layer."""
     return sum(
         prod(one.op.packed_shape) * _layers(one, model.sizes.layers) * _experts(one, model.sizes.experts)
-        for one in model.mappings(head)
+        for one in model.trunk.mappings(head)
         if not one.alias and not one.float32
     )
 

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megarl.config import Layout
-from megarl.plan.activations import MicroBatchShape, head_bytes, head_working_bytes, layer_bytes, layer_working_bytes
+from megarl.plan.activations import MicroBatchShape, head_bytes, head_working_bytes, layer_bytes, layer_working_bytes, predictor_bytes
 from megarl.plan.facts import Facts
 
 
@@ -23,6 +23,7 @@ class OutputHead:
 
     value: bool = False
     fp32: bool = False
+    predicts: bool = False  # whether a multi-token prediction layer is trained beside it
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> list[int]:
@@ -62,6 +63,8 @@ def stage_bytes(
         working: whether the gradients of activations count, as `working set`: on a GPU, in training.
     """
     heads = head_bytes(facts, shape, value=head.value, fp32=head.fp32) if head is not None else {}
+    if head is not None and head.predicts:
+        heads = dict(Counter(heads) + Counter(predictor_bytes(facts, shape, fp32=head.fp32, full=recompute.kind == "full")))
     if head is not None and working:
         heads["working set"] = head_working_bytes(facts, shape, value=head.value, fp32=head.fp32)
     counts = Counter[tuple[bool, bool, str]]()  # of each kind of layer: with experts, with a gated delta net, a single block

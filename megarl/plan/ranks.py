@@ -95,8 +95,10 @@ class _Model:
 
     def __init__(self, role: PlannedModel, layout: Layout, settings: ModelSettings) -> None:
         self.role, self.facts = role, facts(role.model)
+        described = role.model if role.trained and not role.value else role.model.trunk
+        self.predicts = described.predicts
         lora, tower = (settings.lora, settings.vision == "train") if role.trained else (None, False)
-        self.chunks = shards(role.model, "value" if role.value else "lm", layout, settings.megatron, lora, tower)
+        self.chunks = shards(described, "value" if role.value else "lm", layout, settings.megatron, lora, tower)
         self.layers = stage_layers(self.facts.n.layers, layout, settings.megatron)
 
 
@@ -154,7 +156,7 @@ def _activations(model: _Model, layout: Layout, settings: ModelSettings, stage: 
     spec: Spec = "local" if not work.gpu else "te" if work.fused and settings.dtype != "float32" else "cuda"  # as `backend` chooses
     imbalance = IMBALANCE if work.gpu and layout.ep > 1 else 1.0  # a rank that holds all experts has exactly the tokens of its shard
     shape = MicroBatchShape(-(-role.micro_batch_tokens // layout.cp), work.longest, layout, settings.dtype, spec, imbalance)
-    head = OutputHead(role.value, settings.fp32_head and not role.value) if stage == layout.pp - 1 else None
+    head = OutputHead(role.value, settings.fp32_head and not role.value, model.predicts) if stage == layout.pp - 1 else None
     # Without gradients, one layer's activations exist at a time, as when everything but the layers' inputs is recomputed.
     recompute = recompute_of(settings) if role.trained else Recompute("full")
     flying = in_flight(layout, stage, work.micro_batches)

@@ -73,7 +73,7 @@ class Critic:
             results, info = self._model.step(self._joined(batches), loss_fn, routing)
         metrics = merge(results) if report else {}
         if self._grid.rank == 0:
-            metrics |= {"critic/grad_norm": Mean(info.grad_norm, 1.0), "critic/lr": Mean(info.lr, 1.0)}
+            metrics |= info.metrics("critic")
         return metrics
 
     def _joined(self, batches: Sequence[Batch]) -> list[Batch]:

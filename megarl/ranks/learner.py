@@ -111,7 +111,7 @@ class Learner(MegatronWorker):
         metrics = merge(results) if self._reports_tokens else {}
         metrics |= self._trained.performance(batches, report=self._reports_tokens)
         if self._rank == 0:
-            metrics |= {f"{self._role}/grad_norm": Mean(info.grad_norm, 1.0), f"{self._role}/lr": Mean(info.lr, 1.0)}
+            metrics |= info.metrics(self._role)
         return metrics
 
     def measure(self, plan: MiniBatch) -> dict[str, Metric]:
@@ -121,8 +121,9 @@ class Learner(MegatronWorker):
         """
         from megarl.parallel import schedule
 
-        results = schedule.run(self._trained.chunks, self._batches(plan), self._look, self._grid, forward_only=True)
-        return merge(results) if self._reports_tokens else {}
+        predictor = self._trained.predictor_pass()
+        results = schedule.run(self._trained.chunks, self._batches(plan), self._look, self._grid, forward_only=True, predictor=predictor)
+        return merge([*results, *(predictor.results if predictor is not None else [])]) if self._reports_tokens else {}
 
     def trained(self) -> dict[str, ModelState]:
         """The one trained model."""

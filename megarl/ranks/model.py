@@ -31,6 +31,7 @@ from megarl.parallel.export import export_stacks, print_of_base, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.lora import put_adapters, without_adapters
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
+from megarl.parallel.predictor import PredictorPass
 from megarl.parallel.routing import Routing, RoutingPass
 from megarl.parallel.weights import load_hf, weight_buffers
 from megarl.ranks.speed import speed, training_flops
@@ -74,7 +75,11 @@ class Model:
         self._grid, self._backend = grid, backend
         self._weights_parking, self._training_parking = Parking(backend.parking_buffer), Parking(backend.parking_buffer)
         self._head, self._tower = head, settings.vision == "train"
-        self.description = ModelDescription.read(path, keeps_mtp=settings.mtp == "keep" and head == "lm")
+        mtp = "drop" if head != "lm" or settings.mtp is None else settings.mtp
+        if mtp == "train" and optimizer is None:  # of a frozen model it is kept
+            mtp = "keep"
+        self.description = ModelDescription.read(path, mtp=mtp)
+        self._mtp_loss_weight = settings.mtp_loss_weight
         self._config = transformer_config(self.description, settings, layout, backend)
         sees = self.description.sizes.vision is not None
         self._modules: list[Any] = build_chunks(
@@ -171,7 +176,8 @@ class Model:
             routing: follows this model's routers.
 
         Returns:
-            The results that `loss_fn` returned on the last stage, one per micro-batch, and the optimizer's report of the step.
+            The results that `loss_fn` returned on the last stage, one per micro-batch, then the metrics of a multi-token prediction layer,
+            if there is one, and the optimizer's report of the step.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are as before.
@@ -180,15 +186,25 @@ class Model:
         assert self._trainable is not None, "a frozen model takes no steps"
         begun = time.perf_counter()
         self._trainable.zero_grad()
-        results = schedule.run(self.chunks, batches, loss_fn, self._grid, forward_only=False, routing=routing)
+        predictor = self.predictor_pass()
+        results = schedule.run(self.chunks, batches, loss_fn, self._grid, forward_only=False, routing=routing, predictor=predictor)
         if routing is not None:
             routing.check()
+        if predictor is not None:
+            results += predictor.results
         info = self._trainable.step()
         self._backend.synchronize()
         self._seconds = time.perf_counter() - begun
         if info.skipped:
             raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
         return results, info
+
+    def predictor_pass(self) -> PredictorPass | None:
+        """Let the multi-token prediction layer take part in a run over micro-batches; None: there is none. Collective."""
+        if not self.description.predicts:
+            return None
+        self._wait_for_weights()  # the embedding may be sent to another stage before a forward pass
+        return PredictorPass(self.chunks, self._grid, self.description.vocab, self._mtp_loss_weight)
 
     def performance(self, batches: Sequence[Batch], *, report: bool) -> dict[str, Metric]:
         """Return the speed of the last step, which was on these batches, and this rank's peak memory, as metrics.
@@ -238,7 +254,7 @@ class Model:
         self._training_parking.park(state)
 
     def stream(self, dtype: str | None, *, by_stage: bool) -> Any:
-        """Stream the weights as (Hugging Face name, tensor); every rank must iterate to the end.
+        """Stream the weights that engines have as (Hugging Face name, tensor); every rank must iterate to the end.
 
         Args:
             dtype: their dtype; None: the model's.
@@ -246,7 +262,7 @@ class Model:
         """
         self._wait_for_weights()
         kind = DTYPES[dtype] if dtype else self._config.params_dtype
-        return export_stacks(self.chunks, self.description, self._grid, kind, by_stage=by_stage)
+        return export_stacks(self.chunks, self.description.trunk, self._grid, kind, by_stage=by_stage)
 
     def quantized(self, stream: Any, dtype: str | None, quantization: str) -> Any:
         """Quantise a weight stream on the rank that sends it.

@@ -19,7 +19,7 @@ from megarl.batch import EXPERTS, Batch, concat
 from megarl.cluster.process_kinds import Role
 from megarl.config import SyncSettings
 from megarl.lazy_torch import torch
-from megarl.observe.metrics import Max, Mean, Metric, merge
+from megarl.observe.metrics import Max, Metric, merge
 from megarl.ranks.assemble import (
     Columns,
     assemble,
@@ -257,7 +257,7 @@ class ModelWorker(StepWorker):
         self._fresh = False
         metrics |= self._models["policy"].performance(self._mini_batches[mini_batch], report=self._reports_tokens)
         if self._rank == 0:
-            metrics |= {"actor/grad_norm": Mean(info.grad_norm, 1.0), "actor/lr": Mean(info.lr, 1.0)}
+            metrics |= info.metrics("actor")
         return metrics
 
     def update_critic(self, mini_batch: int) -> dict[str, Metric]:

@@ -54,7 +54,7 @@ def verified(path: Path) -> SavedStep:
 
 def state_of(grid: Grid, policy: Trainable, job: Job) -> ModelState:
     """What a checkpoint is of."""
-    model, lora = ModelDescription.read(job.path), None
+    model, lora = job.description, None
     if job.lora is not None:
         lora = {**job.lora.model_dump(include={"rank", "alpha", "targets"}), "base": print_of_base(policy.chunks, model, grid)}
     return ModelState(policy.chunks, model, policy, lora=lora)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megarl.batch import Batch, Sample, pack
-from megarl.config import ModelSettings, OptimizerSettings
+from megarl.config import ModelSettings, Mtp, OptimizerSettings
 from megarl.models.description import ModelDescription
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
@@ -22,6 +22,7 @@ from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.optimizer import Trainable, make_trainable
+from megarl.parallel.predictor import PredictorPass
 
 LENGTH, SEQUENCES = 64, 2  # of a micro-batch
 
@@ -34,6 +35,7 @@ class Case:
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
     micro_batches: int = 1
+    mtp: Mtp = "drop"
 
     @property
     def settings(self) -> ModelSettings:
@@ -74,7 +76,7 @@ def _unpack(kept: Tensor | _Kept) -> Tensor:
 
 def measure(grid: Grid, models: dict[str, ModelDescription], cases: Sequence[Case]) -> list[dict[str, int]]:
     """Of each case what this rank holds, after an update: weights, gradients, optimizer; and of activations what it held at most."""
-    return [_measure(grid, models[case.family], case) for case in cases]
+    return [_measure(grid, replace(models[case.family], mtp=case.mtp), case) for case in cases]
 
 
 def _measure(grid: Grid, model: ModelDescription, case: Case) -> dict[str, int]:
@@ -85,13 +87,14 @@ def _measure(grid: Grid, model: ModelDescription, case: Case) -> dict[str, int]:
     policy = make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=10)
     weights = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     known = {tensor.untyped_storage().data_ptr() for tensor in weights}
-    peak = _update(grid, policy, known, [_micro_batch(grid) for _ in range(case.micro_batches)], model.vocab)
+    predictor = PredictorPass(policy.chunks, grid, model.vocab, 0.1) if model.predicts else None
+    peak = _update(grid, policy, known, [_micro_batch(grid) for _ in range(case.micro_batches)], model.vocab, predictor)
     optimizer = [tensor for tensor in policy.state() if tensor.untyped_storage().data_ptr() not in known]
     sizes = {"weights": weights, "gradients": policy.gradients(), "optimizer": optimizer}
     return {name: _bytes(tensors) for name, tensors in sizes.items()} | {"activations": peak}
 
 
-def _update(grid: Grid, policy: Trainable, known: set[int], batches: list[Batch], vocabulary: int) -> int:
+def _update(grid: Grid, policy: Trainable, known: set[int], batches: list[Batch], vocabulary: int, predictor: PredictorPass | None) -> int:
     def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, None]:
         lp_T, _ = logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, grid.groups.tp, vocabulary, overwrite=True)
         return lp_T.sum(), None
@@ -99,7 +102,7 @@ def _update(grid: Grid, policy: Trainable, known: set[int], batches: list[Batch]
     saved = Saved(known)
     policy.zero_grad()
     with saved_tensors_hooks(saved.pack, _unpack):
-        schedule.run(policy.chunks, batches, loss_fn, grid, forward_only=False)
+        schedule.run(policy.chunks, batches, loss_fn, grid, forward_only=False, predictor=predictor)
     assert not policy.step().skipped
     return saved.peak
 
@@ -107,7 +110,8 @@ def _update(grid: Grid, policy: Trainable, known: set[int], batches: list[Batch]
 def _micro_batch(grid: Grid) -> Batch:
     rng = np.random.default_rng(grid.dp_rank)
     tokens = rng.integers(0, 100, (SEQUENCES, LENGTH + 1)).astype(np.int32)
-    return pack([Sample(own, 1, np.zeros(LENGTH, np.float32), "stop") for own in tokens])
+    batch = pack([Sample(own, 1, np.zeros(LENGTH, np.float32), "stop") for own in tokens])
+    return batch.with_extra(weight=torch.ones(len(batch)))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -135,7 +135,7 @@ def test_saved_directory_holds_the_same_tensors(pool: Pool, path: Path, tmp_path
 
 def saved_with_predictors(grid: Grid, path: Path, target: Path) -> None:
     chunks, _ = loaded(grid, path)
-    export.save_hf(chunks, ModelDescription.read(path, keeps_mtp=True), grid, target)
+    export.save_hf(chunks, ModelDescription.read(path, mtp="keep"), grid, target)
 
 
 def test_kept_layers_of_multi_token_prediction_are_saved_as_they_were(pool: Pool, make: Make, tmp_path: Path) -> None:

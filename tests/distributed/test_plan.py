@@ -1,5 +1,6 @@
 """`megarl plan` against real ranks: bytes of weights, gradients, optimizer and activations of the local spec, in float32 and bfloat16."""
 
+from dataclasses import replace
 from math import prod
 from typing import Any, Literal
 
@@ -80,6 +81,7 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
             Case("deepseek_v3", recompute="selective"),
             Case("qwen3_moe", HALF, "full"),
             Case("glm4_moe", HALF),
+            Case("glm4_moe", mtp="train"),
             Case("nemotron_h"),
             Case("deepseek_v32"),
             Case("deepseek_v32", HALF, "selective"),
@@ -90,13 +92,19 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
     "tp2": (Layout(ranks=2, tp=2), [Case("llama", recompute="full"), Case("qwen2", HALF)]),
     "tp2_ep2": (
         Layout(ranks=2, tp=2, ep=2),
-        [Case("qwen3_moe", HALF), Case("deepseek_v3"), Case("qwen3_next", HALF), Case("nemotron_h", HALF)],
+        [
+            *(Case("qwen3_moe", HALF), Case("deepseek_v3"), Case("qwen3_next", HALF), Case("nemotron_h", HALF)),
+            Case("qwen3_next", mtp="train"),
+        ],
     ),
     "tp2_etp2": (Layout(ranks=2, tp=2, etp=2), [Case("glm4_moe", HALF), Case("mixtral")]),
     "cp2": (Layout(ranks=2, cp=2), [Case("qwen3_moe"), Case("deepseek_v3", HALF), Case("llama", HALF), Case("qwen3_next")]),
     "pp2": (
         Layout(ranks=2, pp=2),
-        [Case("qwen2", micro_batches=3), Case("deepseek_v3", HALF, "full", 3), Case("qwen3_next", micro_batches=3)],
+        [
+            *(Case("qwen2", micro_batches=3), Case("deepseek_v3", HALF, "full", 3), Case("qwen3_next", micro_batches=3)),
+            Case("deepseek_v3", HALF, "full", 3, "train"),
+        ],
     ),
     "pp2_vpp2": (Layout(ranks=2, pp=2, vpp=2), [Case("glm4_moe", HALF, "full", 4), Case("qwen3_moe", micro_batches=4)]),
     "pp4": (Layout(ranks=4, pp=4), [Case("mixtral", HALF, micro_batches=5)]),
@@ -111,7 +119,8 @@ def test_planned_bytes_are_those_of_real_ranks(pool: Pool, name: str, long: bool
     cases = cases if long else cases[:1]
     measured = pool.run(measure, layout, DESCRIPTIONS, cases)
     for index, case in enumerate(cases):
-        role = PlannedModel("policy", DESCRIPTIONS[case.family], trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES)
+        model = replace(DESCRIPTIONS[case.family], mtp=case.mtp)
+        role = PlannedModel("policy", model, trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES)
         planned = plan_group([role], layout, case.settings, Work(LENGTH, case.micro_batches, 0, gpu=False))
         held = [rank[index] for rank in measured]
         for rank, real in enumerate(held):

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from megarl.batch import Batch, Sample, pack
-from megarl.config import LoraSettings, ModelSettings, OptimizerSettings
+from megarl.config import LoraSettings, ModelSettings, Mtp, OptimizerSettings
 from megarl.host.network import interface_towards
 from megarl.models.description import ModelDescription
+from megarl.observe.metrics import Metric, merge
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -29,6 +30,7 @@ from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.lora import adapters_of, put_adapters, put_factor
 from megarl.parallel.optimizer import Trainable, make_trainable
 from megarl.parallel.packing import pack_micro
+from megarl.parallel.predictor import PredictorPass
 from megarl.parallel.weights import load_hf
 from megarl.sync import gloo, wire
 from megarl.sync.store import connect_store, listen_store
@@ -91,6 +93,13 @@ class Job:
     megatron: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)  # further settings of it
     lora: LoraSettings | None = None
+    mtp: Mtp = "drop"
+    mtp_loss_weight: float = 0.3
+
+    @property
+    def description(self) -> ModelDescription:
+        """Of the model."""
+        return ModelDescription.read(self.path, mtp=self.mtp)
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,8 @@ class Report:
     grad_norm: list[float]
     logp: dict[tuple[int, int], float]  # (sequence, position) -> log-prob in the last step
     runs: int  # micro-batches that `loss_fn` saw in the last step
+    predicted: dict[str, Metric] = field(default_factory=dict)  # of the multi-token prediction layer, in the last step
+    predictor_norm: list[float | None] = field(default_factory=list)
 
 
 def global_batch(sequences: int) -> Batch:
@@ -124,7 +135,7 @@ def shares(batch: Batch, parts: int) -> list[Batch]:
 
 def build(grid: Grid, job: Job) -> Trainable:
     """The loaded policy of this rank, ready to train."""
-    model = ModelDescription.read(job.path)
+    model = job.description
     settings = ModelSettings(path=job.path, dtype=job.dtype, recompute=job.recompute, megatron=job.megatron)
     config, adapted = transformer_config(model, settings, grid.layout, choose()), job.lora is not None
     chunks = build_chunks(config, model, choose(), grad=not adapted, adapted=adapted)
@@ -169,7 +180,7 @@ def gradients(grid: Grid, job: Job) -> dict[str, Tensor]:
 
 def exported(grid: Grid, policy: Trainable, job: Job) -> dict[str, Tensor]:
     """The policy's weights by Hugging Face's name, on rank 0."""
-    return tensors_of(policy.chunks, ModelDescription.read(job.path), grid, torch.float32)
+    return tensors_of(policy.chunks, job.description, grid, torch.float32)
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -189,7 +200,7 @@ def assert_same_gradients(many: dict[str, Tensor], one: dict[str, Tensor]) -> No
 def learn(grid: Grid, policy: Trainable, job: Job, *, forward_only: bool = False) -> Report:
     """Optimizer steps on this rank's share of the global batch, or with `forward_only` only their loss."""
     reports = grid.is_last_stage and grid.tp_rank == 0
-    losses, norms, runs = [], [], 0
+    losses, norms, own_norms, runs = [], [], list[float | None](), 0
     logp: dict[tuple[int, int], float] = {}
 
     def loss_fn(logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, tuple[float, Tensor, Tensor, Tensor]]:
@@ -200,8 +211,14 @@ def learn(grid: Grid, policy: Trainable, job: Job, *, forward_only: bool = False
     mine = shares(global_batch(job.sequences), job.micro_batches)[grid.dp_rank :: grid.dp_size]
     for _ in range(job.steps):
         policy.zero_grad()
-        results = schedule.run(policy.chunks, mine, loss_fn, grid, forward_only=forward_only)
-        norms.append(0.0 if forward_only else policy.step().grad_norm)
+        predictor = None
+        if job.mtp == "train":
+            predictor = PredictorPass(policy.chunks, grid, TINY["vocab_size"], job.mtp_loss_weight)
+        results = schedule.run(policy.chunks, mine, loss_fn, grid, forward_only=forward_only, predictor=predictor)
+        if not forward_only:
+            info = policy.step()
+        norms.append(0.0 if forward_only else info.grad_norm)
+        own_norms.append(None if forward_only else info.predictor_norm)
         losses.append(sum(loss for loss, *_ in results) if reports else 0.0)
         runs = len(results)
         if grid.is_last_stage:
@@ -209,7 +226,8 @@ def learn(grid: Grid, policy: Trainable, job: Job, *, forward_only: bool = False
                 assert set(seq_T.tolist()) <= set(batch.seq_T.tolist()), "results are not in the order of the micro-batches"
         for _, seq_T, position_T, lp_T in results if reports else []:
             logp |= {(int(s), int(p)): float(lp) for s, p, lp in zip(seq_T, position_T, lp_T, strict=True)}
-    return Report(losses, norms, logp, runs)
+    predicted = merge(predictor.results) if predictor is not None and reports else {}
+    return Report(losses, norms, logp, runs, predicted, own_norms)
 
 
 def plain(grid: Grid, job: Job) -> Report:

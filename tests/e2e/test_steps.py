@@ -163,6 +163,7 @@ def test_a_run_goes_on_on_any_other_layout(lab: Lab, long: bool, tmp_path: Path,
 FAMILIES = {
     "qwen3": ("layout.ranks=2", "layout.tp=2", "save.every=2"),
     "glm4_moe": ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "model.mtp=keep", "save.every=2"),
+    "deepseek_v3": ("layout.ranks=2", "layout.pp=2", "model.mtp=train", "model.mtp_loss_weight=0.2", "save.every=2"),
 }
 PREDICTOR = "model.layers.2."  # behind the last layer
 
@@ -173,10 +174,11 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 
 def add_predictor(model: Path) -> None:
-    """Tensors of a layer of multi-token prediction, as published checkpoints have them."""
+    """Tensors of a layer of multi-token prediction, with names as in published checkpoints."""
     tensors = load_file(model / "model.safetensors")
     layer = {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in tensors.items() if ".layers.1." in name}
-    further = {"eh_proj.weight": torch.zeros(128, 256), "enorm.weight": torch.ones(128), "hnorm.weight": torch.ones(128)}
+    norms = dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), torch.ones(128))
+    further = {"eh_proj.weight": 0.05 * torch.randn(128, 256), **{name: one.clone() for name, one in norms.items()}}
     save_file({**tensors, **layer, **{PREDICTOR + name: tensor for name, tensor in further.items()}}, model / "model.safetensors")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
@@ -187,7 +189,7 @@ def test_other_families_train_and_sync(lab: Lab, tmp_path: Path, family: str) ->
     """Every sync is checked by fingerprints (sync.verify), and engine and trainer agree about every token after an update."""
     model = tmp_path / "model"
     build(model, layers=2, hidden=128, experts=8, expert_hidden=64, seed=1, family=family)
-    if family == "glm4_moe":
+    if family != "qwen3":
         add_predictor(model)
     job = lab.run(Job(tmp_path, model, ("train.steps=2", *FAMILIES[family])))
     steps, out = job.steps(), tmp_path / "job" / "model"
@@ -196,13 +198,14 @@ def test_other_families_train_and_sync(lab: Lab, tmp_path: Path, family: str) ->
     assert [row.get("routing/rollout_changed_frac") for row in steps] == ([None, None] if family == "qwen3" else [0, 0])
     before, after = load_file(model / "model.safetensors"), stored(out)
     assert after.keys() == before.keys()
-    predictor = {name for name in before if name.startswith(PREDICTOR)}
+    predictor, trained = {name for name in before if name.startswith(PREDICTOR)}, family == "deepseek_v3"
+    assert [{"mtp/loss", "mtp/accuracy", "mtp/grad_norm"} <= row.keys() for row in steps] == [trained] * 2
     assert json.loads((out / "config.json").read_text()).get("num_nextn_predict_layers", 0) == (1 if predictor else 0)
     kept = {name for name in after if (before[name] == after[name]).all()}
-    assert predictor <= kept
-    kept -= predictor
+    assert predictor <= kept or trained
+    kept -= set() if trained else predictor
     assert convert(["megatron-to-hf", str(tmp_path / "job"), str(tmp_path / "converted")]) == 0
     converted = stored(tmp_path / "converted")
     assert converted.keys() == after.keys() and all(torch.equal(converted[name], tensor) for name, tensor in after.items())
-    biases = {name for name in after if name.endswith("e_score_correction_bias")} - predictor
+    biases = {name for name in after if name.endswith("e_score_correction_bias")} - (set() if trained else predictor)
     assert biases <= kept and all(".mlp.experts." in name for name in kept - biases), "an expert that no token chose stays"

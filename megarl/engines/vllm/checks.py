@@ -134,7 +134,7 @@ def _check_blocks(model: ModelDescription, settings: RolloutSettings) -> None:
     vLLM requires it of matrices that are split or merged (vllm/model_executor/layers/quantization/utils/fp8_utils.py:1209, :1260), and of
     all columns, whose inputs are quantised 128 at a time (:583). Only the rows of replicated matrices may end in a part of a block.
     """
-    for weight in model.mappings("lm"):  # of one layer and expert for all, since `megarl plan` checks thousands of layouts
+    for weight in model.trunk.mappings("lm"):  # of one layer and expert for all, since `megarl plan` checks thousands of layouts
         if not weight.linear:
             continue
         if "{expert}" not in weight.megatron:

@@ -31,7 +31,7 @@ def load(step: SavedStep, models: Mapping[str, ModelState], grid: Grid) -> None:
         state: dict[str, Any] = {"model": sharded.model_state(model.chunks, grid)}
         if model.trainable is not None:
             state["optimizer"] = sharded.empty_optimizer_state(model.trainable, state["model"])
-        allowed_extra = ("optimizer.",) if model.trainable is None else ()
+        allowed_extra = () if model.trainable is not None else ("optimizer.",) if model.description.predicts else ("optimizer.", "mtp.")
         torch_dist.read(step, name, state, model.description.vocab, allowed_extra, grid)
         if model.trainable is not None:
             sharded.put_optimizer(model.trainable, state["optimizer"], saved["optimizer"]["adam_step"])
@@ -60,6 +60,8 @@ def _saved(step: SavedStep, name: str, model: ModelState) -> Mapping[str, Any]:
     if (model.lora is None) != ("lora" not in saved):
         own, given = ("all weights" if absent else "adapters alone" for absent in (model.lora is None, "lora" not in saved))
         raise ConfigError(f"checkpoint: {step.path / name} holds {given}, and the model saves {own} (model.lora)")
+    if model.description.predicts and not saved.get("mtp"):
+        raise ConfigError(f"checkpoint: {step.path / name} holds no multi-token prediction layer (model.mtp=train)")
     for key, value in (model.lora or {}).items():
         if (given := saved["lora"][key]) != value:
             what = "adapters of another base: its fingerprint" if key == "base" else f"model.lora.{key}"

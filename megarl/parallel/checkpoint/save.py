@@ -289,7 +289,8 @@ def _left(deadline: float) -> float:
 def _description(model: ModelState) -> dict[str, Any]:
     trainable = model.trainable
     optimizer = None if trainable is None else {"steps": trainable.steps, "adam_step": sharded.adam_step(trainable)}
-    return {**model.description.identity, "optimizer": optimizer, **({} if model.lora is None else {"lora": dict(model.lora)})}
+    lora = {} if model.lora is None else {"lora": dict(model.lora)}
+    return {**model.description.identity, "optimizer": optimizer, **lora, **({"mtp": True} if model.description.predicts else {})}
 
 
 def _fault(error: Exception) -> str:

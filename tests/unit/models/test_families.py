@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megarl.config import ConfigError, Layout
+from megarl.config import ConfigError, Layout, Mtp
 from megarl.models.description import ModelDescription
 from megarl.models.families import FAMILIES, check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config, stack_of
@@ -69,16 +69,42 @@ def test_missing_misshaped_and_unknown_tensors_are_named(tiny: dict[str, Path], 
 def test_multi_token_prediction_is_refused_or_left_out_or_kept_by_choice(tiny: dict[str, Path], tmp_path: Path, family: str) -> None:
     further: dict[str, Tensor | None] = {f"model.layers.2.{name}": torch.zeros(2) for name in ("eh_proj.weight", "shared_head.head.weight")}
     path = copied(tiny[family], tmp_path / "mtp", further, num_nextn_predict_layers=1)
-    expected = r"holds model\.layers\.2\.eh_proj\.weight and 1 more multi-token prediction tensors, which megarl does not train"
+    expected = r"holds model\.layers\.2\.eh_proj\.weight and 1 more multi-token prediction tensors \(model\.mtp=keep has them unchanged"
     with pytest.raises(ConfigError, match=expected):
         check_checkpoint(path)
     for mtp in ("drop", "keep"):
         assert check_checkpoint(path, mtp=mtp).config["num_nextn_predict_layers"] == 1
-    with pytest.raises(ConfigError, match=r"holds no multi-token prediction layers \(model.mtp=keep\)"):
-        check_checkpoint(tiny[family], mtp="keep")
+    without = copied(tiny[family], tmp_path / "without", {}, num_nextn_predict_layers=1)
+    chosen: tuple[Mtp, ...] = ("keep", "train")
+    for mtp in chosen:
+        with pytest.raises(ConfigError, match=rf"holds no multi-token prediction layers \(model.mtp={mtp}\)"):
+            check_checkpoint(without, mtp=mtp)
     later = copied(tiny[family], tmp_path / "later", {"model.layers.3.eh_proj.weight": torch.zeros(2)}, num_nextn_predict_layers=1)
     with pytest.raises(ConfigError, match=r"holds the tensor model\.layers\.3\.eh_proj\.weight"):
         check_checkpoint(later, mtp="drop")
+
+
+def test_a_layer_of_multi_token_prediction_that_is_trained_is_checked(tiny: dict[str, Path], tmp_path: Path) -> None:
+    model = ModelDescription.read(copied(tiny["glm4_moe"], tmp_path / "bare", {}, num_nextn_predict_layers=1), mtp="train")
+    own = {name: torch.zeros(shape) for name, shape in model.expected().items() if name not in model.trunk.expected()}
+    head = load_file(tiny["glm4_moe"] / "model.safetensors")["lm_head.weight"]
+    copy = "model.layers.2.shared_head.head.weight"
+    faults: list[tuple[dict[str, Tensor | None], dict[str, Any], str]] = [
+        ({"model.layers.2.enorm.weight": None}, {}, r"lacks the tensor model\.layers\.2\.enorm\.weight \(1 of"),
+        ({"model.layers.2.eh_proj.weight": torch.zeros(3)}, {}, r"model\.layers\.2\.eh_proj\.weight has shape \[3\]"),
+        ({"model.layers.2.further.weight": torch.zeros(3)}, {}, r"holds the tensor model\.layers\.2\.further\.weight, which"),
+        ({copy: head + 1}, {}, r"shared_head\.head\.weight differs from lm_head\.weight by up to 1: model\.mtp=train"),
+        ({copy: head[:2].clone()}, {}, r"shared_head\.head\.weight differs from lm_head\.weight by up to inf"),
+        ({}, {"num_nextn_predict_layers": 2}, r"num_nextn_predict_layers=2: model\.mtp=train takes 1"),
+    ]
+    for place, (changes, config, message) in enumerate(faults):
+        path = copied(tiny["glm4_moe"], tmp_path / str(place), {**own, **changes}, **{"num_nextn_predict_layers": 1, **config})
+        with pytest.raises(ConfigError, match=message):
+            check_checkpoint(path, mtp="train")
+    whole = copied(tiny["glm4_moe"], tmp_path / "whole", {**own, copy: head.clone()}, num_nextn_predict_layers=1)
+    assert check_checkpoint(whole, mtp="train").predicts
+    with pytest.raises(ConfigError, match=r"model\.mtp=train: not for Qwen3MoeForCausalLM"):
+        check_checkpoint(tiny["qwen3_moe"], mtp="train")
 
 
 def test_a_tied_output_layer_may_be_stored_all_the_same(tiny: dict[str, Path], tmp_path: Path) -> None:
