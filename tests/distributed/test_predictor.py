@@ -85,7 +85,7 @@ def assert_equal(many: dict[str, Tensor], one: dict[str, Tensor]) -> None:
 
 
 CASES = [(family, name) for family in FAMILIES for name in LAYOUTS if family != "qwen3_5" or "e" not in name]
-SUITE = [("deepseek_v3", "tp2_pp2"), ("glm4_moe", "cp2"), ("qwen3_next", "pp2_vpp2"), ("qwen3_5_moe", "tp2_etp2_ep2")]
+SUITE = [("deepseek_v3", "tp2_pp2"), ("glm4_moe", "cp2")]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_the_gradient_is_independent_of_the_layout(
     assert_equal(own_gradients(pool, LAYOUTS[name], job(directory(family))), alone(family))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", rows(["selective", "full"], ["full"]))
 def test_a_recomputed_layer_has_the_same_gradient(
     pool: Pool, directory: Directories, alone: Callable[[str], dict[str, Tensor]], recompute: Literal["selective", "full"]
 ) -> None:
@@ -124,7 +124,7 @@ def stepped(grid: Grid, work: Job) -> tuple[Report, dict[str, Tensor]]:
 TRUNK = [("deepseek_v3", "one"), ("glm4_moe", "tp2_pp2"), ("qwen3_next", "pp2"), ("qwen3_next", "tp2_ep2"), ("qwen3_5", "one")]
 
 
-@pytest.mark.parametrize(("family", "name"), rows(TRUNK, TRUNK[:3]))
+@pytest.mark.parametrize(("family", "name"), rows(TRUNK, TRUNK[1:2]))
 def test_the_model_is_trained_bit_for_bit_as_without_the_layer(pool: Pool, directory: Directories, family: str, name: str) -> None:
     """Losses, norms, log-probs and weights, with gradients that are clipped: the layer's has a norm of its own."""
     work = job(directory(family), steps=3, optimizer={"clip_grad": 0.01})
@@ -141,7 +141,7 @@ def test_the_model_is_trained_bit_for_bit_as_without_the_layer(pool: Pool, direc
     assert all(name.endswith("e_score_correction_bias") for name in stays)
 
 
-@pytest.mark.parametrize("name", ["dp2", "cp2"])
+@pytest.mark.parametrize("name", rows(["dp2", "cp2"], ["dp2"]))
 def test_the_models_gradients_are_those_without_the_layer(pool: Pool, directory: Directories, name: str) -> None:
     """Bit for bit, also where the parameters' buffers are cut otherwise with the layer than without."""
     work = job(directory("glm4_moe"), optimizer=BY_GRADIENTS)
@@ -201,7 +201,7 @@ def of_transformers(path: Path, tmp_path: Path) -> tuple[float, int, int, dict[s
     return float(loss.detach()), count, hits, {name: one for name, one in found.items() if one is not None}
 
 
-@pytest.mark.parametrize("family", rows(FAMILIES, ["deepseek_v3", "qwen3_next"]))
+@pytest.mark.parametrize("family", rows(FAMILIES, ["deepseek_v3"]))
 def test_loss_and_gradient_are_those_of_transformers_layers(
     pool: Pool, directory: Directories, alone: Callable[[str], dict[str, Tensor]], tmp_path: Path, family: str
 ) -> None:
@@ -236,7 +236,7 @@ def saved(grid: Grid, work: Job, target: Path) -> None:
     save_hf(policy.chunks, work.description, grid, target)
 
 
-@pytest.mark.parametrize("family", rows(FAMILIES, ["deepseek_v3", "qwen3_5_moe"]))
+@pytest.mark.parametrize("family", rows(FAMILIES, ["qwen3_5_moe"]))
 def test_a_saved_directory_holds_the_layer(pool: Pool, directory: Directories, tmp_path: Path, family: str) -> None:
     """Every tensor as it was read, without the copies of embedding and output layer; config.json has the number of such layers."""
     work = job(directory(family))
