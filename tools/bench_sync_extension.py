@@ -28,6 +28,6 @@ class BenchExtension(WorkerExtension):
             if own:
                 model.load_weights(iter([one for names, stack in tensors for one in each(names, stack)]))
             else:
-                assert all([loader._experts.load(names, stack) for names, stack in tensors])
+                assert all([loader._experts[0].load(names, stack) for names, stack in tensors])
             weight_loader.finalize_layerwise_reload(model, self.vllm_config.model_config)
         return time.process_time() - begun

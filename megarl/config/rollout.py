@@ -125,6 +125,9 @@ class TrainRolloutSettings(RolloutSettings):
     budget_tokens: PositiveInt | None = None
     """budget: maximum number of tokens that a response gains in one round. No token is older than
     ceil(max_response_tokens / budget_tokens) + 1 updates."""
+    speculative: Annotated[int, Field(gt=0, le=8)] | None = None
+    """Tokens that an engine drafts at a time with the model's multi-token prediction layer (model.mtp=train) and then checks, so that
+    samples and log-probs are those without it; null: none."""
     max_lag: Annotated[int, Field(gt=0, le=1024)] | None = None
     """free: maximum number of updates by which a token may lag behind the weights that train on it."""
 

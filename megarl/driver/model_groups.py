@@ -368,5 +368,6 @@ def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
         truncation=config.rollout.truncation if train.logp_over == "kept" else None,
         offload=config.placement.offload,
         shared_devices=config.placement.engines == "shared",
+        drafts=config.rollout.speculative is not None,
         routing=config.routing,
     )

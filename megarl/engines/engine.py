@@ -286,6 +286,10 @@ class Engine(Protocol):
     async def finish_update(self, version: int, timeout_s: float) -> None:
         """Put the new weights into use as `version`. Raises WeightSyncError naming a tensor that has not arrived."""
 
+    async def drafted(self, timeout_s: float) -> tuple[int, int]:
+        """Return how many tokens were drafted since the last call, and how many of them accepted; of engines that do not draft, none."""
+        return 0, 0
+
     async def fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
         """Fingerprint the weights, for `megarl.sync.fingerprint.compare`: by Hugging Face name, one entry for each place that holds it."""
         ...

@@ -364,5 +364,8 @@ class RolloutWorker:
     async def finish_update(self, version: int, timeout_s: float) -> None:
         await self._engine.finish_update(version, timeout_s)
 
+    async def drafted(self, timeout_s: float) -> tuple[int, int]:
+        return await self._engine.drafted(timeout_s)
+
     async def fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
         return await self._engine.fingerprints(timeout_s)

@@ -156,4 +156,4 @@ class ModelDescription:
 
     def update(self, dtype: str, quantization: str | None = None) -> dict[str, tuple[list[int], str]]:
         """Return the shape and dtype of every tensor in a weight update of an engine; see `Family.update`."""
-        return self.family.update(self.config, dtype, quantization)
+        return self.family.update(self.config, dtype, quantization, predicts=self.predicts)

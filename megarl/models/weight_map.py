@@ -733,16 +733,19 @@ class Family:
         weights = self.weights(config, self.head_of(config), predicts=predicts)
         return {name: shape for weight in weights for name, shape in zip(weight.hf, weight.op.shapes, strict=True)}
 
-    def update(self, config: ConfigJson, dtype: str, quantization: str | None = None) -> dict[str, tuple[list[int], str]]:
+    def update(
+        self, config: ConfigJson, dtype: str, quantization: str | None = None, *, predicts: bool = False
+    ) -> dict[str, tuple[list[int], str]]:
         """Return the shape and dtype of every tensor in a weight update of an engine, by Hugging Face name.
 
         Args:
             config: config.json.
             dtype: the dtype of the engine's weights that are not quantised.
             quantization: `rollout.quantization`; with "fp8", the matrices of linear layers and experts come in FP8, each with its scales.
+            predicts: see `mappings`.
         """
         expected = dict[str, tuple[list[int], str]]()
-        for weight in self.weights(config):
+        for weight in self.weights(config, predicts=predicts):
             quantized = quantization == "fp8" and weight.linear
             for name, shape in zip(weight.hf, weight.op.shapes, strict=True):
                 expected[name] = list(shape), FP8 if quantized else "float32" if weight.float32 else dtype

@@ -115,7 +115,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
     if isinstance(config, TrainConfig):
         dtype, shared = config.rollout.dtype or config.model.dtype, config.placement.engines == "shared"
         # The plan is one for GPUs, also of a configuration for a CPU, whose engines need kv_cache_mb.
-        rollout = config.rollout if config.cluster.gpus else config.rollout.model_copy(update={"kv_cache_mb": None})
+        rollout = config.rollout if config.cluster.gpus else config.rollout.model_copy(update={"kv_cache_mb": None, "speculative": None})
         check_engine(model, dtype, rollout, gpu=True)
         engine, engines = plan_engine(model, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.devices
         receiver = receiver_bytes(model, config.sync, dtype, config.rollout, config.senders)

@@ -253,16 +253,17 @@ class Model:
         self._training_parking.park(self._trainable.gradients(), keep=False)
         self._training_parking.park(state)
 
-    def stream(self, dtype: str | None, *, by_stage: bool) -> Any:
+    def stream(self, dtype: str | None, *, by_stage: bool, drafts: bool = False) -> Any:
         """Stream the weights that engines have as (Hugging Face name, tensor); every rank must iterate to the end.
 
         Args:
             dtype: their dtype; None: the model's.
             by_stage: each pipeline stage's on its first rank, instead of all on rank 0.
+            drafts: they draft with the multi-token prediction layer.
         """
         self._wait_for_weights()
         kind = DTYPES[dtype] if dtype else self._config.params_dtype
-        return export_stacks(self.chunks, self.description.trunk, self._grid, kind, by_stage=by_stage)
+        return export_stacks(self.chunks, self.description if drafts else self.description.trunk, self._grid, kind, by_stage=by_stage)
 
     def quantized(self, stream: Any, dtype: str | None, quantization: str) -> Any:
         """Quantise a weight stream on the rank that sends it.
@@ -276,7 +277,7 @@ class Model:
             The stream that engines of this quantisation expect.
         """
         rest = dtype or str(self._config.params_dtype).removeprefix("torch.")
-        return as_expected(stream, self.description.update(rest, quantization))
+        return as_expected(stream, self.description.trunk.update(rest, quantization))
 
     def saved(self) -> ModelState:
         """Return the state of the model and its optimizer, as saved in a checkpoint. Collective."""

@@ -295,7 +295,7 @@ class ModelWorker(StepWorker):
         sharing = len(engines) * workers_per_engine if self._spec.shared_devices else 0
         model = self._models["policy"] if sharing else self._use("policy")  # `leave_policy` has made it ready
         senders = settings.senders(self._grid.layout, sharing)
-        stream = model.stream(None if quantization else dtype, by_stage=senders > 1)
+        stream = model.stream(None if quantization else dtype, by_stage=senders > 1, drafts=self._spec.drafts)
         if not (self._grid.leads_stage and self._grid.pp_rank < senders):
             collections.deque(stream, maxlen=0)
             return {}
@@ -318,7 +318,8 @@ class ModelWorker(StepWorker):
 
         kind = StagePublisher if self._grid.pp_rank else WeightPublisher
         relay = self._grid.rank if self._spec.shared_devices else None  # on GPUs in the ranks' order; else any on its machine
-        return kind(engines, workers_per_engine, settings, self._host, self._backend.device, rounds, relay=relay)
+        drafts = self._spec.drafts
+        return kind(engines, workers_per_engine, settings, self._host, self._backend.device, rounds, relay=relay, drafts=drafts)
 
     def save(self, role: Role, directory: Path) -> None:
         """Write a model as a Hugging Face directory; value models in the sequence-classification layout."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.cluster.actor_group import raise_cause
 from megarl.config import SyncSettings
-from megarl.observe.metrics import Last, Metric
+from megarl.observe.metrics import Last, Mean, Metric
 from megarl.sync.fingerprint import Fingerprinter, Print, check
 from megarl.sync.send import Sender
 from megarl.sync.senders import SenderRounds, SenderStopped
@@ -41,6 +41,7 @@ class Publisher:
         device: this rank's device.
         rounds: this sender's part in the rounds of all.
         relay: the engine worker, counted through all engines, that shares this rank's device; None: the engines have their own.
+        drafts: the engines draft, and say how many drafts they have accepted.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Publisher:
         rounds: SenderRounds,
         *,
         relay: int | None,
+        drafts: bool = False,
     ) -> None:
+        self._drafts = drafts
         self._engines, self._per_engine, self._settings, self._rounds = engines, workers_per_engine, settings, rounds
         rounds.begin()
         try:
@@ -138,7 +141,10 @@ class WeightPublisher(Publisher):
         while headers := self._rounds.gathered():  # other stages may have more
             self._load_all(headers)()
         self._all("finish_update", version, timeout_s)()
-        moved = time.perf_counter()
+        moved, accepted = time.perf_counter(), dict[str, Metric]()
+        if self._drafts:
+            counts = self._all("drafted", timeout_s)()
+            accepted["rollout/draft_accepted"] = Mean(float(sum(one for _, one in counts)), float(sum(drafted for drafted, _ in counts)))
         expected = prints.digest()
         reports = [StageReport(**message) for message in self._rounds.last]
         for report in reports:
@@ -155,6 +161,7 @@ class WeightPublisher(Publisher):
             "sync/mb": Last((sent.nbytes + sum(report.nbytes for report in reports)) / 2**20),
             "timing_s/sync_move": Last(moved - begun),
             "timing_s/sync_verify": Last(time.perf_counter() - moved),
+            **accepted,
         }
 
     def _load(self, header: dict[str, Any]) -> Callable[[], object]:

@@ -50,6 +50,7 @@ class RLSpec:
     reward: Path | None = None  # the reward model
     offload: bool = False  # idle models leave the device
     shared_devices: bool = False  # the engines share the devices of the policy's ranks
+    drafts: bool = False  # the engines draft with the policy's multi-token prediction layer
     routing: RoutingSettings = RoutingSettings()
     old_logp: Literal["forward", "update", "rollout"] = "forward"  # where the old log-probs come from
     truncation: Truncation | None = None  # log-probs are over the tokens that this keeps; None: over the vocabulary

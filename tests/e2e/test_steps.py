@@ -163,7 +163,14 @@ def test_a_run_goes_on_on_any_other_layout(lab: Lab, long: bool, tmp_path: Path,
 FAMILIES = {
     "qwen3": ("layout.ranks=2", "layout.tp=2", "save.every=2"),
     "glm4_moe": ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo", "model.mtp=keep", "save.every=2"),
-    "deepseek_v3": ("layout.ranks=2", "layout.pp=2", "model.mtp=train", "model.mtp_loss_weight=0.2", "save.every=2"),
+    "deepseek_v3": (
+        "layout.ranks=2",
+        "layout.pp=2",
+        "model.mtp=train",
+        "model.mtp_loss_weight=0.2",
+        "rollout.speculative=1",
+        "save.every=2",
+    ),
 }
 PREDICTOR = "model.layers.2."  # behind the last layer
 
@@ -199,7 +206,7 @@ def test_other_families_train_and_sync(lab: Lab, tmp_path: Path, family: str) ->
     before, after = load_file(model / "model.safetensors"), stored(out)
     assert after.keys() == before.keys()
     predictor, trained = {name for name in before if name.startswith(PREDICTOR)}, family == "deepseek_v3"
-    assert [{"mtp/loss", "mtp/accuracy", "mtp/grad_norm"} <= row.keys() for row in steps] == [trained] * 2
+    assert [{"mtp/loss", "mtp/accuracy", "mtp/grad_norm", "rollout/draft_accepted"} <= row.keys() for row in steps] == [trained] * 2
     assert json.loads((out / "config.json").read_text()).get("num_nextn_predict_layers", 0) == (1 if predictor else 0)
     kept = {name for name in after if (before[name] == after[name]).all()}
     assert predictor <= kept or trained

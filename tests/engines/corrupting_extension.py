@@ -3,10 +3,12 @@
 import os
 import tempfile
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 
+from megarl.engines.vllm.draft import draft_of
 from megarl.engines.vllm.worker_extension import WorkerExtension
 from megarl.sync import fingerprint
 
@@ -20,6 +22,13 @@ class CorruptingExtension(WorkerExtension):
         experts = layer.mlp.experts.routed_experts
         if what == "norm":
             layer.input_layernorm.weight[7] *= 1.01
+        elif what.startswith("draft"):
+            model: Any = draft_of(self.model_runner)
+            [draft] = model.model.layers.values()
+            if what == "draft_projection":
+                draft.eh_proj.weight[3, 4] += 0.1
+            else:
+                draft.mtp_block.mlp.gate.e_score_correction_bias[2] += 1e-3
         elif what == "q_norm":
             layer.self_attn.q_norm.weight[0] += 0.1
         elif what == "embedding":

@@ -6,6 +6,7 @@ Only vLLM's own processes import this file.
 from __future__ import annotations
 
 from torch import nn
+from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.model_executor.models.granitemoe import GraniteMoeForCausalLM
 from vllm.model_executor.models.interfaces import supports_multimodal
@@ -18,6 +19,7 @@ _NAMES: dict[type[nn.Module], dict[str, str]] = {
     GptOssForCausalLM: {"attn": "self_attn", "embedding": "embed_tokens"},
     GraniteMoeForCausalLM: {"gate": "router.layer"},
     NemotronHForCausalLM: {"model": "backbone", "embed_tokens": "embeddings"},
+    DeepSeekMTP: {"mtp_block": ""},
 }
 
 
@@ -27,4 +29,4 @@ def checkpoint_path(model: nn.Module, path: str) -> str:
         start, _, rest = path.partition(".")
         return f"model.{path}" if start == "visual" else rest.replace("model.", TEXT, 1)
     names = _NAMES.get(type(model), {})
-    return ".".join(names.get(part, part) for part in path.split("."))
+    return ".".join(name for part in path.split(".") if (name := names.get(part, part)))

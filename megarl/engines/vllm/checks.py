@@ -7,10 +7,11 @@ import importlib.util
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from megarl.config import ConfigError, RolloutSettings
+from megarl.config import ConfigError, RolloutSettings, TrainRolloutSettings
 from megarl.engines.vllm.arguments import check_arguments
-from megarl.engines.vllm.launch import VLLM_VERSION, vllm_names
+from megarl.engines.vllm.launch import DRAFTS, VLLM_VERSION, vllm_names
 from megarl.models import decoder_blocks as blocks
 from megarl.models.delta_nets import delta_nets
 from megarl.models.description import ModelDescription
@@ -44,6 +45,8 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
         _check_vision(model.sizes.vision, settings)
     if model.sizes.blocks and ATTENTION not in model.sizes.blocks:  # vllm/model_executor/layers/fused_moe/routed_experts_capturer.py:312
         raise ConfigError(f"model.path: {model.architecture} without a layer of attention is not run by megarl's engines")
+    if isinstance(settings, TrainRolloutSettings) and settings.speculative is not None:
+        _check_drafts(model, dtype, settings, settings.speculative, gpu=gpu)
     _check_architectures(vllm_names(model.config["architectures"]))
     if model.architecture == "Qwen2ForCausalLM" and model.fields.get("window_attn_skip_freq"):  # vllm/model_executor/models/qwen2.py:350
         raise ConfigError("model.path: config.json has sliding windows in some layers only, which vLLM's Qwen2 does not support")
@@ -99,6 +102,26 @@ def _check_vision(vision: VisionSizes, settings: RolloutSettings) -> None:
         raise ConfigError(
             f"rollout.tp={settings.tp}: does not divide the vision tower's {vision.heads} heads and intermediate_size={vision.ffn}"
         )
+
+
+def _check_drafts(model: ModelDescription, dtype: str, settings: TrainRolloutSettings, tokens: int, *, gpu: bool) -> None:
+    """Raise ConfigError where it has not been shown that an engine that drafts samples as one that does not."""
+    key = f"rollout.speculative={tokens}"
+    if not model.predicts:
+        raise ConfigError(f"{key}: engines draft with the layer of multi-token prediction that model.mtp=train trains")
+    if model.architecture not in DRAFTS:
+        raise ConfigError(f"{key}: not shown for {model.architecture}, only for {' and '.join(DRAFTS)}")
+    if gpu:
+        raise ConfigError(f"{key}: has not been shown on GPUs (cluster.gpus=true)")
+    if dtype != "float32":
+        raise ConfigError(f"{key}: has been shown in float32, and rollout.dtype is {dtype}")
+    if tokens > 1:
+        raise ConfigError(f"{key}: has been shown with 1 token at a time")
+    others: dict[str, Any] = {"devices": 1, "quantization": None, "mode": "sync", "cut": None}
+    for name, shown in others.items():
+        if (given := getattr(settings, name)) != shown:
+            what = {"devices": "rollout.dp*rollout.tp=", "cut": ""}.get(name, f"rollout.{name}=")
+            raise ConfigError(f"{key}: has not been shown with {what}{given}")
 
 
 def _check_gpt_oss(model: ModelDescription, settings: RolloutSettings, *, gpu: bool) -> None:

@@ -114,7 +114,9 @@ class VllmEngine(Engine):
         """Must run in a thread that lives as long as the engine: the engine's process dies with the thread that started it."""
         assert self._llm is None, "start comes once"
         assert (meeting is not None) == (setup.settings.dp > 1), "members meet, and there are members to meet"
-        model, settings = ModelDescription.read(setup.model), setup.settings
+        settings = setup.settings
+        drafts = isinstance(settings, TrainRolloutSettings) and settings.speculative is not None
+        model = ModelDescription.read(setup.model, mtp="train" if drafts else "drop")
         self.check(model, setup.dtype, settings, gpu=setup.gpu)
         self._limit = settings.max_prompt_tokens + settings.max_response_tokens
         self._tied = model.tied
@@ -135,6 +137,8 @@ class VllmEngine(Engine):
             workers = (await self._call("megarl_pid", timeout_s=settings.timeout_s))[: settings.tp]
             if reads_anew(model, settings) and not setup.blank:
                 await self._weights("megarl_read", str(setup.model), self._expected, timeout_s=settings.timeout_s)
+            if drafts:
+                await self.drafted(settings.timeout_s)  # it counts from now on
             if setup.scoring is not None and setup.scoring.temperature != 1:
                 await self._call("megarl_divide_logits", setup.scoring.temperature, timeout_s=settings.timeout_s)
         except BaseException as error:
@@ -387,6 +391,10 @@ class VllmEngine(Engine):
         self._homes.forget()
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
+
+    async def drafted(self, timeout_s: float) -> tuple[int, int]:
+        first, *_ = await self._call("megarl_drafted", timeout_s=timeout_s)
+        return int(first[0]), int(first[1])
 
     async def fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
         workers = await self._call("megarl_fingerprints", self._tied, timeout_s=timeout_s)

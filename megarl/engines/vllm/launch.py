@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.config import RolloutSettings
+from megarl.config import RolloutSettings, TrainRolloutSettings
 from megarl.engines.child_output import overheard
 from megarl.engines.engine import SCORED_TOKENS, Meeting, RolloutError, Setup
 from megarl.engines.vllm import images
@@ -34,6 +34,7 @@ VLLM_VERSION = "0.30.0"  # the version that the workarounds in this folder were 
 EXTENSION = "megarl.engines.vllm.worker_extension.WorkerExtension"  # what vLLM mixes into its workers
 # Architectures that vLLM has under another name: its Mistral reads the layer types of Ministral (vllm/model_executor/models/llama.py:186).
 _NAMES = {"MinistralForCausalLM": "MistralForCausalLM"}
+DRAFTS = {"DeepseekV3ForCausalLM": "DeepSeekMTPModel"}  # the classes that draft for these, in vLLM
 # Of the shell's variables for vLLM, those that an engine uses: where the site keeps things, what its machines need, and how long to wait.
 # The others are left out, since they would change what is computed or contradict the configuration; `rollout.engine.args` has settings.
 _KEPT = {
@@ -151,6 +152,7 @@ def engine_arguments(setup: Setup, model: ModelDescription) -> dict[str, Any]:
         "trust_remote_code": False,
         # vLLM caches prefixes of recurrent layers only with chunked prefill (v1/core, "align").
         **({"enable_prefix_caching": False} if model.sizes.linear_heads else {}),
+        **_speculation(settings),
         "disable_log_stats": True,
         # Arbitrary values; vLLM would copy a directory's weights into fp8 ones without a scale, or expect them in the fp8 of the directory.
         **({"load_format": "dummy"} if setup.blank or reads_anew(model, settings) else {}),
@@ -177,6 +179,13 @@ def engine_arguments(setup: Setup, model: ModelDescription) -> dict[str, Any]:
         "max_num_batched_tokens": max(_CPU_STEP_TOKENS, common["max_model_len"]),
         "use_tqdm_on_load": False,
     }
+
+
+def _speculation(settings: RolloutSettings) -> dict[str, Any]:
+    """Return the arguments of an engine that drafts. What it recomputes of a cached prefix for its drafts has not been looked at."""
+    if not isinstance(settings, TrainRolloutSettings) or settings.speculative is None:
+        return {}
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": settings.speculative}, "enable_prefix_caching": False}
 
 
 def vllm_names(architectures: Iterable[str]) -> list[str]:
@@ -370,7 +379,8 @@ def _prepare_models(model: ModelDescription, *, gpu: bool) -> None:
 
     from megarl.engines.vllm.cpu import torchvision as cpu_torchvision
 
-    for architecture in vllm_names(model.config["architectures"]):
+    drafts = [DRAFTS[model.architecture]] if model.predicts else []
+    for architecture in [*vllm_names(model.config["architectures"]), *drafts]:
         module, name = _VLLM_MODELS[architecture]
         path = module if "." in module else f"vllm.model_executor.models.{module}"
         with cpu_torchvision.not_needed():

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _get_weight_loader
 
+from megarl.engines.vllm.draft import DraftLayers
 from megarl.engines.vllm.expert_loader import ExpertLoader, Stored, expert_names
 from megarl.models.hf import Checkpoint
 from megarl.models.weight_map import FP8
@@ -30,11 +31,14 @@ from megarl.upstream.expect import expect
 
 
 class WeightLoader:
-    """Reloads the model of one worker."""
+    """Reloads the model of one worker, and the model with which it drafts, if it does."""
 
-    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
-        self._model, self._config, self._device = model, vllm_config, device
-        self._buckets, self._experts = BucketReceiver(device), ExpertLoader(model)
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device, draft: Any = None) -> None:
+        self._model, self._draft, self._config, self._device = model, draft, vllm_config, device
+        self._own = None if draft is None else DraftLayers(draft, model)
+        self._parts: list[nn.Module] = [model] if self._own is None else [model, self._own]
+        self._buckets = BucketReceiver(device)
+        self._experts = [ExpertLoader(model)] if draft is None else [ExpertLoader(model), ExpertLoader(draft)]
         self._inventory: Inventory | None = None  # of the update under way; None after a failure
         self._begun = False  # vLLM may have buffered tensors
         self._kernels: list[tuple[UnquantizedFusedMoEMethod, Any]] = []  # those that vLLM makes anew in an update
@@ -48,23 +52,26 @@ class WeightLoader:
 
         Raises WeightError if one of them is not expected in the fp8 in which vLLM holds it: vLLM would convert it without a scale.
         """
-        for name in fp8_names(self._model):
+        for name in (name for part in self._parts for name in fp8_names(part)):
             if name in expected and expected[name][1] != FP8:
                 raise WeightError(f"{name}: the engine holds it in {FP8}, and the trainer would send {expected[name][1]}")
         self.abandon()
         self._begun = True
         with set_current_vllm_config(self._config):
-            if self._device.type == "cpu":
-                self._kernels = reset_moe_kernels(self._model)
-            _name_partial_loaders(self._model)
-            initialize_layerwise_reload(self._model)
+            self._kernels = []
+            for part in self._parts:
+                if self._device.type == "cpu":
+                    self._kernels += reset_moe_kernels(part)
+                _name_partial_loaders(part)
+                initialize_layerwise_reload(part)
         self._inventory = Inventory(expected)
 
     def abandon(self) -> None:
         """If an update has stopped midway, drop what vLLM has buffered. The model can run, with weights of which some are arbitrary."""
         if self._begun:
             with set_current_vllm_config(self._config):
-                finalize_layerwise_reload(self._model, self._config.model_config)
+                for part in self._parts:
+                    finalize_layerwise_reload(part, self._config.model_config)
             for method, kernel in self._kernels:
                 method.moe_kernel = method.moe_kernel or kernel
             self._inventory, self._begun = None, False
@@ -83,7 +90,7 @@ class WeightLoader:
         self.start(expected)
         inventory, self._inventory = self._inventory, None
         assert inventory is not None
-        with Checkpoint(directory) as checkpoint:
+        with Checkpoint(directory, predictors=self._draft is not None) as checkpoint:
             stored = ((name, checkpoint.read(name).to(self._device)) for name in expected if name in checkpoint.tensors)
             for name, tensor in as_expected(stored, expected):
                 self._load([(name, tensor)], inventory)
@@ -96,10 +103,19 @@ class WeightLoader:
             for one in [name] if isinstance(name, str) else name:
                 inventory.take(one, shape, dtype)
         with set_current_vllm_config(self._config):
-            others = [one for name, tensor in tensors if not self._experts.load(name, tensor) for one in each(name, tensor)]
+            others = [
+                one
+                for name, tensor in tensors
+                if not any(experts.load(name, tensor) for experts in self._experts)
+                for one in each(name, tensor)
+            ]
+            drafts = [one for one in others if self._own is not None and one[0].startswith(self._own.prefix)]
             # vLLM keeps views of the tensors until their layer is complete: their memory must not be reused.
-            if others:
-                self._model.load_weights(iter(others))
+            if len(drafts) < len(others):
+                names = {name for name, _ in drafts}
+                self._model.load_weights(iter([one for one in others if one[0] not in names]))
+            if drafts:
+                self._draft.load_weights(iter(drafts))
 
     def finish(self) -> None:
         """Finish the update. Raises WeightError naming a tensor that has not arrived."""
@@ -107,7 +123,8 @@ class WeightLoader:
             raise WeightError("finish: no update has been started, or it failed")
         self._inventory.complete()
         with set_current_vllm_config(self._config):
-            finalize_layerwise_reload(self._model, self._config.model_config)
+            for part in self._parts:
+                finalize_layerwise_reload(part, self._config.model_config)
             if self._device.type == "cpu":
                 repack_tied_output(self._model)
         self._inventory, self._begun = None, False

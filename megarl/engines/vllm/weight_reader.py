@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -87,13 +87,14 @@ class _Packed:
 
 
 @torch.no_grad()
-def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str, list[Piece]]:
+def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype, draft: nn.Module | None = None) -> dict[str, list[Piece]]:
     """Fingerprint all weights of a model, at every place that holds a copy of a tensor.
 
     Args:
         model: vLLM's model in one worker.
         tied: whether the output layer shares the embedding table.
         dtype: the model's dtype, in which weights are sent.
+        draft: the model with which it drafts; its layers that are not the model's own are fingerprinted, too.
 
     Returns:
         Hugging Face name -> the pieces that this worker holds, place by place.
@@ -102,7 +103,8 @@ def engine_weights(model: nn.Module, tied: bool, dtype: torch.dtype) -> dict[str
         NotImplementedError: a layer's form cannot be read.
     """
     places, hashed = list[tuple[list[str], int, int, int, int, bool]](), list[Tensor]()
-    for shards in _walk(model, tied):  # one layer at a time: weights read through its kernel are freed after hashing
+    walks = [_walk(model, tied)] if draft is None else [_walk(model, tied), _walk(draft, tied, model)]
+    for shards in chain(*walks):  # one layer at a time: weights read through its kernel are freed after hashing
         if isinstance(shards, _Packed):
             places.append((shards.names, shards.part.row, shards.part.column, shards.part.rows, shards.part.columns, shards.further))
             hashed.append(rearranged_fingerprints(shards.stack_BP[:, shards.part.start : shards.part.stop], shards.part.key_P))
@@ -132,9 +134,12 @@ def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
     return narrow if torch.equal(narrow.to(shards.stack_BRC.dtype), shards.stack_BRC) else shards.stack_BRC
 
 
-def _walk(model: nn.Module, tied: bool) -> Iterator[_Shards | _Packed]:
-    packed, biases, stored = getattr(model, "packed_modules_mapping", {}), _bias_names(model), stored_as(model)
-    for path, layer in ((checkpoint_path(model, path), layer) for path, layer in model.named_modules()):
+def _walk(model: nn.Module, tied: bool, owner: nn.Module | None = None) -> Iterator[_Shards | _Packed]:
+    """Yield the weights of a model; of one that drafts for `owner` only those that are not that model's own."""
+    packed = getattr(model if owner is None else owner, "packed_modules_mapping", {})
+    biases, stored = _bias_names(model), stored_as(model)
+    shared = {id(layer) for layer in owner.modules()} if owner is not None else set()
+    for path, layer in ((checkpoint_path(model, path), layer) for path, layer in model.named_modules() if id(layer) not in shared):
         if isinstance(layer, RoutedExperts):
             yield from _experts(path, layer, biases, stored)
         elif isinstance(layer, QwenGatedDeltaNetAttention):
@@ -292,7 +297,8 @@ def _bias_names(model: nn.Module) -> dict[str, str]:
     ]
     apart = isinstance(model, Ernie4_5_MoeForCausalLM)
     return {
-        path.removesuffix(".gate"): f"{path.removesuffix('.gate')}.moe_statics.{_BIAS}" if apart else f"{path}.{_BIAS}" for path in owners
+        path.removesuffix(".gate"): f"{path.removesuffix('.gate')}.moe_statics.{_BIAS}" if apart else f"{path}.{_BIAS}"
+        for path in owners
     }
 
 

@@ -22,6 +22,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from megarl.engines.vllm.cpu import delta_net as cpu_delta_net
+from megarl.engines.vllm.cpu import drafts as cpu_drafts
 from megarl.engines.vllm.cpu import experts as cpu_experts
 from megarl.engines.vllm.cpu import logprobs as cpu_logprobs
 from megarl.engines.vllm.cpu import mla as cpu_mla
@@ -29,6 +30,7 @@ from megarl.engines.vllm.cpu import packing as cpu_packing
 from megarl.engines.vllm.cpu import router as cpu_router
 from megarl.engines.vllm.cpu import sinks as cpu_sinks
 from megarl.engines.vllm.cpu import sleep as cpu_sleep
+from megarl.engines.vllm.draft import DraftCounter, draft_of
 from megarl.engines.vllm.requests import BY_POSITION
 from megarl.engines.vllm.weight_loader import WeightLoader
 from megarl.engines.vllm.weight_reader import engine_weights
@@ -70,6 +72,7 @@ def enter_engine_process() -> None:
         cpu_router.install()
         cpu_delta_net.install()
         cpu_sinks.install()
+        cpu_drafts.install()
         _rest()
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             # vLLM's AMX kernels (bf16) do not ask Linux for the tile registers first, and die of SIGILL. Workers inherit the permission.
@@ -153,7 +156,8 @@ class WorkerExtension:
         fingerprints = dict[str, list[tuple[int, ...]]]()
 
         def read() -> None:
-            pieces = engine_weights(self.get_model(), tied, self.vllm_config.model_config.dtype)
+            draft = draft_of(self.model_runner)
+            pieces = engine_weights(self.get_model(), tied, self.vllm_config.model_config.dtype, draft)
             fingerprints.update({name: [astuple(piece) for piece in places] for name, places in pieces.items()})
 
         return _refusal(read) or fingerprints
@@ -192,13 +196,20 @@ class WorkerExtension:
 
         model.compute_logits = divided
 
+    def megarl_drafted(self) -> tuple[int, int]:
+        """Return how many tokens were drafted since the last call, and how many of these accepted; the first call begins to count."""
+        counter: DraftCounter | None = getattr(self, "_megarl_drafts", None)
+        if counter is None:
+            counter = self._megarl_drafts = DraftCounter(self.model_runner)
+        return counter.taken()
+
     def megarl_pid(self) -> int:
         return os.getpid()
 
     def _megarl_loader(self) -> WeightLoader:
         loader: WeightLoader | None = getattr(self, "_megarl_state", None)
         if loader is None:
-            loader = self._megarl_state = WeightLoader(self.get_model(), self.vllm_config, self.device)
+            loader = self._megarl_state = WeightLoader(self.get_model(), self.vllm_config, self.device, draft_of(self.model_runner))
         return loader
 
 
