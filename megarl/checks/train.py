@@ -7,9 +7,10 @@ from megarl.checks.other_models import check_base, check_critic, check_reward_mo
 from megarl.checks.routing import check_reported_experts, check_routing
 from megarl.config import ConfigError, TrainConfig, ValueConfig, model_of
 from megarl.data.gym import all_drawn
-from megarl.engines.registry import check_engine
+from megarl.engines.registry import check_engine, engine_type
 from megarl.errors import refuse_all
 from megarl.host.unchecked import is_naming
+from megarl.models.description import ModelDescription
 from megarl.models.families import check_layout
 from megarl.resume.saving import check_resume
 from megarl.rewards.sources import check as check_reward
@@ -34,6 +35,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         lambda: check_reported_experts(model, rollout, config.routing),
         lambda: check_transport(config.sync.transport, placement.engines, gpus=gpus),
         lambda: check_engine(model, rollout.dtype or settings.dtype, rollout, gpu=gpus),
+        lambda: check_adapters(config, model),
         lambda: check_critic(settings, model, rollout, config.critic, placement.critic or config.layout),
         lambda: check_layout(model, placement.reference or config.layout, settings.megatron),
         lambda: check_teacher(settings, model, rollout, config.distillation, teaching, gpu=gpus),
@@ -52,6 +54,27 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     check_count(prompts, "reward.normalise.prompts", 0 if normalise is None else normalise.prompts)
     check_resume(config, verb, len(prompts.train))
     return prompts
+
+
+def check_adapters(config: TrainConfig, model: ModelDescription) -> None:
+    """Check `sync.adapters`. Raise ConfigError where engines have not been shown to compute with the run's adapters."""
+    if not config.sync.adapters:
+        return
+    lora, rollout = config.model.lora, config.rollout
+    if lora is None:
+        raise ConfigError("sync.adapters=true: model.lora is null, and the run trains no adapters")
+    engine_type(rollout).check_adapters(model, rollout.dtype or config.model.dtype, lora, gpu=config.cluster.gpus)
+    given = {
+        "rollout.dp*rollout.tp": (rollout.devices, 1),
+        "rollout.quantization": (rollout.quantization, None),
+        "rollout.mode": (rollout.mode, "sync"),
+        "placement.engines": (config.placement.engines, "apart"),
+        "model.weights": (config.model.weights, None),
+        "model.base": (config.model.base, None),
+    }
+    for key, (value, taken) in given.items():
+        if value != taken:
+            raise ConfigError(f"sync.adapters=true: not with {key}={value}, which has not been shown")
 
 
 def check_count(data: Data, key: str, count: int) -> None:

@@ -148,6 +148,8 @@ class SyncSettings(Section):
     bucket_mb: Megabytes | None = None
     """Maximum size of the buckets in which tensors are sent (a larger tensor has one of its own). The engines load a bucket while the next
     one is filled. null: 256, and 64 with shm, where both take about as long."""
+    adapters: bool = False
+    """With model.lora: send the adapters alone, with which engines compute beside the weights of model.path, instead of merged weights."""
     verify: bool = True
     """Verify the fingerprint of every tensor in the engines after each sync."""
     logprob_gap: Annotated[float, Field(gt=0)] | None = None

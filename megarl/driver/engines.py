@@ -62,7 +62,7 @@ class EngineStarter:
     @property
     def blank(self) -> bool:
         """Whether a sync brings the weights before the first request; not so with `model.base`, which is evaluated before the sync."""
-        return isinstance(self.config, TrainConfig) and self.config.model.base is None
+        return isinstance(self.config, TrainConfig) and self.config.model.base is None and not self.config.sync.adapters
 
     def create(self, index: int) -> Any:
         """Start the process of an engine; `open` starts the engine in it."""
@@ -82,6 +82,7 @@ class EngineStarter:
             affinity=affinity(config, self.settings),
             blank=self.blank,
             pixels=(config.model.min_pixels, config.model.max_pixels),
+            lora=config.model.lora if isinstance(config, TrainConfig) and config.sync.adapters else None,
         )
         members = [
             MemberToStart(self._options(index, rank), (f"engine {index} member {rank}", *self._actor_arguments, self._devices(index, rank)))

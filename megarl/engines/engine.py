@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from megarl.batch import Sample
-from megarl.config import RolloutSettings, TeacherEngines
+from megarl.config import LoraSettings, RolloutSettings, TeacherEngines
+from megarl.errors import ConfigError
 from megarl.images import PlacedImage
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class Setup:
     affinity: bool = False  # `rollout.request_routing=affinity`: keep the cache of prefixes, and conversations where theirs are
     blank: bool = False  # do not read the directory's weights; an update must bring some before the first request
     pixels: tuple[int | None, int | None] = (None, None)  # of an image, at least and at most; None: as its processor has them
+    lora: LoraSettings | None = None  # it computes with an adapter beside the directory's weights; updates bring adapters alone
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,21 @@ class Engine(Protocol):
         Raises:
             ConfigError: it could not; the message is one line.
         """
+
+    @staticmethod
+    def check_adapters(model: ModelDescription, dtype: str, lora: LoraSettings, *, gpu: bool) -> None:
+        """Check that engines compute with adapters of a model (`sync.adapters`).
+
+        Args:
+            model: the model.
+            dtype: of weights and activations.
+            lora: the adapters.
+            gpu: whether the engines have GPUs.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        raise ConfigError("sync.adapters=true: this engine takes no adapters (rollout.engine.type)")
 
     @staticmethod
     def with_cache(model: ModelDescription, dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
@@ -285,6 +302,21 @@ class Engine(Protocol):
 
     async def finish_update(self, version: int, timeout_s: float) -> None:
         """Put the new weights into use as `version`. Raises WeightSyncError naming a tensor that has not arrived."""
+
+    async def load_adapter(self, weights: bytes, config: dict[str, Any], version: int, timeout_s: float) -> None:
+        """Use another adapter, as weights `version`.
+
+        Args:
+            weights: the content of PEFT's file of weights.
+            config: that of its adapter_config.json.
+            version: the number of the weights.
+            timeout_s: see above.
+        """
+        raise RolloutError(f"{self.label}: takes no adapters")
+
+    async def adapter_fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
+        """Fingerprint the adapter, as `fingerprints` does the base model."""
+        raise RolloutError(f"{self.label}: takes no adapters")
 
     async def drafted(self, timeout_s: float) -> tuple[int, int]:
         """Return how many tokens were drafted since the last call, and how many of them accepted; of engines that do not draft, none."""

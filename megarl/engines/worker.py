@@ -364,6 +364,12 @@ class RolloutWorker:
     async def finish_update(self, version: int, timeout_s: float) -> None:
         await self._engine.finish_update(version, timeout_s)
 
+    async def load_adapter(self, weights: bytes, config: dict[str, Any], version: int, timeout_s: float) -> None:
+        await self._engine.load_adapter(weights, config, version, timeout_s)
+
+    async def adapter_fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
+        return await self._engine.adapter_fingerprints(timeout_s)
+
     async def drafted(self, timeout_s: float) -> tuple[int, int]:
         return await self._engine.drafted(timeout_s)
 

@@ -224,6 +224,12 @@ def target_of(weight: Weight, factors: Factors) -> str:
     return _leaf(weight.hf[factors.index])
 
 
+def target_names(model: ModelDescription, settings: LoraSettings) -> list[str]:
+    """The names of all adapted modules."""
+    parts = adapted(model, settings).values()
+    return sorted({target_of(weight, one) for weight, factors in parts for one in factors})
+
+
 def _is_linear(name: str) -> bool:
     return (is_linear(name) or name.endswith(_DELTA_NET)) and INDEXER not in name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from megarl.checkpoints.files import Content
 from megarl.checkpoints.steps import trusted
 from megarl.config import Layout, LoraSettings, ModelSettings, OptimizerSettings
 from megarl.host.parking import Parking
+from megarl.models.adapters import adapted, factor_weights, peft_config, target_of
 from megarl.models.description import ModelDescription
 from megarl.models.hf_writer import described
 from megarl.models.image_processor import ImageProcessor
@@ -27,15 +28,17 @@ from megarl.parallel.backend import Backend
 from megarl.parallel.build import DTYPES, build_chunks, transformer_config
 from megarl.parallel.checkpoint.load import load
 from megarl.parallel.checkpoint.state import ModelState
-from megarl.parallel.export import export_stacks, print_of_base, save_hf
+from megarl.parallel.export import export_stacks, export_weights, print_of_base, save_hf
 from megarl.parallel.grid import Grid
-from megarl.parallel.lora import put_adapters, without_adapters
+from megarl.parallel.lora import factor_parameters, put_adapters, settings_of, without_adapters
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
 from megarl.parallel.predictor import PredictorPass
 from megarl.parallel.routing import Routing, RoutingPass
-from megarl.parallel.weights import load_hf, weight_buffers
+from megarl.parallel.weights import load_hf, local_parameters, weight_buffers
 from megarl.ranks.speed import speed, training_flops
+from megarl.sync.fingerprint import Fingerprinter, Print
 from megarl.sync.quantize import as_expected
+from megarl.sync.wire import each
 
 # (logits [R, V], or values [R, 1] of a value model; the entries' rows on the R axis; the entries) -> one number per entry [T], or a row
 OutputReader = Callable[[Tensor, Tensor, Batch], Tensor]
@@ -264,6 +267,38 @@ class Model:
         self._wait_for_weights()
         kind = DTYPES[dtype] if dtype else self._config.params_dtype
         return export_stacks(self.chunks, self.description if drafts else self.description.trunk, self._grid, kind, by_stage=by_stage)
+
+    def adapter_stream(self, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+        """Stream the adapters' factors on rank 0, by PEFT's names, with their scale in B; every rank must iterate to the end.
+
+        Args:
+            dtype: their dtype; None: the model's.
+        """
+        self._wait_for_weights()
+        settings, kind = settings_of(self.chunks), DTYPES[dtype] if dtype else self._config.params_dtype
+        assert settings is not None, "a model without adapters"
+        weights = factor_weights(adapted(self.description, settings).values())
+        scale = settings.alpha / settings.rank
+        for names, stack in export_weights(weights, factor_parameters(self.chunks), self._grid, torch.float32):
+            for name, tensor in each(names, stack):
+                yield name, (tensor * scale if name.endswith(".lora_B.weight") else tensor).to(kind)
+
+    @property
+    def adapter_config(self) -> dict[str, Any]:
+        """PEFT's adapter_config.json of `adapter_stream`."""
+        settings = settings_of(self.chunks)
+        assert settings is not None, "a model without adapters"
+        parts = adapted(self.description, settings).values()
+        targets = (target_of(weight, one) for weight, factors in parts for one in factors)
+        return peft_config(settings.model_copy(update={"alpha": settings.rank}), str(self.description.directory), targets)
+
+    def base_prints(self, dtype: str | None) -> dict[str, Print]:
+        """Return on rank 0 the fingerprints of the weights without adapters. Collective."""
+        kind, prints = DTYPES[dtype] if dtype else self._config.params_dtype, Fingerprinter()
+        weights = [weight for weight in self.description.weights(self._head) if not weight.alias]
+        for names, stack in export_weights(weights, local_parameters(self.chunks, self._grid.ep_rank), self._grid, kind):
+            prints.add(names, stack)
+        return prints.digest()
 
     def quantized(self, stream: Any, dtype: str | None, quantization: str) -> Any:
         """Quantise a weight stream on the rank that sends it.

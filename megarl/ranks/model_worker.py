@@ -114,6 +114,7 @@ class ModelWorker(StepWorker):
             self._kept = KeptLogprobs(spec.truncation, spec.temperature, self._grid, vocabulary, hold=hold, reports=self._reports_tokens)
         self._publisher: Publisher | None = None
         self._rounds: SenderRounds | None = None
+        self._with_base = set[Any]()  # engines whose base model has been compared (`sync.adapters`)
         self._kl_coef = 0.0
 
     def forward(self, plan: StepPlan, score: bool = True) -> dict[str, Metric]:
@@ -294,6 +295,8 @@ class ModelWorker(StepWorker):
 
         sharing = len(engines) * workers_per_engine if self._spec.shared_devices else 0
         model = self._models["policy"] if sharing else self._use("policy")  # `leave_policy` has made it ready
+        if settings.adapters:
+            return self._sync_adapters(model, engines, dtype, version, settings)
         senders = settings.senders(self._grid.layout, sharing)
         stream = model.stream(None if quantization else dtype, by_stage=senders > 1, drafts=self._spec.drafts)
         if not (self._grid.leads_stage and self._grid.pp_rank < senders):
@@ -311,6 +314,21 @@ class ModelWorker(StepWorker):
             if isinstance(error, SenderStopped):  # the sender that has failed raises
                 return {}
             raise
+
+    def _sync_adapters(
+        self, model: Model, engines: Sequence[Any], dtype: str | None, version: int, settings: SyncSettings
+    ) -> dict[str, Metric]:
+        """`sync` of adapters alone; the base model of engines that have not had any yet is compared, too."""
+        from megarl.ranks.adapter_publisher import publish_adapter
+
+        known, base = {engine._actor_id for engine in engines}, None
+        if settings.verify and not known <= self._with_base:
+            base, self._with_base = model.base_prints(dtype), known
+        stream = model.adapter_stream(dtype)
+        if self._rank:
+            collections.deque(stream, maxlen=0)
+            return {}
+        return publish_adapter(engines, stream, model.adapter_config, base, version, settings)
 
     def _connected(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, rounds: SenderRounds) -> Publisher:
         """Connect this rank to the engines, as one of the senders."""

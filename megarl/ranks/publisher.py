@@ -195,11 +195,24 @@ class WeightPublisher(Publisher):
         return self._settled(lambda: self._wait(references, "connect"))
 
     def _wait(self, references: list[Any], doing: str) -> list[Any]:
-        """Wait for the engines' answers. Raise what the first failing engine raised, naming the engine if it died or is late."""
-        deadline, answers = time.monotonic() + self._settings.timeout_s, []
-        for index, reference in enumerate(references):
-            try:
-                answers.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
-            except RayError as error:
-                raise_cause(error, f"engine {index}", f"sync ({doing})")
-        return answers
+        return waited(references, doing, self._settings.timeout_s)
+
+
+def waited(references: list[Any], doing: str, timeout_s: float) -> list[Any]:
+    """Wait for the engines' answers.
+
+    Args:
+        references: to the answers, engine by engine.
+        doing: names the call in errors.
+        timeout_s: time limit of all together.
+
+    Raises:
+        Exception: what the first failing engine raised, with the engine's name if it died or is late.
+    """
+    deadline, answers = time.monotonic() + timeout_s, []
+    for index, reference in enumerate(references):
+        try:
+            answers.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
+        except RayError as error:
+            raise_cause(error, f"engine {index}", f"sync ({doing})")
+    return answers

@@ -20,6 +20,7 @@ from tests.e2e.rewards import share_of_letters
 from tests.engines.transformers_reference import assert_greedy
 from tests.groups import in_groups
 from tests.rows import rows
+from tools.make_tiny_model import build
 
 SENDERS = {
     "tp2-ep2-gloo": ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo"),
@@ -73,3 +74,18 @@ def agreed_answers(saved: Path, prompts: Sequence[Prompt], engines: Engines) -> 
         assert_greedy(model, sample.tokens[sample.prompt_length :].tolist(), prompt.tokens, 12, model.config.eos_token_id)
         answers.append(response.text)
     return answers
+
+
+def test_adapters_alone_reach_the_engines(lab: Lab, tmp_path: Path) -> None:
+    """Engine and trainer agree about every token after an update that moves them far; the bytes are few."""
+    build(tmp_path / "model", layers=2, hidden=128, experts=8, expert_hidden=64, seed=1, family="qwen3")
+    common = ("train.steps=2", "model.lora.rank=4", "optimizer.lr=0.02", "optimizer.warmup_steps=0", "layout.ranks=2", "layout.tp=2")
+    sent = {}
+    for name, adapters in (("merged", "false"), ("alone", "true")):
+        job = lab.run(Job(tmp_path / name, tmp_path / "model", (*common, f"sync.adapters={adapters}")))
+        steps = job.steps()
+        gaps = [(row["training/logprob_gap_mean"], row["training/logprob_gap_max"]) for row in steps]
+        assert len(gaps) == 2 and all(mean <= 1e-5 and most <= 1e-3 for mean, most in gaps), gaps
+        assert steps[0]["actor/grad_norm"] > 0
+        sent[name] = steps[-1]
+    assert sent["alone"]["sync/mb"] < 0.2 * sent["merged"]["sync/mb"]

@@ -19,9 +19,11 @@ class CorruptingExtension(WorkerExtension):
     @torch.no_grad()
     def megarl_corrupt(self, what: str) -> None:
         layer = self.get_model().model.layers[1]
-        experts = layer.mlp.experts.routed_experts
+        experts: Any = layer.mlp.experts.routed_experts if hasattr(layer.mlp, "experts") else None
         if what == "norm":
             layer.input_layernorm.weight[7] *= 1.01
+        elif what == "adapter":
+            layer.self_attn.qkv_proj.lora_b_stacked[0][0, 0, 5, 2] += 1e-3
         elif what.startswith("draft"):
             model: Any = draft_of(self.model_runner)
             [draft] = model.model.layers.values()

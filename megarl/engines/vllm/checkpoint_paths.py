@@ -28,5 +28,5 @@ def checkpoint_path(model: nn.Module, path: str) -> str:
     if supports_multimodal(model):  # of vLLM's models of images only those of which `models.vision` is true are run
         start, _, rest = path.partition(".")
         return f"model.{path}" if start == "visual" else rest.replace("model.", TEXT, 1)
-    names = _NAMES.get(type(model), {})
+    names = {"base_layer": "", **_NAMES.get(type(model), {})}  # a layer with adapters has the one without them in it
     return ".".join(name for part in path.split(".") if (name := names.get(part, part)))

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
 from megarl.batch import VersionSpan
-from megarl.config import RolloutSettings, TrainRolloutSettings
+from megarl.config import LoraSettings, RolloutSettings, TrainRolloutSettings
 from megarl.engines.affinity import Homes
 from megarl.engines.engine import (
     Engine,
@@ -35,6 +37,9 @@ from megarl.engines.engine import (
     WeightSyncError,
 )
 from megarl.engines.vllm import checks
+from megarl.engines.vllm.adapters import arguments as adapter_arguments
+from megarl.engines.vllm.adapters import check as check_adapters
+from megarl.engines.vllm.adapters import write as write_adapter
 from megarl.engines.vllm.images import ImagePrompts
 from megarl.engines.vllm.launch import (
     EXTENSION,
@@ -48,6 +53,7 @@ from megarl.engines.vllm.launch import (
 )
 from megarl.engines.vllm.member import ENDED_S, VllmMember
 from megarl.engines.vllm.requests import check_request, sample_of, sampling_parameters, scores_of, scoring_parameters
+from megarl.models.adapters import target_names
 from megarl.models.description import ModelDescription
 from megarl.models.image_processor import ImageProcessor
 from megarl.sync.fingerprint import Piece, Print, join
@@ -89,6 +95,8 @@ class VllmEngine(Engine):
         self._count = 0  # requests so far
         self._scoring: Scoring | None = None
         self._by_position = False  # the workers are set up to draw by position
+        self._targets: list[str] = []  # modules with adapters
+        self._adapter: Any = None  # vLLM's LoRARequest of the adapter in use
         self._open: dict[RequestId, _Open] = {}
         self._counts: dict[str, int] = {}  # tokens of vLLM's requests when the update began
         self._finished: list[Finished] = []  # not yet returned by `receive`
@@ -99,6 +107,10 @@ class VllmEngine(Engine):
     @staticmethod
     def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
         checks.check(model, dtype, settings, gpu=gpu)
+
+    @staticmethod
+    def check_adapters(model: ModelDescription, dtype: str, lora: LoraSettings, *, gpu: bool) -> None:
+        check_adapters(model, dtype, lora, gpu=gpu)
 
     @staticmethod
     def with_cache(model: ModelDescription, dtype: str, settings: RolloutSettings, most_mb: int) -> RolloutSettings:
@@ -127,7 +139,9 @@ class VllmEngine(Engine):
         self._blank, self._scoring, self._affinity = setup.blank, setup.scoring, setup.affinity
         self._homes = Homes(settings.dp, ceil(SLACK * settings.max_num_seqs))
         directory = open_directory(setup.gpu, *([] if meeting is None else [meeting.host]))
-        arguments = engine_arguments(setup, model) | {"worker_extension_cls": self.extension}
+        self._targets = [] if setup.lora is None else target_names(model, setup.lora)
+        adapters = {} if setup.lora is None else adapter_arguments(setup.lora.rank, self._targets)
+        arguments = engine_arguments(setup, model) | adapters | {"worker_extension_cls": self.extension}
         try:
             self._llm = launch(self.label, arguments, model, gpu=setup.gpu, meeting=meeting)
             if model.sizes.vision is not None:
@@ -238,8 +252,8 @@ class VllmEngine(Engine):
                 await self._llm.reset_prefix_cache()
             for request, rank in zip(requests, ranks, strict=True):
                 self._count += 1
-                prompt = await self._prompt(request)
-                taking = self._llm.add_request(str(self._count), prompt, sampling_parameters(request), data_parallel_rank=rank)
+                more = {"data_parallel_rank": rank, "lora_request": self._adapter}
+                taking = self._llm.add_request(str(self._count), await self._prompt(request), sampling_parameters(request), **more)
                 queues.append(await taking)
             if anew:
                 await self._llm.resume_generation()
@@ -391,6 +405,36 @@ class VllmEngine(Engine):
         self._homes.forget()
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
+
+    async def load_adapter(self, weights: bytes, config: dict[str, Any], version: int, timeout_s: float) -> None:
+        """The adapter has a number of its own, so that no prefix that was computed with another can be taken for one of its."""
+        from vllm.lora.request import LoRARequest
+
+        async with self._lock:
+            self.check_health()
+            if self._open:
+                raise RolloutError(f"{self.label}: {len(self._open)} requests are unfinished: new weights come between requests")
+            self._updating = True
+            await self._bounded(self._llm.pause_generation(mode="keep", clear_cache=False), timeout_s, lambda: "pausing")
+            before, self._adapter = self._adapter, None
+            if before is not None:
+                await self._bounded(self._llm.remove_lora(before.lora_int_id), timeout_s, lambda: "removing an adapter")
+            with tempfile.TemporaryDirectory(prefix="megarl-adapter-") as folder:
+                write_adapter(Path(folder), weights, config)
+                number = 1 if before is None else before.lora_int_id + 1
+                adapter = LoRARequest(f"adapter {number}", number, folder)
+                if not await self._bounded(self._llm.add_lora(adapter), timeout_s, lambda: "loading an adapter"):
+                    raise WeightSyncError(f"{self.label}: vLLM has not loaded the adapter of weights {version}")
+            await self._bounded(self._resume(version), timeout_s, lambda: "resuming")
+            self._adapter, self._version, self._updating = adapter, version, False
+
+    async def adapter_fingerprints(self, timeout_s: float) -> dict[str, list[Print]]:
+        workers = await self._call("megarl_adapter_fingerprints", self._targets, timeout_s=timeout_s)
+        for worker in workers:
+            if isinstance(worker, str):
+                raise RolloutError(f"{self.label}: megarl_adapter_fingerprints: {worker}")
+        [held] = workers
+        return {name: [Print(*one)] for name, one in held.items()}
 
     async def drafted(self, timeout_s: float) -> tuple[int, int]:
         first, *_ = await self._call("megarl_drafted", timeout_s=timeout_s)

@@ -297,8 +297,7 @@ def _bias_names(model: nn.Module) -> dict[str, str]:
     ]
     apart = isinstance(model, Ernie4_5_MoeForCausalLM)
     return {
-        path.removesuffix(".gate"): f"{path.removesuffix('.gate')}.moe_statics.{_BIAS}" if apart else f"{path}.{_BIAS}"
-        for path in owners
+        path.removesuffix(".gate"): f"{path.removesuffix('.gate')}.moe_statics.{_BIAS}" if apart else f"{path}.{_BIAS}" for path in owners
     }
 
 

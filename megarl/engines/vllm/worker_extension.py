@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from megarl.engines.vllm.adapters import held_adapter
 from megarl.engines.vllm.cpu import delta_net as cpu_delta_net
 from megarl.engines.vllm.cpu import drafts as cpu_drafts
 from megarl.engines.vllm.cpu import experts as cpu_experts
@@ -35,6 +36,7 @@ from megarl.engines.vllm.requests import BY_POSITION
 from megarl.engines.vllm.weight_loader import WeightLoader
 from megarl.engines.vllm.weight_reader import engine_weights
 from megarl.engines.vllm.whole_responses import WholeResponses
+from megarl.sync.fingerprint import Fingerprinter
 from megarl.sync.gloo import one_device
 from megarl.sync.receive import WeightError
 from megarl.sync.wire import Header, Rendezvous
@@ -195,6 +197,15 @@ class WorkerExtension:
             return None if logits is None else logits.float() / temperature
 
         model.compute_logits = divided
+
+    def megarl_adapter_fingerprints(self, targets: list[str]) -> dict[str, tuple[int, int]] | str:
+        found = Fingerprinter()
+
+        def read() -> None:
+            for name, factor in held_adapter(self.get_model(), targets):
+                found.add(name, factor)
+
+        return _refusal(read) or {name: (one.value, one.numel) for name, one in found.digest().items()}
 
     def megarl_drafted(self) -> tuple[int, int]:
         """Return how many tokens were drafted since the last call, and how many of these accepted; the first call begins to count."""
