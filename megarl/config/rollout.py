@@ -152,6 +152,14 @@ class SyncSettings(Section):
     """With model.lora: send the adapters alone, with which engines compute beside the weights of model.path, instead of merged weights."""
     verify: bool = True
     """Verify the fingerprint of every tensor in the engines after each sync."""
+    delta: Annotated[int, Field(ge=2)] | None = None
+    """Send only the elements whose bits changed since the sync before, but everything after each step that this number divides, at the first
+    sync, and after a failure; null: always everything. The engines hold the same bits either way. Each sender keeps what it sent in host
+    memory, and each worker of an engine what it was sent, of experts its own. Over a network (gloo, nccl), for engines in bfloat16 or
+    fp8."""
+    overlap: bool = False
+    """Receive new weights into the engines' host memory while they generate, and pause generation only to load them. Each worker needs room
+    there for what it is sent. With rollout.mode=free, over a network (gloo, nccl)."""
     logprob_gap: Annotated[float, Field(gt=0)] | None = None
     """Maximum mean |log-prob| gap between engine and trainer at step 1, in nats per token; null: what rounding explains. That is 1e-4 if
     both are float32, or vocabulary x 2^-27 where that is more (1.1e-3 with 151,936 tokens), else 0.5 (a warning above 0.05, with

@@ -98,6 +98,8 @@ class TrainConfig(TrainingSettings):
             self._check_batch,
             self._check_parts,
             self._check_truncated,
+            self._check_delta,
+            self._check_overlap,
             self._check_critic,
             self._check_best,
             self._check_distillation,
@@ -248,6 +250,25 @@ class TrainConfig(TrainingSettings):
     def taught_apart(self) -> bool:
         """Whether engines or servers, and no model ranks, score for the teachers."""
         return self.distillation is not None and (self.placement.teacher_engines is not None or not self.distillation.models)
+
+    def _check_delta(self) -> None:
+        """Raise ValueError if sending only what changed would not send less."""
+        delta, transport, dtype = self.sync.delta, self.sync.transport, self.rollout.dtype or self.model.dtype
+        if delta is None:
+            return
+        if transport not in ("gloo", "nccl"):
+            raise ValueError(f"sync.delta={delta}: sends less over a network, but sync.transport={transport} shares memory")
+        if dtype == "float32" and self.rollout.quantization is None:
+            raise ValueError(f"sync.delta={delta}: an update changes every weight of engines in {dtype} (few with rollout.dtype=bfloat16)")
+
+    def _check_overlap(self) -> None:
+        """Raise ValueError if engines would receive weights beside work that they do not have."""
+        if not self.sync.overlap:
+            return
+        if self.rollout.mode != "free":
+            raise ValueError(f"sync.overlap=true: with rollout.mode={self.rollout.mode} no engine generates during a sync (free does)")
+        if self.sync.transport not in ("gloo", "nccl"):
+            raise ValueError(f"sync.overlap=true: receives over a network (gloo, nccl), not with sync.transport={self.sync.transport}")
 
     def _check_shared(self) -> None:
         """Raise ValueError if the engines cannot share the devices of the policy's ranks as configured."""

@@ -300,6 +300,17 @@ class Engine(Protocol):
         Raises WeightSyncError naming a tensor that does not fit.
         """
 
+    async def receive_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
+        """Receive buckets before `start_update`, beside the engine's work (`sync.overlap`), and keep them for `load_received`.
+
+        Raises RolloutError if engines of this type cannot.
+        """
+        raise RolloutError(f"{self.label}: an engine of its type receives no weights beside its work (sync.overlap)")
+
+    async def load_received(self, timeout_s: float) -> None:
+        """Take all that `receive_buckets` has kept, in place of `load_buckets`. Raises WeightSyncError likewise."""
+        raise RolloutError(f"{self.label}: an engine of its type receives no weights beside its work (sync.overlap)")
+
     async def finish_update(self, version: int, timeout_s: float) -> None:
         """Put the new weights into use as `version`. Raises WeightSyncError naming a tensor that has not arrived."""
 

@@ -361,6 +361,12 @@ class RolloutWorker:
     async def load_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
         await self._engine.load_buckets(headers, timeout_s)
 
+    async def receive_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
+        await self._engine.receive_buckets(headers, timeout_s)
+
+    async def load_received(self, timeout_s: float) -> None:
+        await self._engine.load_received(timeout_s)
+
     async def finish_update(self, version: int, timeout_s: float) -> None:
         await self._engine.finish_update(version, timeout_s)
 

@@ -16,7 +16,7 @@ from megarl.cluster.actor_group import raise_cause
 from megarl.config import SyncSettings
 from megarl.observe.metrics import Last, Mean, Metric
 from megarl.sync.fingerprint import Fingerprinter, Print, check
-from megarl.sync.send import Sender
+from megarl.sync.send import Sender, Sent
 from megarl.sync.senders import SenderRounds, SenderStopped
 
 
@@ -26,6 +26,8 @@ class StageReport:
 
     tensors: int
     nbytes: int
+    elements: int
+    changed: int
     prints: list[tuple[str, int, int]]  # name, value and number of elements of each fingerprint
     fault: str | None  # names the tensors that are not finite
 
@@ -70,6 +72,7 @@ class Publisher:
                 relay=relay,
                 number=rounds.sender,
                 senders=rounds.senders,
+                delta=settings.delta,
             )
             self._connect()
         except BaseException as error:
@@ -112,14 +115,15 @@ class StagePublisher(Publisher):
         self._rounds.leave(None)
 
     def _publish(self, stream: Iterable[tuple[str, Tensor]], version: int, prints: Fingerprinter) -> dict[str, Metric]:
-        sent = self._sender.send(stream, self._rounds.offer, prints.add if self._settings.verify else None)
+        sent = self._sender.send(stream, self._rounds.offer, prints.add if self._settings.verify else None, version)
         fault: FloatingPointError | None = None
         expected = list[tuple[str, int, int]]()
         try:
             expected = [(name, one.value, one.numel) for name, one in prints.digest().items()]
         except FloatingPointError as error:  # raised once the engines have a whole update
             fault = error
-        self._rounds.leave(vars(StageReport(sent.tensors, sent.nbytes, expected, None if fault is None else str(fault))))
+        report = StageReport(sent.tensors, sent.nbytes, sent.elements, sent.changed, expected, None if fault is None else str(fault))
+        self._rounds.leave(vars(report))
         if fault is not None:
             raise fault
         return {}
@@ -135,11 +139,17 @@ class WeightPublisher(Publisher):
         self._rounds.end()
 
     def _publish(self, stream: Iterable[tuple[str, Tensor]], version: int, prints: Fingerprinter) -> dict[str, Metric]:
-        begun, timeout_s = time.perf_counter(), self._settings.timeout_s
-        self._all("start_update", timeout_s)()
-        sent = self._sender.send(stream, self._load, prints.add if self._settings.verify else None)
+        begun, timeout_s, overlap = time.perf_counter(), self._settings.timeout_s, self._settings.overlap
+        if not overlap:
+            self._all("start_update", timeout_s)()
+        sent = self._sender.send(stream, self._load, prints.add if self._settings.verify else None, version)
         while headers := self._rounds.gathered():  # other stages may have more
             self._load_all(headers)()
+        paused = begun
+        if overlap:
+            paused = time.perf_counter()
+            self._all("start_update", timeout_s)()
+            self._all("load_received", timeout_s)()
         self._all("finish_update", version, timeout_s)()
         moved, accepted = time.perf_counter(), dict[str, Metric]()
         if self._drafts:
@@ -155,11 +165,14 @@ class WeightPublisher(Publisher):
             for index, engine_prints in enumerate(self._all("fingerprints", timeout_s)()):
                 check(expected, engine_prints, f"engine {index}")
         self._rounds.end()
+        all_sent: list[Sent | StageReport] = [sent, *reports]
         return {
             "sync/senders": Last(self._rounds.senders),
-            "sync/tensors": Last(sent.tensors + sum(report.tensors for report in reports)),
-            "sync/mb": Last((sent.nbytes + sum(report.nbytes for report in reports)) / 2**20),
+            "sync/tensors": Last(sum(one.tensors for one in all_sent)),
+            "sync/mb": Last(sum(one.nbytes for one in all_sent) / 2**20),
+            "sync/sent_frac": Last(sum(one.changed for one in all_sent) / max(1, sum(one.elements for one in all_sent))),
             "timing_s/sync_move": Last(moved - begun),
+            "timing_s/sync_pause": Last(moved - paused),  # a part of it: from the pause of the engines' work to its end
             "timing_s/sync_verify": Last(time.perf_counter() - moved),
             **accepted,
         }
@@ -169,7 +182,7 @@ class WeightPublisher(Publisher):
         return self._load_all([header, *self._rounds.gathered()])
 
     def _load_all(self, headers: list[dict[str, Any]]) -> Callable[[], object]:
-        return self._settled(self._all("load_buckets", headers, self._settings.timeout_s))
+        return self._settled(self._all("receive_buckets" if self._settings.overlap else "load_buckets", headers, self._settings.timeout_s))
 
     def _settled(self, done: Callable[[], object]) -> Callable[[], object]:
         """Let the other senders know that the engines have been told of something, and when they have done it."""

@@ -1,7 +1,9 @@
 """The engine's side of a weight update, for any engine: receives the buckets and checks that every tensor came. Needs only torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.host.shared_memory import mapped
+from megarl.sync.delta import DeltaReceiver
 from megarl.sync.wire import Header, Rendezvous, TensorName, broadcast, each, join, open_cuda, place_of, unpack_stacks
+
+Own = Callable[[list[str]], tuple[int, int]]
 
 
 class WeightError(ValueError):
@@ -45,6 +50,14 @@ class Inventory:
             raise WeightError(f"{name}: came as {dtype}, and the engine's model has {known_dtype}")
         self._seen.add(name)
 
+    def take_all(self, name: TensorName, shape: Sequence[int], dtype: str) -> None:
+        """Tick off one tensor, or all tensors of a stack, whose shape begins with their number."""
+        if isinstance(name, str):
+            self.take(name, shape, dtype)
+        else:
+            for one in name:
+                self.take(one, shape[1:], dtype)
+
     def complete(self) -> None:
         """Raise WeightError if a tensor has not come."""
         missing = [name for name in self._expected if name not in self._seen]
@@ -53,16 +66,23 @@ class Inventory:
 
 
 class BucketReceiver:
-    """Receives the buckets that are sent to one worker of an engine."""
+    """Receives the buckets that are sent to one worker of an engine.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: the worker's device.
+        own: the range of a stack's tensors that this worker needs; it gets no others. None: all of every stack.
+    """
+
+    def __init__(self, device: torch.device, own: Own | None = None) -> None:
+        self._device, self._own = device, own
         self._groups: list[Any] = []  # ProcessGroupGloo or ProcessGroupNCCL, by sender
         self._stores: list[Any] = []
         self._rank = 0
+        self._delta = DeltaReceiver()
 
     def connect(self, meetings: Sequence[Rendezvous], rank: int) -> None:
         """Join each sender's broadcast group as `rank`; waits for the others as `wire.join` does."""
+        self._delta = DeltaReceiver()
         self._rank, self._groups, self._stores = rank, [], []
         for meeting in meetings:
             timeout = timedelta(seconds=meeting.timeout_s)
@@ -76,10 +96,35 @@ class BucketReceiver:
         """
         return [one for name, tensor in self.receive_stacks(headers) for one in each(name, tensor)]
 
-    def receive_stacks(self, headers: Sequence[Header]) -> list[tuple[TensorName, Tensor]]:
-        """Like `receive`, with stacks as they were sent."""
+    def receive_stacks(self, headers: Sequence[Header], place: torch.device | None = None) -> Iterator[tuple[TensorName, Tensor]]:
+        """Like `receive`, with stacks as they were sent, or this worker's part of them, when all have arrived.
+
+        Tensors of which only changes came are put together as they are asked for, since a bucket may hold the changes of a whole model; the
+        next update changes their memory, if they are on the CPU.
+
+        Args:
+            headers: the buckets' headers.
+            place: where the tensors are wanted; None: on this worker's device.
+        """
         coming = [self._start(header) for header in headers]
-        return [one for header, arrived in zip(headers, coming, strict=True) for one in unpack_stacks(arrived(), header)]
+        arrived = [(one().to(place or self._device), header) for one, header in zip(coming, headers, strict=True)]
+        return chain.from_iterable(self._unpacked(bytes_B, header) for bytes_B, header in arrived)
+
+    def _unpacked(self, bytes_B: Tensor, header: Header) -> Iterator[tuple[TensorName, Tensor]]:
+        for (name, tensor), shape, change in zip(unpack_stacks(bytes_B, header), header.shapes, header.each_change, strict=True):
+            start, stop = (0, 1) if isinstance(name, str) else (0, len(name)) if self._own is None else self._own(name)
+            if start == stop:
+                continue
+            part = name if isinstance(name, str) else name[start:stop]
+            if change is not None:
+                first = start * math.prod(shape[1:]) if start else 0
+                yield part, self._delta.merge(name, tensor, change, first).to(bytes_B.device)
+                continue
+            if not isinstance(name, str):
+                tensor = tensor[start:stop]
+            if header.keep:
+                self._delta.keep(name, tensor)
+            yield part, tensor
 
     def _start(self, header: Header) -> Callable[[], Tensor]:
         """Start receiving a bucket; the returned function waits for its bytes."""

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Backend
 
 from megarl.host.shared_memory import SharedMemory
 from megarl.sync import wire
+from megarl.sync.delta import DeltaSender
 from megarl.sync.store import listen_store
 
 Announce = Callable[[dict[str, Any]], Callable[[], object]]
@@ -37,6 +38,8 @@ class Sent:
     tensors: int
     nbytes: int
     buckets: int
+    elements: int  # of all tensors
+    changed: int  # of them, those that were sent
 
 
 class Sender:
@@ -52,6 +55,8 @@ class Sender:
         relay: the only worker that shared memory and CUDA IPC reach, which then broadcasts; None: they reach all.
         number: this sender's number.
         senders: how many there are, each with a group of its own; with shm and cuda_ipc, only if there is a relay.
+        delta: send only the elements that changed since the update before, and everything in each update of this number; None: always
+            everything.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Sender:
         relay: int | None = None,
         number: int = 0,
         senders: int = 1,
+        delta: int | None = None,
     ) -> None:
         assert transport in ("gloo", "nccl", "shm", "cuda_ipc"), transport
         assert device.type == "cuda" or transport in ("gloo", "shm"), f"{transport} needs tensors on a GPU"
@@ -76,6 +82,7 @@ class Sender:
         self._buffers: list[_Buffer] = []
         self._group: Backend | None = None
         self._store: Any = None
+        self._delta = None if delta is None else DeltaSender(delta)
 
     def connect(self, announce: Announce) -> None:
         """Open the broadcast group (gloo, nccl): announce a `wire.Rendezvous`, where engine worker w has rank `first_rank` + w, and join.
@@ -103,7 +110,9 @@ class Sender:
         """The first engine worker's rank in the broadcast group."""
         return 0 if self._relay is not None else 1
 
-    def send(self, stream: Iterable[tuple[wire.TensorName, Tensor]], announce: Announce, watch: TensorObserver | None = None) -> Sent:
+    def send(
+        self, stream: Iterable[tuple[wire.TensorName, Tensor]], announce: Announce, watch: TensorObserver | None = None, version: int = 0
+    ) -> Sent:
         """Send a stream of tensors to every engine. Returns when all have taken everything.
 
         On any failure the sender is closed and the error raised.
@@ -112,14 +121,19 @@ class Sender:
             stream: (Hugging Face name, tensor), or (names, stack), each in memory of its own or in memory that does not change.
             announce: hands a bucket's header (wire.Header.plain()) to the engine workers.
             watch: called with each (name, tensor), or part of a stack, while the engines take the bucket that holds it (for
-                fingerprints). The tensors of one bucket are kept for it.
+                fingerprints). The tensors of one bucket are kept for it; with `delta`, whose buckets hold parts of many, it is called
+                before.
+            version: of the weights, by which `delta` counts.
 
         Returns:
             What was transferred.
         """
         with self._closed_on_failure():
-            tensors = nbytes = buckets = 0
+            tensors = nbytes = buckets = elements = 0
             taken: Callable[[], object] | None = None
+            if self._delta is not None:
+                self._delta.begin(version)
+                stream, watch = _watched(stream, watch), None
             for bucket, buffer, filled in self._fill(stream, keep=watch is not None):
                 if taken is not None:
                     taken()
@@ -128,9 +142,10 @@ class Sender:
                     for name, tensor in filled:
                         watch(name, tensor)
                 tensors, nbytes, buckets = tensors + bucket.tensors, nbytes + bucket.nbytes, buckets + 1
+                elements += bucket.elements
             if taken is not None:
                 taken()
-            return Sent(tensors, nbytes, buckets)
+            return Sent(tensors, nbytes, buckets, elements, elements if self._delta is None else self._delta.changed)
 
     def close(self) -> None:
         """Leave the group and free the buffers: engines that still wait for a broadcast see the connection end."""
@@ -148,16 +163,18 @@ class Sender:
         turn, bucket, buffer = 0, None, None
         filled = list[tuple[wire.TensorName, Tensor]]()
         for name, tensor in self._parts(stream):
-            if bucket is None or not bucket.fits(tensor):
+            changes = None if self._delta is None else self._delta.pack(name, tensor)
+            nbytes = tensor.nbytes if changes is None else changes[0].nbytes
+            if bucket is None or not bucket.fits(nbytes):
                 if bucket is not None and buffer is not None:
                     yield bucket, buffer, filled
                     filled.clear()
-                buffer = self._buffer(turn, tensor.nbytes)
-                room = max(self._capacity, -(-tensor.nbytes // wire.ALIGN) * wire.ALIGN)  # even if an earlier tensor grew the buffer
+                buffer = self._buffer(turn, nbytes)
+                room = max(self._capacity, wire.aligned(nbytes))  # even if an earlier tensor grew the buffer
                 turn, bucket = 1 - turn, wire.Bucket(buffer.bytes_B[:room])
             assert buffer is not None
-            buffer.reserve(bucket.nbytes + tensor.nbytes)
-            bucket.add(name, tensor)
+            buffer.reserve(bucket.nbytes + nbytes)
+            bucket.add(name, tensor, changes)
             if keep:
                 filled.append((name, tensor))
         if bucket is not None and buffer is not None:
@@ -175,7 +192,7 @@ class Sender:
 
     def _buffer(self, turn: int, nbytes: int) -> _Buffer:
         """The buffer for this turn, with room for a tensor of `nbytes`."""
-        capacity = max(self._capacity, -(-nbytes // wire.ALIGN) * wire.ALIGN)
+        capacity = max(self._capacity, wire.aligned(nbytes))
         if turn == len(self._buffers):
             self._buffers.append(self._make(capacity))
         elif len(self._buffers[turn].bytes_B) < capacity:
@@ -190,7 +207,7 @@ class Sender:
 
     def _post(self, bucket: wire.Bucket, buffer: _Buffer, announce: Announce) -> Callable[[], object]:
         """Announce a bucket and start sending it; the returned function blocks until the engines have it."""
-        header = replace(bucket.header(), sender=self._number, relay=self._relay)
+        header = replace(bucket.header(), sender=self._number, relay=self._relay, keep=self._delta is not None)
         if self._transport == "shm":
             assert isinstance(buffer, _SharedBuffer)
             return announce(replace(header, path=buffer.path, place=wire.place_of(self._place)).plain())
@@ -213,6 +230,13 @@ class Sender:
         except BaseException:
             self.close()
             raise
+
+
+def _watched(stream: Iterable[tuple[wire.TensorName, Tensor]], watch: TensorObserver | None) -> Iterator[tuple[wire.TensorName, Tensor]]:
+    for name, tensor in stream:
+        if watch is not None:
+            watch(name, tensor)
+        yield name, tensor
 
 
 def _resolve(future: Future[Backend], work: Callable[[], Backend]) -> None:

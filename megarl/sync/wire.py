@@ -8,6 +8,7 @@ shape, such as the experts of a layer, may travel as a stack, which costs as muc
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,18 @@ TensorName = str | list[str]  # the name of a tensor, or the names of tensors th
 
 
 @dataclass(frozen=True)
+class Change:
+    """Describes the changed elements of a tensor (`delta.py`)."""
+
+    count: int  # of changed elements
+    narrow: bool  # each distance takes 2 bytes, else 4
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of the distances and of the values, whose elements have `itemsize` bytes."""
+        return aligned(self.count * (2 if self.narrow else 4)) + self.count * itemsize
+
+
+@dataclass(frozen=True)
 class Header:
     """What one bucket holds and where its bytes are."""
 
@@ -42,11 +55,18 @@ class Header:
     handle: list[Any] | None = None  # transport cuda_ipc: see `share_cuda`
     place: str | None = None  # where path or handle is valid: see `place_of`
     relay: int | None = None  # the worker that path or handle is for; it broadcasts the bytes to the others. None: each opens them
+    changes: list[Change | None] | None = None  # by tensor, what came of it; None: each came whole
+    keep: bool = False  # the next update may bring changes of these tensors only
 
     @property
     def first(self) -> str:
         """The name of the bucket's first tensor."""
         return self.names[0] if isinstance(self.names[0], str) else self.names[0][0]
+
+    @property
+    def each_change(self) -> list[Change | None]:
+        """What came of each tensor; None: all of it."""
+        return self.changes or [None] * len(self.names)
 
     def plain(self) -> dict[str, Any]:
         """The header as a dictionary of strings, numbers, lists and bytes, which any serializer supports."""
@@ -55,11 +75,15 @@ class Header:
     @staticmethod
     def parse(plain: dict[str, Any]) -> Header:
         """The inverse of `plain`. Raises ValueError for an invalid header, such as a tensor outside the bucket."""
-        header = Header(**plain)
-        for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):
+        changes = plain.get("changes") and [None if one is None else Change(**one) for one in plain["changes"]]
+        header = Header(**{**plain, "changes": changes})
+        for name, dtype, shape, offset, change in zip(
+            header.names, header.dtypes, header.shapes, header.offsets, header.each_change, strict=True
+        ):
             if dtype not in DTYPES:
                 raise ValueError(f"bucket: {name} has the unknown dtype {dtype!r}")
-            end = offset + math.prod(shape) * DTYPES[dtype].itemsize
+            size = DTYPES[dtype].itemsize
+            end = offset + (math.prod(shape) * size if change is None else change.nbytes(size))
             if offset < 0 or offset % ALIGN or min(shape, default=0) < 0 or end > header.nbytes:
                 raise ValueError(f"bucket: {name} covers bytes {offset} to {end} of {header.nbytes}")
             if not isinstance(name, str) and len(name) != shape[0]:
@@ -92,27 +116,39 @@ class Bucket:
     def __init__(self, bytes_B: Tensor) -> None:
         self._bytes_B = bytes_B  # uint8 [capacity]
         self._header, self.nbytes, self.tensors = Header([], [], [], [], 0), 0, 0  # nbytes: in use, padding included
+        self._changes: list[Change | None] = []
+        self.elements = 0  # of its tensors, changed or not
 
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether there is room for one more tensor."""
-        return self.nbytes + _aligned(tensor.nbytes) <= len(self._bytes_B)
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes more."""
+        return self.nbytes + aligned(nbytes) <= len(self._bytes_B)
 
-    def add(self, name: TensorName, tensor: Tensor) -> None:
-        """Copy a tensor, or a stack, into the bucket. Raises ValueError for a dtype that the wire does not carry."""
+    def add(self, name: TensorName, tensor: Tensor, changes: tuple[Tensor, Change] | None = None) -> None:
+        """Copy a tensor, or a stack, into the bucket: all of it, or only its changes, from `DeltaSender.pack`.
+
+        Raises ValueError for a dtype that the wire does not carry.
+        """
         if tensor.dtype not in _NAMES:
             raise ValueError(f"bucket: {name} has the dtype {tensor.dtype}, which the wire does not carry")
-        assert self.fits(tensor), f"{name} of {tensor.nbytes} bytes does not fit"
-        self._bytes_B[self.nbytes : self.nbytes + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        nbytes = tensor.nbytes if changes is None else changes[0].nbytes
+        assert self.fits(nbytes), f"{name} of {nbytes} bytes does not fit"
+        room_B = self._bytes_B[self.nbytes : self.nbytes + nbytes]
+        if changes is None:
+            room_B.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        else:
+            room_B.copy_(changes[0])
+        self._changes.append(None if changes is None else changes[1])
+        self.elements += tensor.numel()
         self._header.names.append(name)
         self._header.dtypes.append(_NAMES[tensor.dtype])
         self._header.shapes.append(list(tensor.shape))
         self._header.offsets.append(self.nbytes)
-        self.nbytes += _aligned(tensor.nbytes)
+        self.nbytes += aligned(nbytes)
         self.tensors += 1 if isinstance(name, str) else len(name)
 
     def header(self) -> Header:
         """The header for what the bucket holds now, without path, handle or place."""
-        return replace(self._header, nbytes=self.nbytes)
+        return replace(self._header, nbytes=self.nbytes, changes=self._changes if any(self._changes) else None)
 
     @property
     def content_B(self) -> Tensor:
@@ -125,13 +161,19 @@ def each(name: TensorName, tensor: Tensor) -> list[tuple[str, Tensor]]:
     return [(name, tensor)] if isinstance(name, str) else list(zip(name, tensor, strict=True))
 
 
-def unpack_stacks(bytes_B: Tensor, header: Header) -> list[tuple[TensorName, Tensor]]:
-    """Views of a bucket's bytes (uint8 [>= nbytes]) as (name, tensor), with stacks as they were sent: valid as long as the bytes are."""
-    views: list[tuple[TensorName, Tensor]] = []
-    for name, dtype, shape, offset in zip(header.names, header.dtypes, header.shapes, header.offsets, strict=True):
+def unpack_stacks(bytes_B: Tensor, header: Header) -> Iterator[tuple[TensorName, Tensor]]:
+    """Yield views of a bucket's bytes (uint8 [>= nbytes]) as (name, tensor), with stacks as they were sent: valid as long as the bytes are.
+
+    Of a tensor of which only changes came, the view is of the bytes that describe them.
+    """
+    for name, dtype, shape, offset, change in zip(
+        header.names, header.dtypes, header.shapes, header.offsets, header.each_change, strict=True
+    ):
         kind = DTYPES[dtype]
-        views.append((name, bytes_B[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)))
-    return views
+        if change is None:
+            yield name, bytes_B[offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+        else:
+            yield name, bytes_B[offset : offset + change.nbytes(kind.itemsize)]
 
 
 def place_of(device: torch.device) -> str:
@@ -205,5 +247,6 @@ def broadcast(group: Backend, bytes_B: Tensor, root: int = 0) -> dist.Work:
     return group.broadcast([bytes_B], options)  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Round up to a multiple of ALIGN."""
     return -(-nbytes // ALIGN) * ALIGN

@@ -1,6 +1,7 @@
 """A step is the same on any layout and wherever its models stand, and a run goes on on any other layout."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megarl.checkpoints.verify import main as verify
 from megarl.config import TrainConfig, load
 from megarl.convert.main import main as convert
 from megarl.models.hf import Checkpoint
+from tests.e2e.comparing import assert_same, numbers, weights
 from tests.e2e.job import EVERYTHING, Job, assert_same_step
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab, with_nan
@@ -44,6 +46,27 @@ def test_a_step_is_the_same_where_each_stage_sends_to_the_engines_worker_on_its_
     assert_same_step(job.run(), one_rank)
     planned = load(job.runs / "job.yaml", [*shared], TrainConfig).senders
     assert [row["sync/senders"] for row in job.steps()] == [2, 2] == [planned, planned]
+
+
+@pytest.mark.long
+def test_engines_that_are_sent_changes_take_the_same_steps(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    """In bfloat16, from two stages, and in a run that goes on from a checkpoint, too, whose first sync sends everything."""
+    small = ("optimizer={lr: 1.0e-5, warmup_steps: 0}", "rollout.dtype=bfloat16", "train.steps=4", "save.every=2")
+    common = ("layout.ranks=2", "layout.pp=2", "sync.transport=gloo", "algorithm.correction={type: tis}", *small)
+    whole = lab.run(Job(tmp_path / "whole", tiny_model, common), own_engine=True)
+    job = lab.run(Job(tmp_path / "changes", tiny_model, (*common, "sync.delta=3")), own_engine=True)
+    without = [{name: value for name, value in row.items() if not name.startswith("sync/")} for row in numbers(job)]
+    assert without == [{name: value for name, value in row.items() if not name.startswith("sync/")} for row in numbers(whole)]
+    assert weights(job, "model") == weights(whole, "model")
+    sizes, shares = [row["sync/mb"] for row in job.steps()], [row["sync/sent_frac"] for row in job.steps()]
+    assert shares[2] == 1 and sizes[2] == whole.steps()[2]["sync/mb"], "the third step's sync sends everything"
+    assert all(0 < shares[step] < 0.5 and sizes[step] < sizes[2] for step in (0, 1, 3))
+    cut = tmp_path / "cut"
+    shutil.copytree(job.runs, cut)
+    for step in (3, 4):
+        shutil.rmtree(cut / "job" / "checkpoints" / f"step_{step:06d}", ignore_errors=True)
+    (cut / "job" / "checkpoints" / "latest").unlink()
+    assert_same(lab.run(Job(cut, tiny_model, (*common, "sync.delta=3")), own_engine=True), job, "model")
 
 
 def test_a_critic_learns_beside_the_policy_and_is_saved(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:

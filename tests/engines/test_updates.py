@@ -155,6 +155,31 @@ def test_greedy_output_equals_transformers_over_five_updates(
     host.run(_five_updates, tiny, bare, transport, layout)
 
 
+async def _changes(tiny: Path, layout: Layout, overlap: bool) -> None:
+    engine = await _start(tiny, layout=layout)
+    trainer = Trainer(engine, "gloo", layout.workers, delta=3, overlap=overlap)
+    try:
+        model, moved = other_weights(tiny, 1), list[tuple[int, int]]()
+        for seed in range(4):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    flat = weight.view(-1)
+                    flat[torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))[: -(-len(flat) // 50)]] *= -1.5
+            await _check_update(engine, trainer, model)
+            moved.append((trainer.moved.nbytes, trainer.moved.changed))
+    finally:
+        trainer.close()
+        await engine.close()
+    (whole, elements), (less, changed), again, _ = moved
+    assert again == (whole, elements) and changed == pytest.approx(elements / 50, rel=0.01) and less < 0.1 * whole
+
+
+@pytest.mark.parametrize(("layout", "overlap"), rows([(EP2, True), (DP3_EP, False), (TWO, False)], [(EP2, True)]))
+def test_an_engine_that_is_sent_changes_answers_as_transformers_does(host: Host, tiny: Path, layout: Layout, overlap: bool) -> None:
+    """Received beside its work or in a pause; the first and the third update bring everything."""
+    host.run(_changes, tiny, layout, overlap)
+
+
 def test_memory_that_is_not_shared_is_refused_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another machine, or of another GPU of this one: neither a path nor a handle means anything there."""
     bucket = wire.Bucket(torch.zeros(64, dtype=torch.uint8))

@@ -61,10 +61,10 @@ def checkpoint(model: Any) -> list[tuple[str, Tensor]]:
 class Trainer:
     """Rank 0 of the trainer as far as an engine can tell: the real sender, in a thread of its own."""
 
-    def __init__(self, engine: Engine, transport: str, workers: int = 1) -> None:
+    def __init__(self, engine: Engine, transport: str, workers: int = 1, delta: int | None = None, overlap: bool = False) -> None:
         self._engine, self._loop, self._version = engine, asyncio.get_running_loop(), 0
-        self._transport = transport
-        self._options: dict[str, Any] = {"workers": workers, "host": "127.0.0.1", "bucket_mb": 1, "timeout_s": TIMEOUT_S}
+        self._transport, self._overlap = transport, overlap
+        self._options: dict[str, Any] = {"workers": workers, "host": "127.0.0.1", "bucket_mb": 1, "timeout_s": TIMEOUT_S, "delta": delta}
         self._sender: Sender | None = None
 
     async def update(self, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Print]:
@@ -80,15 +80,20 @@ class Trainer:
             self._sender = Sender(self._transport, device=torch.device("cpu"), **self._options)
             await asyncio.to_thread(self._sender.connect, lambda meeting: self._do(self._engine.connect([meeting], 1)))
         self._version += 1
-        await self._engine.start_update(TIMEOUT_S)
+        if not self._overlap:
+            await self._engine.start_update(TIMEOUT_S)
+        take = self._engine.receive_buckets if self._overlap else self._engine.load_buckets
         try:
-            moved = await asyncio.to_thread(
-                self._sender.send, tensors, lambda header: self._do(self._engine.load_buckets([header], TIMEOUT_S)), sent.add
+            self.moved = await asyncio.to_thread(
+                self._sender.send, tensors, lambda header: self._do(take([header], TIMEOUT_S)), sent.add, self._version
             )
         except BaseException:
             self._sender = None  # it has closed itself
             raise
-        assert moved.tensors == len(tensors)
+        assert self.moved.tensors == len(tensors)
+        if self._overlap:
+            await self._engine.start_update(TIMEOUT_S)
+            await self._engine.load_received(TIMEOUT_S)
         return sent
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import multiprocessing
 import tempfile
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -385,6 +386,20 @@ class VllmEngine(Engine):
 
     async def load_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
         await self._weights("megarl_load_buckets", headers, timeout_s=timeout_s)
+
+    async def receive_buckets(self, headers: list[dict[str, Any]], timeout_s: float) -> None:
+        await self._weights("megarl_receive_buckets", headers, timeout_s=timeout_s)
+        begun = time.monotonic()
+        while not all(answers := await self._call("megarl_received", timeout_s=timeout_s)):
+            waited = time.monotonic() - begun
+            if waited > timeout_s:
+                raise RolloutTimeout(f"{self.label}: receiving weights not done after {timeout_s:g} s")
+            await asyncio.sleep(min(0.02, max(0.001, waited / 4)))  # each question costs the model's work a little
+        if faults := [answer for answer in answers if answer is not True]:
+            raise WeightSyncError(f"{self.label}: {faults[0]}")
+
+    async def load_received(self, timeout_s: float) -> None:
+        await self._weights("megarl_load_received", timeout_s=timeout_s)
 
     async def finish_update(self, version: int, timeout_s: float) -> None:
         async with self._lock:

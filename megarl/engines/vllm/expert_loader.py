@@ -110,6 +110,13 @@ class ExpertLoader:
             for name, place in names.items()
         }
 
+    def own(self, names: list[str]) -> tuple[int, int]:
+        """Return the range of a stack's tensors that this worker needs: its own experts, or all of what are not experts."""
+        if names[0] not in self._places:
+            return 0, len(names)
+        held = [index for index, name in enumerate(names) if self._places[name][2] is not None]
+        return (held[0], held[-1] + 1) if held else (0, 0)
+
     def load(self, name: TensorName, tensor: Tensor) -> bool:
         """Load one expert's tensor, or a stack of the same tensor of consecutive experts, during a layerwise reload.
 
@@ -123,10 +130,10 @@ class ExpertLoader:
         names, stack = ([name], tensor[None]) if isinstance(name, str) else (name, tensor)
         if names[0] not in self._places:
             return False
-        own = [index for index, one in enumerate(names) if self._places[one][2] is not None]
-        if not own:
+        start, stop = self.own(names)
+        if start == stop:
             return True
-        names, stack = names[own[0] : own[-1] + 1], stack[own[0] : own[-1] + 1]
+        names, stack = names[start:stop], stack[start:stop]
         layer, kinds, first, parameter = self._places[names[0]]
         assert first is not None
         if [self._places[one] for one in names] != [(layer, kinds, first + index, parameter) for index in range(len(names))]:

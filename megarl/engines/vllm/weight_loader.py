@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -37,14 +40,16 @@ class WeightLoader:
         self._model, self._draft, self._config, self._device = model, draft, vllm_config, device
         self._own = None if draft is None else DraftLayers(draft, model)
         self._parts: list[nn.Module] = [model] if self._own is None else [model, self._own]
-        self._buckets = BucketReceiver(device)
         self._experts = [ExpertLoader(model)] if draft is None else [ExpertLoader(model), ExpertLoader(draft)]
+        self._buckets = BucketReceiver(device, self._experts[0].own)  # an engine that drafts has one worker, which holds all experts
+        self._received = _Received()
         self._inventory: Inventory | None = None  # of the update under way; None after a failure
         self._begun = False  # vLLM may have buffered tensors
         self._kernels: list[tuple[UnquantizedFusedMoEMethod, Any]] = []  # those that vLLM makes anew in an update
 
     def connect(self, meetings: Sequence[Rendezvous], rank: int) -> None:
         """Join each sender's broadcast group as `rank`."""
+        self._received = _Received()
         self._buckets.connect(meetings, rank)
 
     def start(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
@@ -78,11 +83,29 @@ class WeightLoader:
 
     def load_buckets(self, headers: Sequence[Header]) -> None:
         """Receive buckets, one of each sender, and load them. Raises WeightError naming a tensor that does not fit."""
-        tensors = self._buckets.receive_stacks(headers)  # before any check: the trainer is already sending
-        inventory, self._inventory = self._inventory, None  # which stays so if this bucket fails
+        self._load(headers, self._buckets.receive_stacks(headers))  # received before any check: the trainer is already sending
+
+    def receive(self, headers: Sequence[Header]) -> None:
+        """Begin to receive buckets into host memory, in a thread, while the model runs; `received` comes before the next call."""
+        self._received.add(headers, lambda: list(self._buckets.receive_stacks(headers, torch.device("cpu"))))
+
+    def received(self) -> bool:
+        """Whether the buckets of the last `receive` are there. Raises what receiving them raised."""
+        return self._received.there()
+
+    def load_received(self) -> None:
+        """Load all that has been received since the last update, as `load_buckets` does."""
+        headers, tensors = self._received.take()
+        self._load(headers, ((name, tensor.to(self._device)) for name, tensor in tensors))
+
+    def _load(self, headers: Sequence[Header], tensors: Iterable[tuple[TensorName, Tensor]]) -> None:
+        inventory, self._inventory = self._inventory, None  # which stays so if this fails
         if inventory is None:
             raise WeightError(f"{headers[0].first}: came outside of an update, or after it failed")
-        self._load(tensors, inventory)
+        for header in headers:
+            for name, shape, dtype in zip(header.names, header.shapes, header.dtypes, strict=True):
+                inventory.take_all(name, shape, dtype)
+        self._put(tensors)
         self._inventory = inventory
 
     def read(self, directory: Path, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
@@ -93,29 +116,29 @@ class WeightLoader:
         with Checkpoint(directory, predictors=self._draft is not None) as checkpoint:
             stored = ((name, checkpoint.read(name).to(self._device)) for name in expected if name in checkpoint.tensors)
             for name, tensor in as_expected(stored, expected):
-                self._load([(name, tensor)], inventory)
+                inventory.take_all(name, tensor.shape, str(tensor.dtype).removeprefix("torch."))
+                self._put([(name, tensor)])
         self._inventory = inventory
         self.finish()
 
-    def _load(self, tensors: Sequence[tuple[TensorName, Tensor]], inventory: Inventory) -> None:
-        for name, tensor in tensors:
-            shape, dtype = tensor.shape if isinstance(name, str) else tensor.shape[1:], str(tensor.dtype).removeprefix("torch.")
-            for one in [name] if isinstance(name, str) else name:
-                inventory.take(one, shape, dtype)
+    def _put(self, tensors: Iterable[tuple[TensorName, Tensor]]) -> None:
+        """Put tensors into the model's layers."""
         with set_current_vllm_config(self._config):
-            others = [
+            rest = (
                 one
                 for name, tensor in tensors
                 if not any(experts.load(name, tensor) for experts in self._experts)
                 for one in each(name, tensor)
-            ]
-            drafts = [one for one in others if self._own is not None and one[0].startswith(self._own.prefix)]
-            # vLLM keeps views of the tensors until their layer is complete: their memory must not be reused.
-            if len(drafts) < len(others):
+            )
+            if self._own is not None:
+                others = list(rest)
+                if drafts := [one for one in others if one[0].startswith(self._own.prefix)]:
+                    self._draft.load_weights(iter(drafts))
                 names = {name for name, _ in drafts}
-                self._model.load_weights(iter([one for one in others if one[0] not in names]))
-            if drafts:
-                self._draft.load_weights(iter(drafts))
+                rest = (one for one in others if one[0] not in names)
+            # vLLM keeps views of the tensors until their layer is complete: their memory must not be reused.
+            if (first := next(rest, None)) is not None:
+                self._model.load_weights(chain([first], rest))
 
     def finish(self) -> None:
         """Finish the update. Raises WeightError naming a tensor that has not arrived."""
@@ -128,6 +151,36 @@ class WeightLoader:
             if self._device.type == "cpu":
                 repack_tied_output(self._model)
         self._inventory, self._begun = None, False
+
+
+class _Received:
+    """Buckets that have come beside the model's work, and wait in host memory."""
+
+    def __init__(self) -> None:
+        self._headers: list[Header] = []
+        self._coming: list[Future[list[tuple[TensorName, Tensor]]]] = []
+
+    def add(self, headers: Sequence[Header], receive: Callable[[], list[tuple[TensorName, Tensor]]]) -> None:
+        coming: Future[list[tuple[TensorName, Tensor]]] = Future()
+        self._headers += headers
+        self._coming.append(coming)
+
+        def work() -> None:
+            try:
+                coming.set_result(receive())
+            except Exception as error:
+                coming.set_exception(error)
+
+        Thread(target=work, daemon=True).start()
+
+    def there(self) -> bool:
+        last = self._coming[-1]
+        return last.done() and last.result() is not None
+
+    def take(self) -> tuple[list[Header], list[tuple[TensorName, Tensor]]]:
+        headers, tensors = self._headers, [one for coming in self._coming for one in coming.result()]
+        self._headers, self._coming = [], []
+        return headers, tensors
 
 
 def fp8_names(model: nn.Module) -> Iterator[str]:

@@ -151,6 +151,17 @@ class WorkerExtension:
     def megarl_load_buckets(self, headers: list[dict[str, Any]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().load_buckets([Header.parse(header) for header in headers]))
 
+    def megarl_receive_buckets(self, headers: list[dict[str, Any]]) -> str | None:
+        return _refusal(lambda: self._megarl_loader().receive([Header.parse(header) for header in headers]))
+
+    def megarl_received(self) -> bool | str:
+        """Whether the buckets of the last `megarl_receive_buckets` are there, or why not."""
+        there = list[bool]()
+        return _refusal(lambda: there.append(self._megarl_loader().received())) or there[0]
+
+    def megarl_load_received(self) -> str | None:
+        return _refusal(lambda: self._megarl_loader().load_received())
+
     def megarl_finish_update(self) -> str | None:
         return _refusal(lambda: self._megarl_loader().finish())
 
