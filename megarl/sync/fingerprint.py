@@ -155,7 +155,12 @@ class _Patterns:
 
 
 def _extremes(matrices: Tensor) -> Tensor:
-    """The least and the greatest element of each matrix, float32 [2, B]; of 8 bits: 0, or NaN if one element is."""
+    """The least and the greatest element of each matrix, float32 [2, B], or twice their sum where that is finite, which on a CPU is faster;
+    of 8 bits: 0, or NaN if one element is."""
+    if matrices.device.type == "cpu" and matrices.dtype in (torch.float32, torch.bfloat16):
+        sum_B = matrices.flatten(1).sum(1)  # not of fewer exponent bits, in which sums overflow
+        if sum_B.isfinite().all():
+            return sum_B.float().expand(2, -1)
     if matrices.element_size() > 1:
         return torch.stack([matrices.amin((1, 2)), matrices.amax((1, 2))]).float()
     bits = matrices.view(torch.int8)  # e4m3fn has no infinity, and its NaN is 127 with either sign

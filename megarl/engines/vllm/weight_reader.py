@@ -128,7 +128,7 @@ def _as_sent(shards: _Shards, dtype: torch.dtype) -> Tensor:
     vLLM keeps some routers in float32; one whose values `dtype` cannot represent stays in float32, so that the comparison reports it.
     A router's expert bias is sent in float32, too, and so are the scales of fp8 weights.
     """
-    if shards.names[0].endswith((_BIAS, SCALES)) or shards.stack_BRC.element_size() == 1:
+    if shards.stack_BRC.dtype == dtype or shards.names[0].endswith((_BIAS, SCALES)) or shards.stack_BRC.element_size() == 1:
         return shards.stack_BRC
     narrow = shards.stack_BRC.to(dtype)
     return narrow if torch.equal(narrow.to(shards.stack_BRC.dtype), shards.stack_BRC) else shards.stack_BRC
