@@ -140,6 +140,9 @@ class TrainRolloutSettings(RolloutSettings):
         return {"sync": 0, "ahead": 1, "free": self.max_lag or 0}[self.mode]
 
 
+MOST_SENDERS = 16  # each has a group of its own, and a bucket in every worker of an engine
+
+
 class SyncSettings(Section):
     """How new weights reach the engines."""
 
@@ -168,14 +171,21 @@ class SyncSettings(Section):
     """Time limit of one sync."""
 
     def senders(self, layout: Layout, sharing: int) -> int:
-        """The number of ranks that send to the engines: the first of each pipeline stage if each can reach them, else rank 0 alone.
+        """The number of ranks that send to the engines.
+
+        In each pipeline stage the first rank of each part of the experts sends that part, and the first of all also what are not experts.
+        If they are more than MOST_SENDERS, the first rank of each stage sends all of it. Each must reach the engines; else rank 0 sends all.
 
         Args:
             layout: the layout of the policy's ranks.
             sharing: how many of these ranks, from the first on, share their device with a worker of an engine, which then relays.
         """
         last = layout.ranks // layout.pp * (layout.pp - 1)  # the first rank of the last stage
-        return layout.pp if self.transport in ("nccl", "gloo") or last < sharing else 1
+        last_experts = last + (layout.ep - 1) * (layout.etp or 1)
+        reached = layout.ranks if self.transport in ("nccl", "gloo") else sharing
+        if layout.pp * layout.ep <= MOST_SENDERS and last_experts < reached:
+            return layout.pp * layout.ep
+        return layout.pp if last < reached else 1
 
     @property
     def most_bucket_mb(self) -> int:

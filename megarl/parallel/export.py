@@ -1,7 +1,7 @@
 """Exports Megatron parameters as Hugging Face tensors: a streamed gather of tensor, expert and pipeline shards to rank 0.
 
 Only the first data-parallel (and context-parallel) replica takes part: in each pipeline stage its ranks gather to the stage's first rank,
-which forwards the shards to rank 0 or writes them into files of its own. Every rank derives the same order from the family's weight map,
+which forwards the shards to rank 0 or writes them into files of its own; or each expert-parallel rank keeps its own experts. Every rank derives the same order from the family's weight map,
 so the collectives pair up. Raw bytes are moved, not numbers, so any dtype is exact bit for bit on gloo and NCCL.
 """
 
@@ -52,7 +52,13 @@ class _Batch:
 
 
 def export_stacks(
-    chunks: Iterable[Any], model: ModelDescription, grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
+    chunks: Iterable[Any],
+    model: ModelDescription,
+    grid: Grid,
+    dtype: torch.dtype,
+    *,
+    by_stage: bool = False,
+    by_expert_rank: bool = False,
 ) -> Iterator[tuple[TensorName, Tensor]]:
     """Stream the model, its adapters merged, to rank 0 as Hugging Face tensors. Collective: every rank must iterate to the end.
 
@@ -62,18 +68,25 @@ def export_stacks(
         grid: this rank's grid.
         dtype: dtype of the exported tensors; routers' expert biases stay in float32.
         by_stage: gather each tensor only to the first rank of its pipeline stage.
+        by_expert_rank: with `by_stage`, leave experts on the first rank of the stage that has them (`Grid.leads_experts`).
 
     Yields:
-        On rank 0, or with `by_stage` on the first rank of each stage: (Hugging Face name, whole tensor on the device), or for a layer's
+        On rank 0, or with `by_stage` on the first rank of each stage or of each part of its experts: (Hugging Face name, whole tensor on the device), or for a layer's
         experts (their names, [experts, *tensor]), in memory of their own. On other ranks, nothing.
     """
     chunks = list(chunks)
     weights = [weight for weight in model.weights(head_of(chunks)) if not weight.alias]
-    return export_weights(weights, MergedParameters(chunks, grid), grid, dtype, by_stage=by_stage)
+    return export_weights(weights, MergedParameters(chunks, grid), grid, dtype, by_stage=by_stage, by_expert_rank=by_expert_rank)
 
 
 def export_weights(
-    weights: list[Weight], parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype, *, by_stage: bool = False
+    weights: list[Weight],
+    parameters: Mapping[str, Tensor],
+    grid: Grid,
+    dtype: torch.dtype,
+    *,
+    by_stage: bool = False,
+    by_expert_rank: bool = False,
 ) -> Iterator[tuple[TensorName, Tensor]]:
     """Stream some weights as `export_stacks` does. Collective.
 
@@ -83,11 +96,16 @@ def export_weights(
         grid: this rank's grid.
         dtype: as in `export_stacks`.
         by_stage: as in `export_stacks`.
+        by_expert_rank: as in `export_stacks`.
     """
+    assert by_stage or not by_expert_rank
     device = choose().device
     for batch in _plan(weights, grid, parameters, dtype, device):
         kind = torch.float32 if batch.weights[0].float32 else dtype
-        shards = _collected(batch, parameters, grid, kind)
+        apart = by_expert_rank and batch.ep > 1
+        shards = _collected(batch, parameters, grid, kind, apart=apart)
+        if apart:
+            batch = _Batch(_own(batch, grid), 1, batch.owner)
         if not by_stage:
             shards = _handed_on(batch, shards, grid, kind, device)
         if shards is not None:
@@ -263,18 +281,24 @@ def _held(batch: _Batch, parameters: Mapping[str, Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _collected(batch: _Batch, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype) -> Tensor | None:
+def _collected(batch: _Batch, parameters: Mapping[str, Tensor], grid: Grid, dtype: torch.dtype, *, apart: bool = False) -> Tensor | None:
     """Gather the batch's shards to its stage's first rank: [expert-parallel ranks, tensor-parallel ranks, weights of each, *shard].
 
-    Returns None on other ranks.
+    With `apart` each expert-parallel rank's stay with it: [1, ...]. Returns None on other ranks.
     """
     if batch.owner != grid.pp_rank or not _takes_part(batch.weights[0], grid):
         return None
-    first, (ranks, count, _) = batch.weights[0], _sizes(batch, grid)
-    start = grid.ep_rank * count if batch.ep > 1 else 0
-    mine = torch.stack([weight.op.chunk(parameters[weight.name].to(dtype), ranks) for weight in batch.weights[start : start + count]])
+    first, (ranks, _, _) = batch.weights[0], _sizes(batch, grid)
+    mine = torch.stack([weight.op.chunk(parameters[weight.name].to(dtype), ranks) for weight in _own(batch, grid)])
     found = _gather(mine, (grid.groups.tp if first.expert is None else grid.groups.etp), ranks)
-    return found if found is None else _gather(found, grid.groups.ep, batch.ep)
+    return found if found is None else found[None] if apart else _gather(found, grid.groups.ep, batch.ep)
+
+
+def _own(batch: _Batch, grid: Grid) -> list[Weight]:
+    """The batch's weights that this expert-parallel rank has."""
+    count = len(batch.weights) // batch.ep
+    start = grid.ep_rank * count if batch.ep > 1 else 0
+    return batch.weights[start : start + count]
 
 
 def _handed_on(batch: _Batch, found: Tensor | None, grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -61,6 +61,11 @@ class Grid:
         return self.rank == self.pp_rank * (self.world // self.layout.pp)
 
     @property
+    def leads_experts(self) -> bool:
+        """Whether this rank is the first of its pipeline stage that has its experts."""
+        return self.etp_rank == 0 and self.groups.edp.rank() == 0
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the end of the model (with vpp, in its last chunk)."""
         return self.pp_rank == self.layout.pp - 1

@@ -256,17 +256,19 @@ class Model:
         self._training_parking.park(self._trainable.gradients(), keep=False)
         self._training_parking.park(state)
 
-    def stream(self, dtype: str | None, *, by_stage: bool, drafts: bool = False) -> Any:
+    def stream(self, dtype: str | None, *, by_stage: bool, by_expert_rank: bool = False, drafts: bool = False) -> Any:
         """Stream the weights that engines have as (Hugging Face name, tensor); every rank must iterate to the end.
 
         Args:
             dtype: their dtype; None: the model's.
             by_stage: each pipeline stage's on its first rank, instead of all on rank 0.
+            by_expert_rank: experts on the first rank of the stage that has them.
             drafts: they draft with the multi-token prediction layer.
         """
         self._wait_for_weights()
         kind = DTYPES[dtype] if dtype else self._config.params_dtype
-        return export_stacks(self.chunks, self.description if drafts else self.description.trunk, self._grid, kind, by_stage=by_stage)
+        description = self.description if drafts else self.description.trunk
+        return export_stacks(self.chunks, description, self._grid, kind, by_stage=by_stage, by_expert_rank=by_expert_rank)
 
     def adapter_stream(self, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
         """Stream the adapters' factors on rank 0, by PEFT's names, with their scale in B; every rank must iterate to the end.

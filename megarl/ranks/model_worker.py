@@ -278,7 +278,7 @@ class ModelWorker(StepWorker):
     ) -> dict[str, Metric]:
         """Stream the policy's weights into the engines. Every rank takes part in the gather.
 
-        The first rank of each pipeline stage sends the stage's weights, or rank 0 all of them (see `SyncSettings.senders`).
+        Several ranks send, or rank 0 all of it: see `SyncSettings.senders`.
 
         Args:
             engines: the engines' actors; they stay connected for later calls, until one fails or they change.
@@ -298,12 +298,15 @@ class ModelWorker(StepWorker):
         if settings.adapters:
             return self._sync_adapters(model, engines, dtype, version, settings)
         senders = settings.senders(self._grid.layout, sharing)
-        stream = model.stream(None if quantization else dtype, by_stage=senders > 1, drafts=self._spec.drafts)
-        if not (self._grid.leads_stage and self._grid.pp_rank < senders):
+        grid, apart = self._grid, senders > self._grid.layout.pp
+        drafts = self._spec.drafts
+        stream = model.stream(None if quantization else dtype, by_stage=senders > 1, by_expert_rank=apart, drafts=drafts)
+        number = grid.pp_rank * grid.layout.ep + grid.ep_rank if apart else grid.pp_rank
+        if number >= senders or not (grid.leads_experts if apart else grid.leads_stage):
             collections.deque(stream, maxlen=0)
             return {}
         if self._rounds is None:
-            self._rounds = SenderRounds(self._grid.store, self._grid.pp_rank, senders, settings.timeout_s)
+            self._rounds = SenderRounds(grid.store, number, senders, settings.timeout_s)
         try:
             if self._publisher is None or not self._publisher.reaches(engines):
                 self._publisher = self._connected(engines, workers_per_engine, settings, self._rounds)
@@ -332,9 +335,9 @@ class ModelWorker(StepWorker):
 
     def _connected(self, engines: Sequence[Any], workers_per_engine: int, settings: SyncSettings, rounds: SenderRounds) -> Publisher:
         """Connect this rank to the engines, as one of the senders."""
-        from megarl.ranks.publisher import StagePublisher, WeightPublisher
+        from megarl.ranks.publisher import FurtherPublisher, WeightPublisher
 
-        kind = StagePublisher if self._grid.pp_rank else WeightPublisher
+        kind = FurtherPublisher if rounds.sender else WeightPublisher
         relay = self._grid.rank if self._spec.shared_devices else None  # on GPUs in the ranks' order; else any on its machine
         drafts = self._spec.drafts
         return kind(engines, workers_per_engine, settings, self._host, self._backend.device, rounds, relay=relay, drafts=drafts)

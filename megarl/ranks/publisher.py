@@ -21,8 +21,8 @@ from megarl.sync.senders import SenderRounds, SenderStopped
 
 
 @dataclass(frozen=True)
-class StageReport:
-    """The last message of a further stage's sender to rank 0: what it has sent. It travels as JSON."""
+class SenderReport:
+    """The last message of a further sender to rank 0: what it has sent. It travels as JSON."""
 
     tensors: int
     nbytes: int
@@ -107,8 +107,8 @@ class Publisher:
         raise NotImplementedError
 
 
-class StagePublisher(Publisher):
-    """The first rank of a further pipeline stage: sends the stage's weights, of which rank 0 tells the engines."""
+class FurtherPublisher(Publisher):
+    """A sender other than rank 0: sends its stage's weights, or a part of its experts, of which rank 0 tells the engines."""
 
     def _connect(self) -> None:
         self._sender.connect(self._rounds.offer)
@@ -122,7 +122,7 @@ class StagePublisher(Publisher):
             expected = [(name, one.value, one.numel) for name, one in prints.digest().items()]
         except FloatingPointError as error:  # raised once the engines have a whole update
             fault = error
-        report = StageReport(sent.tensors, sent.nbytes, sent.elements, sent.changed, expected, None if fault is None else str(fault))
+        report = SenderReport(sent.tensors, sent.nbytes, sent.elements, sent.changed, expected, None if fault is None else str(fault))
         self._rounds.leave(vars(report))
         if fault is not None:
             raise fault
@@ -130,7 +130,7 @@ class StagePublisher(Publisher):
 
 
 class WeightPublisher(Publisher):
-    """Rank 0's connection: it sends its own stage's weights, or all of them, and makes the calls to the engines."""
+    """Rank 0's connection: it sends its own part of the weights, or all of them, and makes the calls to the engines."""
 
     def _connect(self) -> None:
         self._sender.connect(self._meet)
@@ -143,7 +143,7 @@ class WeightPublisher(Publisher):
         if not overlap:
             self._all("start_update", timeout_s)()
         sent = self._sender.send(stream, self._load, prints.add if self._settings.verify else None, version)
-        while headers := self._rounds.gathered():  # other stages may have more
+        while headers := self._rounds.gathered():  # other senders may have more
             self._load_all(headers)()
         paused = begun
         if overlap:
@@ -156,7 +156,7 @@ class WeightPublisher(Publisher):
             counts = self._all("drafted", timeout_s)()
             accepted["rollout/draft_accepted"] = Mean(float(sum(one for _, one in counts)), float(sum(drafted for drafted, _ in counts)))
         expected = prints.digest()
-        reports = [StageReport(**message) for message in self._rounds.last]
+        reports = [SenderReport(**message) for message in self._rounds.last]
         for report in reports:
             expected |= {name: Print(value, numel) for name, value, numel in report.prints}
             if report.fault is not None:
@@ -165,7 +165,7 @@ class WeightPublisher(Publisher):
             for index, engine_prints in enumerate(self._all("fingerprints", timeout_s)()):
                 check(expected, engine_prints, f"engine {index}")
         self._rounds.end()
-        all_sent: list[Sent | StageReport] = [sent, *reports]
+        all_sent: list[Sent | SenderReport] = [sent, *reports]
         return {
             "sync/senders": Last(self._rounds.senders),
             "sync/tensors": Last(sum(one.tensors for one in all_sent)),

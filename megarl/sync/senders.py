@@ -1,8 +1,8 @@
-"""Lets the first ranks of several pipeline stages send one update together, each the weights of its own stage.
+"""Lets several ranks send one update together, each its part of the weights (`SyncSettings.senders`).
 
 In a round, each of these senders that has tensors left sends one bucket. The first sender learns of all of them, tells the engines, and
 tells the others when the engines have them. This goes through the ranks' store. The buckets go from each sender straight to the engines, or
-to the engine worker that shares its device, so that an update takes as long as its largest stage, as far as the engines' network keeps up.
+to the engine worker that shares its device, so that an update takes as long as its largest part, as far as the engines' network keeps up.
 """
 
 import json
@@ -53,7 +53,7 @@ class SenderRounds:
         messages, number, waiting = list[Any](), self._number, [*self._left]
         for sender in waiting:
             key = f"{number}/{sender}"
-            self._wait(key, f"the first rank of pipeline stage {sender}")
+            self._wait(key, f"sender {sender} of {self.senders}")
             message, last = json.loads(zlib.decompress(self._keys.get(key)))
             self._keys.delete_key(key)
             if last:
