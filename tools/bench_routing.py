@@ -81,9 +81,9 @@ def jittered_sync(self: ModelGroups, engines: Engines, version: int) -> Any:
         policy = getattr(worker, "part", worker)._models["policy"]  # part: in the tests, one rank serves several runs one after the other
         plain = type(policy).stream
 
-        def stream(dtype: Any, *, by_stage: bool) -> Any:
+        def stream(dtype: Any, **places: bool) -> Any:
             generator = torch.Generator().manual_seed(version)
-            for name, tensor in plain(policy, dtype, by_stage=by_stage):
+            for name, tensor in plain(policy, dtype, **places):
                 router = isinstance(name, str) and name.endswith("mlp.gate.weight")  # otherwise several names, of a stack of experts
                 noise = JITTER * torch.randn(tensor.shape, generator=generator) if router else 0.0
                 yield name, (tensor + noise).to(tensor.dtype)

@@ -173,17 +173,18 @@ class SyncSettings(Section):
     def senders(self, layout: Layout, sharing: int) -> int:
         """The number of ranks that send to the engines.
 
-        In each pipeline stage the first rank of each part of the experts sends that part, and the first of all also what are not experts.
-        If they are more than MOST_SENDERS, the first rank of each stage sends all of it. Each must reach the engines; else rank 0 sends all.
+        Without tensor parallelism the first rank of each part of a stage's experts sends that part, and the stage's first rank also what are
+        not experts. With it (the ranks that gather a tensor would wait for those that wait to send), or if they are more than MOST_SENDERS,
+        the first rank of each stage sends all of it. Each must reach the engines; else rank 0 sends all.
 
         Args:
             layout: the layout of the policy's ranks.
             sharing: how many of these ranks, from the first on, share their device with a worker of an engine, which then relays.
         """
         last = layout.ranks // layout.pp * (layout.pp - 1)  # the first rank of the last stage
-        last_experts = last + (layout.ep - 1) * (layout.etp or 1)
+        last_experts = last + (layout.ep - 1) * (layout.etp)
         reached = layout.ranks if self.transport in ("nccl", "gloo") else sharing
-        if layout.pp * layout.ep <= MOST_SENDERS and last_experts < reached:
+        if layout.tp == 1 and layout.pp * layout.ep <= MOST_SENDERS and last_experts < reached:
             return layout.pp * layout.ep
         return layout.pp if last < reached else 1
 

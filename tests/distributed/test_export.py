@@ -93,6 +93,24 @@ def test_weights_come_back_bit_for_bit_from_every_layout(pool: Pool, path: Path,
     assert others == [{}] * (LAYOUTS[name].ranks - 1), "rank 0 alone is given tensors"
 
 
+def spread(grid: Grid, path: Path) -> dict[str, Tensor]:
+    chunks, model = loaded(grid, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "GATHER_BYTES", 1)
+        stacks = export.export_stacks(chunks, model, grid, torch.float32, by_stage=True, by_expert_rank=True)
+        return {name: tensor.clone() for names, stack in stacks for name, tensor in wire.each(names, stack)}
+
+
+@pytest.mark.parametrize("name", ["ep4", "pp2-ep2", "tp2-ep2-etp2", "cp2-tp2-ep2"])
+def test_experts_may_stay_on_the_first_rank_that_has_them(pool: Pool, path: Path, name: str) -> None:
+    layout, expected = LAYOUTS[name], stored(path)
+    parts = [part for part in pool.run(spread, layout, path) if part]
+    assert len(parts) == layout.pp * layout.ep
+    assert sorted(key for part in parts for key in part) == sorted(expected), "each tensor once"
+    assert all(torch.equal(tensor, expected[key]) for part in parts for key, tensor in part.items())
+    assert sum(any(".experts." not in key for key in part) for part in parts) == layout.pp
+
+
 def test_tied_embeddings_are_exported_once(pool: Pool, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
     expected = stored(path)

@@ -25,6 +25,7 @@ from tools.make_tiny_model import build
 SENDERS = {
     "tp2-ep2-gloo": ("layout.ranks=2", "layout.tp=2", "layout.ep=2", "sync.transport=gloo"),
     "pp2-gloo": ("layout.ranks=2", "layout.pp=2", "sync.transport=gloo"),  # two senders
+    "ep2-gloo": ("layout.ranks=2", "layout.ep=2", "sync.transport=gloo"),  # two senders, one of a half of the experts
 }
 
 

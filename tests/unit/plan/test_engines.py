@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import ConfigError, RolloutSettings, SyncSettings, TrainConfig, load
+from megarl.config import ConfigError, Layout, RolloutSettings, SyncSettings, TrainConfig, load
 from megarl.engines.registry import check_engine
 from megarl.engines.vllm.launch import vllm_names
 from megarl.models.description import ModelDescription
@@ -111,6 +111,24 @@ def test_a_weight_update_is_sent_by_the_first_rank_of_every_stage(published: Pat
     one, two, eight = (receiver_bytes(model, sync, "bfloat16", RolloutSettings(), senders) for senders in (1, 2, 8))
     table = 151936 * 4096 * 2  # bytes of the embedding, and of the output layer, for each of which a bucket grows
     assert two - one == table and eight - two == 6 * (256 << 20)
+
+
+@pytest.mark.parametrize(
+    ("layout", "transport", "sharing", "senders"),
+    [
+        (Layout(ranks=32, ep=8), "nccl", 0, 8),
+        (Layout(ranks=32, pp=2, ep=8), "nccl", 0, 16),
+        (Layout(ranks=64, pp=4, ep=8), "nccl", 0, 4),  # 32 would be more than MOST_SENDERS
+        (Layout(ranks=32, tp=2, ep=8), "nccl", 0, 1),
+        (Layout(ranks=32, tp=2, pp=2, ep=8), "gloo", 0, 2),
+        (Layout(ranks=16, pp=2, ep=4), "cuda_ipc", 12, 8),  # the last sender is rank 11
+        (Layout(ranks=16, pp=2, ep=4), "cuda_ipc", 11, 2),
+        (Layout(ranks=16, pp=2, ep=4), "cuda_ipc", 8, 1),
+        (Layout(ranks=16, pp=2, ep=4), "shm", 0, 1),
+    ],
+)
+def test_experts_are_sent_by_the_ranks_that_have_them(layout: Layout, transport: Any, sharing: int, senders: int) -> None:
+    assert SyncSettings(transport=transport).senders(layout, sharing) == senders
 
 
 def test_a_weight_update_takes_what_an_engine_unpacks_and_half_the_bytes_in_float8() -> None:
