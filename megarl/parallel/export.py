@@ -1,8 +1,9 @@
 """Exports Megatron parameters as Hugging Face tensors: a streamed gather of tensor, expert and pipeline shards to rank 0.
 
 Only the first data-parallel (and context-parallel) replica takes part: in each pipeline stage its ranks gather to the stage's first rank,
-which forwards the shards to rank 0 or writes them into files of its own; or each expert-parallel rank keeps its own experts. Every rank derives the same order from the family's weight map,
-so the collectives pair up. Raw bytes are moved, not numbers, so any dtype is exact bit for bit on gloo and NCCL.
+which forwards the shards to rank 0 or writes them into files of its own; or each expert-parallel rank keeps its own experts. Every rank
+derives the same order from the family's weight map, so the collectives pair up. Raw bytes are moved, not numbers, so any dtype is exact bit
+for bit on gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def export_stacks(
         by_expert_rank: with `by_stage`, leave experts on the first rank of the stage that has them (`Grid.leads_experts`).
 
     Yields:
-        On rank 0, or with `by_stage` on the first rank of each stage or of each part of its experts: (Hugging Face name, whole tensor on the device), or for a layer's
-        experts (their names, [experts, *tensor]), in memory of their own. On other ranks, nothing.
+        On rank 0, or with `by_stage` on the first rank of each stage, or of each part of its experts: (Hugging Face name, whole tensor on
+        the device), or for a layer's experts (their names, [experts, *tensor]), in memory of their own. On other ranks, nothing.
     """
     chunks = list(chunks)
     weights = [weight for weight in model.weights(head_of(chunks)) if not weight.alias]
