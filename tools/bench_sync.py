@@ -25,11 +25,13 @@ from megarl.engines.vllm.engine import VllmEngine
 from megarl.engines.vllm.launch import environment
 from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import Fingerprinter, check
+from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
-from megarl.sync.wire import TensorName
+from megarl.sync.wire import Header, TensorName
 from tools.make_tiny_model import build
 
 TIMEOUT_S = 600.0
+CHANGED = (0.01, 0.03, 0.1)  # fractions of the elements that change
 RELOAD = 5.0  # how many times cheaper than vLLM's own reload each expert's tensor must be, if tensors are small
 VERIFY = 0.10  # largest share of an update's CPU seconds
 SHAPES: dict[str, dict[str, Any]] = {
@@ -114,6 +116,39 @@ async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int,
     return results[1:], sum(len(name) for name, _ in tensors if not isinstance(name, str)), moved.nbytes
 
 
+class Changes(NamedTuple):
+    """CPU seconds of a transfer in shared memory without an engine, from the sender's tensors to the receiver's, and its bytes."""
+
+    seconds: float
+    nbytes: int
+
+
+def changes(fraction: float | None, rounds: int) -> Changes:
+    """Measure transfers of experts in bfloat16 of which a fraction of the elements change in each; None: everything is sent."""
+    generator, results = torch.Generator().manual_seed(1), list[Changes]()
+    stream: list[tuple[TensorName, Tensor]] = [
+        ([f"{layer}.{expert}" for expert in range(16)], torch.randn(16, 1024, 512, generator=generator).bfloat16()) for layer in range(12)
+    ]
+    receiver = BucketReceiver(torch.device("cpu"))
+
+    def announce(header: dict[str, Any]) -> Callable[[], object]:
+        for _, tensor in receiver.receive_stacks([Header.parse(header)]):
+            assert tensor.numel()
+        return lambda: None
+
+    delta = None if fraction is None else rounds + 2
+    sender = Sender("shm", workers=1, host="", bucket_mb=64, timeout_s=TIMEOUT_S, device=torch.device("cpu"), delta=delta)
+    for version in range(rounds + 1):
+        begun = time.process_time()
+        sent = sender.send(stream, announce, None, version)
+        results.append(Changes(time.process_time() - begun, sent.nbytes))
+        for _, tensor in stream:
+            places = torch.randint(tensor.numel(), (int(tensor.numel() * (fraction or 0)),), generator=generator)
+            tensor.view(-1)[places] *= 1.01
+    sender.close()
+    return Changes(statistics.median(one.seconds for one in results[1:]), results[-1].nbytes)
+
+
 def main() -> int:
     options = argparse.ArgumentParser(prog="bench_sync", description=__doc__)
     options.add_argument("--rounds", type=int, default=5)
@@ -131,6 +166,11 @@ def main() -> int:
         print(f"  a tensor of an expert   {ours:6.0f} us, vLLM's own {theirs:.0f} us: {cheaper:.1f}x cheaper (spread {spread:.1f})")
         print(f"  move, both sides        {middle.move:6.3f} s CPU, {nbytes / middle.move / 1e9:.2f} GB/s")
         print(f"  verification            {middle.verify:6.3f} s CPU, {nbytes / middle.verify / 1e9:.2f} GB/s: {share:.0%} of the update")
+    whole = changes(None, rounds)
+    print(f"{whole.nbytes / 2**20:.0f} MiB of experts in bfloat16, shared memory, no engine: {whole.seconds:.3f} s CPU")
+    for fraction in CHANGED:
+        some = changes(fraction, rounds)
+        print(f"  {fraction:.0%} changed             {some.seconds:6.3f} s CPU, {some.nbytes / whole.nbytes:.1%} of the bytes")
     print(f"bounds: {RELOAD:g}x for small tensors, verification {VERIFY:.0%}: {'MISSED' if missed else 'kept'}")
     return int(missed)
 

@@ -157,9 +157,9 @@ class SyncSettings(Section):
     """Verify the fingerprint of every tensor in the engines after each sync."""
     delta: Annotated[int, Field(ge=2)] | None = None
     """Send only the elements whose bits changed since the sync before; but everything after each step that this number divides, at the
-    first sync, and after a failure. null: always everything. The engines hold the same bits either way. Each sender keeps what it sent in host
-    memory, and each worker of an engine what it was sent, of experts its own. Over a network (gloo, nccl), for engines in bfloat16 or
-    fp8."""
+    first sync, and after a failure. null: always everything. The engines hold the same bits either way. Each sender keeps what it sent in
+    host memory, and each worker of an engine what it was sent, of experts its own. Over a network (gloo, nccl), for engines in bfloat16
+    or fp8."""
     overlap: bool = False
     """Receive new weights into the engines' host memory while they generate, and pause generation only to load them. Each worker needs room
     there for what it is sent. With rollout.mode=free, over a network (gloo, nccl)."""
@@ -174,8 +174,8 @@ class SyncSettings(Section):
         """The number of ranks that send to the engines.
 
         Without tensor parallelism the first rank of each part of a stage's experts sends that part, and the stage's first rank also what
-        are not experts. With it (the ranks that gather a tensor would wait for those that wait to send), or if they are more than MOST_SENDERS,
-        the first rank of each stage sends all of it. Each must reach the engines; else rank 0 sends all.
+        are not experts. With it (the ranks that gather a tensor would wait for those that wait to send), or if they are more than
+        MOST_SENDERS, the first rank of each stage sends all of it. Each must reach the engines; else rank 0 sends all.
 
         Args:
             layout: the layout of the policy's ranks.

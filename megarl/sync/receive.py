@@ -51,7 +51,13 @@ class Inventory:
         self._seen.add(name)
 
     def take_all(self, name: TensorName, shape: Sequence[int], dtype: str) -> None:
-        """Tick off one tensor, or all tensors of a stack, whose shape begins with their number."""
+        """Tick off one tensor, or all tensors of a stack, as `take` does.
+
+        Args:
+            name: its name, or theirs.
+            shape: as received; that of a stack begins with their number.
+            dtype: as received.
+        """
         if isinstance(name, str):
             self.take(name, shape, dtype)
         else:

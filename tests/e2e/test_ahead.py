@@ -54,16 +54,16 @@ OVERLAP = ("sync.transport=gloo", "sync.overlap=true", "layout.ranks=2", "layout
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sync", [(), OVERLAP], ids=str)
-def test_free_engines_keep_the_bound_on_lag(lab: Lab, tmp_path: Path, tiny_model: Path, sync: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_free_engines_keep_the_bound_on_lag(lab: Lab, tmp_path: Path, tiny_model: Path, overlap: bool) -> None:
     """With experts replayed, of a response that two versions have written too; new weights come in a pause, or beside the engine's work."""
-    free = (*EACH, "rollout.mode=free", "rollout.max_lag=2", "train.prompts_per_step=4", *sync)
+    free = (*EACH, "rollout.mode=free", "rollout.max_lag=2", "train.prompts_per_step=4", *(OVERLAP if overlap else ()))
     job = lab.run(Job(tmp_path, tiny_model, free), own_engine=True)
     rows = job.steps()
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["rollout/lag_max"] <= 2 for row in rows)
     assert [row["rollout/waiting"] for row in rows] == [8.0] * 4 and rows[-1]["rollout/lag_mean"] > 0
     assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
-    assert all((row["timing_s/sync_pause"] < row["timing_s/sync_move"]) == bool(sync) for row in rows)
+    assert all((row["timing_s/sync_pause"] < row["timing_s/sync_move"]) == overlap for row in rows)
     assert (job.saves / "step_000002" / "ahead.rest.npz").is_file()
 
 
