@@ -54,7 +54,7 @@ def test_changes_give_the_bits_that_were_sent_in_fewer_bytes(dtype: torch.dtype)
     sizes = []
     for update in range(6):
         seen = dict[str, int]()
-        found, sent = pair.update(stream, lambda name, tensor, seen=seen: seen.update({str(name): tensor.numel()}))
+        found, sent = pair.update(stream, lambda name, tensor: seen.update({str(name): tensor.numel()}))  # noqa: B023
         _assert_same(found, stream)
         assert sent.elements == total == sum(seen.values()) and sent.tensors == 7
         assert sent.changed == (total if update % 4 == 0 else 3 + 20_000)
