@@ -63,7 +63,8 @@ def test_free_engines_keep_the_bound_on_lag(lab: Lab, tmp_path: Path, tiny_model
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["rollout/lag_max"] <= 2 for row in rows)
     assert [row["rollout/waiting"] for row in rows] == [8.0] * 4 and rows[-1]["rollout/lag_mean"] > 0
     assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
-    assert all((row["timing_s/sync_pause"] < row["timing_s/sync_move"]) == overlap for row in rows)
+    timed = [row for row in job.rows() if "timing_s/sync_pause" in row]
+    assert len(timed) >= 4 and all((row["timing_s/sync_pause"] < row["timing_s/sync_move"]) == overlap for row in timed)
     assert (job.saves / "step_000002" / "ahead.rest.npz").is_file()
 
 
