@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.host import reaper
+from megarl.host import reaper, scratch
 from megarl.host.reaper import QUIET_S, end, members
 from megarl.host.scratch import OWNER, PREFIX, Scratch, sweep
 
@@ -68,6 +68,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The temporary directory of this process and of what it starts."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(scratch, "SHORT", str(tmp_path))  # where others may have left something
     return tmp_path
 
 

@@ -70,6 +70,8 @@ def own(row: Mapping[str, Any]) -> Task:
         raise BadTask("test: the row has no command in this column")
     if texts["directory"] is not None and not texts["directory"].startswith("/"):
         raise BadTask(f"directory: {texts['directory']!r:.80} does not begin with a slash")
+    if texts["directory"] is None and texts["folder"] is None and not row.get("files"):
+        raise BadTask("folder: the row has neither a folder, nor files, nor an image's directory: there is nothing to repair")
     return Task(
         test=texts["test"],
         image=texts["image"],

@@ -37,10 +37,10 @@ TABLE = [
         r"^data\.train\.type=episodes: software tasks begin none: give prompts$",
     ),
     Case(
-        "software tasks without a test",
+        "software tasks without anything to repair",
         "train",
         template(NAMES + SAID, SOFTWARE, "rollout.max_prompt_tokens=64"),
-        SOURCE + r": reset\(seed=0\): bad task: test: the row has no command in this column$",
+        SOURCE + r": reset\(seed=0\): bad task: folder: the row has neither a folder, nor files, nor an image's directory: ",
     ),
     Case(
         "a template with other calls",
