@@ -13,7 +13,7 @@ import pickle
 import re
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -77,11 +77,40 @@ class ToolsHost:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+class AnsweredCalls:
+    """Answers the calls of an episode's turns, and counts them and those that failed.
+
+    Args:
+        call: runs the call between two tags; returns the answer, and whether the call succeeded.
+    """
+
+    def __init__(self, call: Callable[[str], Awaitable[tuple[str, bool]]]) -> None:
+        self._call, self._calls, self._errors = call, 0, 0
+
+    @property
+    def info(self) -> dict[str, float]:
+        """The counts, for the metrics."""
+        return {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
+
+    async def answer(self, text: str, finished: bool) -> list[Message]:
+        """Return the answers to a turn's calls, in order; none if a limit has cut it off."""
+        calls = CALL.findall(text) if finished else []
+        answers: list[Message] = []
+        for number, call in enumerate(calls[: MAX_CALLS + 1]):
+            if number == MAX_CALLS:
+                output, worked = f"error: {len(calls)} calls in one turn, more than {MAX_CALLS}", False
+            else:
+                output, worked = await self._call(call)
+            self._calls, self._errors = self._calls + 1, self._errors + (not worked)
+            answers.append({"role": "tool", "content": output or "(nothing was printed)"})
+        return answers
+
+
 class ToolsEpisode:
     """One episode; see `hosts.Episode`. It counts the calls, and those that failed."""
 
     def __init__(self, host: ToolsHost) -> None:
-        self._host, self._calls, self._errors = host, 0, 0
+        self._calls = AnsweredCalls(host.call)
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
         """Keep the data's prompt as it is; the chat template has described the tools in it."""
@@ -89,16 +118,8 @@ class ToolsEpisode:
 
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
         """Answer all calls of a turn. A turn without any ends the episode."""
-        calls = CALL.findall(text) if finished else []
-        answers: list[Message] = []
-        for number, call in enumerate(calls[: MAX_CALLS + 1]):
-            if number == MAX_CALLS:
-                output, worked = f"error: {len(calls)} calls in one turn, more than {MAX_CALLS}", False
-            else:
-                output, worked = await self._host.call(call)
-            self._calls, self._errors = self._calls + 1, self._errors + (not worked)
-            answers.append({"role": "tool", "content": output or "(nothing was printed)"})
-        return Turn(answers or None, 0.0, not answers, {"tool_calls": float(self._calls), "tool_errors": float(self._errors)})
+        answers = await self._calls.answer(text, finished)
+        return Turn(answers or None, 0.0, not answers, self._calls.info)
 
     async def close(self) -> None:
         """Do nothing: an episode holds no resources."""

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from megarl.config import CommandContainers, EnvironmentSettings, LocalContainers, SoftwareEnvironment
 from megarl.environments.containers.container import Container, ContainerGone, Ran
-from megarl.environments.protocol import EnvironmentFailed, Message, Turn
+from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.environments.software.rows import ANSWERS, ROWS, BadTask, Task
-from megarl.environments.tools import CALL, MAX_CALLS, read_call
+from megarl.environments.tools import AnsweredCalls, read_call
 from megarl.text.display import one_line
 
 Done = TypeVar("Done")
@@ -130,7 +130,7 @@ class SoftwareEpisode:
 
     def __init__(self, host: SoftwareHost) -> None:
         self._host, self._source = host, host.source
-        self._calls, self._errors = 0, 0
+        self._calls = AnsweredCalls(lambda call: self._host.apart(partial(self._call, call)))
         self._task: Task
         self._container: Container
         self._directory: str
@@ -143,20 +143,10 @@ class SoftwareEpisode:
 
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
         """Answer the calls of a turn. A turn without any ends the episode: the tests run, unless a limit has cut it off."""
-        calls = CALL.findall(text) if finished else []
-        answers: list[Message] = []
-        for number, call in enumerate(calls[: MAX_CALLS + 1]):
-            if number == MAX_CALLS:
-                output, worked = f"error: {len(calls)} calls in one turn, more than {MAX_CALLS}", False
-            else:
-                output, worked = await self._host.apart(partial(self._call, call))
-            self._calls, self._errors = self._calls + 1, self._errors + (not worked)
-            answers.append({"role": "tool", "content": output or "(nothing was printed)"})
-        info = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
-        if answers:
-            return Turn(answers, 0.0, False, info)
+        if answers := await self._calls.answer(text, finished):
+            return Turn(answers, 0.0, False, self._calls.info)
         solved = finished and await self._host.apart(self._solved)
-        return Turn(None, float(solved), True, {**info, "solved": float(solved)})
+        return Turn(None, float(solved), True, {**self._calls.info, "solved": float(solved)})
 
     async def close(self) -> None:
         """Stop the container."""
