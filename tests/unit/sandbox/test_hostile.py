@@ -16,6 +16,7 @@ from megarl.host.reaper import members
 from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.score import Score, ScoreRequest
 from megarl.rewards.sources import check
+from megarl.sandbox import level as level_module
 from megarl.sandbox import process
 from megarl.sandbox.calls import filtered
 from megarl.sandbox.level import Level, bubblewrap, level, meaning, readable
@@ -228,14 +229,25 @@ def test_the_level_says_if_roots_processes_are_unlimited(tmp_path: Path) -> None
             assert scorer.guarantee == meaning(level(), network=False) + said
 
 
-def test_a_function_behind_a_symbolic_link_is_importable(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in ("elsewhere", "code"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "elsewhere" / "scores.py").write_text("def f(response):\n    return 0.5\n")
-    (tmp_path / "code" / "linked").symlink_to(tmp_path / "elsewhere")
+def test_a_function_behind_symbolic_links_is_importable(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a project whose .venv is a link: one link lies in what is visible, the next one does not, and a place is named through both."""
+    (tmp_path / "elsewhere" / "inner").mkdir(parents=True)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "elsewhere" / "inner" / "scores.py").write_text("def f(response):\n    return 0.5\n")
+    (tmp_path / "code" / "linked").symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to("elsewhere")
     monkeypatch.syspath_prepend(tmp_path / "code")
-    with ProcessScorer(RewardSettings(source=FunctionReward(path="linked.scores:f"))) as scorer:
+    settings = SandboxSettings(readable=[tmp_path / "code" / "linked" / "inner"])
+    with ProcessScorer(RewardSettings(source=FunctionReward(path="linked.inner.scores:f"), sandbox=settings)) as scorer:
         assert scorer.score([ScoreRequest("", "x", "", {}, True)]) == [Score(0.5)]
+
+
+def test_why_there_are_no_namespaces_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program, why in (("/bin/false", "exit status 1 of /bin/false"), ("/nothing/here", "FileNotFoundError of /nothing/here")):
+        monkeypatch.setattr("shutil.which", lambda name, program=program: program)
+        assert level_module._bubblewrap.__wrapped__() == (None, why)
+    monkeypatch.setattr(level_module, "_bubblewrap", lambda: (None, "bwrap: not permitted"))
+    assert meaning(Level.LANDLOCK, network=False).endswith("; no namespaces here: bwrap: not permitted)")
 
 
 @pytest.mark.parametrize("asked", [Level.LIMITS, Level.LANDLOCK], ids=str)
