@@ -1,8 +1,9 @@
 """Games that random weights earn something in, in every degree."""
 
+import random
 import subprocess
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 WORDS = ("sun", "moon", "stars")
 
@@ -35,3 +36,24 @@ class Stoppers(Letters):
         if not self.left:
             self.left.append(subprocess.Popen(["bash", "-c", "bash -c 'kill -STOP $$'; true"]))
         return super().step(text, tokens, finished)
+
+
+class Pictures:
+    """Two pictures, one after the other; the reward of a turn is the share of its letters that name the picture's colour."""
+
+    def reset(self, seed: int) -> list[dict[str, Any]]:
+        self._draw, self._turn = random.Random(seed), 0
+        return self._shown("which?")
+
+    def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[Any, float, bool]:
+        self._turn += 1
+        reward = text.count("rgb"[self._colour]) / max(1, len(text))
+        return self._shown("and?"), reward, self._turn == 2
+
+    def _shown(self, question: str) -> list[dict[str, Any]]:
+        from PIL import Image
+
+        self._colour = self._draw.randrange(3)
+        pixels = tuple(255 * (colour == self._colour) for colour in range(3))
+        picture = Image.new("RGB", (self._draw.randrange(20, 50), self._draw.randrange(20, 50)), pixels)
+        return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": question}]}]

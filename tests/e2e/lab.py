@@ -169,6 +169,7 @@ class Lab:
             actor = ray.remote(EngineHost).options(num_cpus=1, scheduling_strategy=place)
             self._host = actor.remote("engine 0", ENGINES[config.rollout.engine.type])
         starter = EngineStarter(config, config.rollout, [None], config.model.path)
+        ray.get(self._host.keep_images.remote(config.directory))
         engines = Engines(ActorGroup("engine", [self._host]), config.rollout, None, starter, playing=playing(config))
         engines.group.wait(engines.open(), "start", config.cluster.start_timeout_s)
         return engines
@@ -221,6 +222,10 @@ class EngineHost(RolloutWorker):
     def __init__(self, label: str, engine: str) -> None:
         self._arguments: tuple[str, str, dict[str, str], Path] = (label, engine, {}, Path(os.devnull))
         super().__init__(*self._arguments)
+
+    def keep_images(self, run: Path) -> None:
+        """Those of environments, in the directory of the run that comes."""
+        self._run = run
 
     async def close(self) -> None:
         await self._engine.close()

@@ -1,0 +1,56 @@
+"""RL on episodes of an environment that shows pictures, with engines ahead of the ranks.
+
+What is trained is what was sampled. A checkpoint has references to pictures alone, and a run goes on from it as if nothing had been.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.comparing import assert_same
+from tests.e2e.job import Job
+from tests.e2e.lab import Lab
+from tools.make_tiny_model import build
+
+SHOWN = (
+    "environment={source: {type: function, path: 'tests.e2e.games:Pictures'}, max_turns: 2, max_turn_tokens: 5, step_s: 60, workers: 2}",
+    "data.train={type: episodes, seed: 7, items: 64}",
+    "data.eval={type: episodes, seed: 1000, items: 8}",
+    "reward={source: {type: environment}}",
+    "model.max_pixels=1024",
+    "rollout={mode: ahead, samples_per_prompt: 4, max_prompt_tokens: 48, max_response_tokens: 80, max_num_seqs: 64, kv_cache_mb: 16}",
+    "rollout.timeout_s=600",
+    *("routing.replay=r3", "algorithm.correction={type: tis}", "layout.ranks=2", "layout.ep=2", "layout.tp=2"),
+    *("train.steps=3", "train.eval_every=3", "save.every=1", "save.keep_last=3"),
+)
+
+
+@pytest.mark.long
+def test_a_run_that_sees_pictures_goes_on_as_if_nothing_had_been(lab: Lab, tmp_path: Path) -> None:
+    build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    straight = lab.run(Job(tmp_path / "straight", tmp_path / "model", SHOWN), own_engine=True)
+    rows = straight.steps()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["training/logprob_gap_mean"] <= 1e-5 < rows[1]["training/logprob_gap_mean"], "old weights have sampled the second"
+    assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
+    assert all(row["environment/failed"] == 0 and row["environment/turns/mean"] == 2 for row in rows)
+    run = straight.runs / "job"
+    page = (run / "report.html").read_text()
+    assert page.count('src="data:image/jpeg;base64,') > 8
+    record = json.loads((run / "samples" / "step_1.jsonl").read_text().splitlines()[0])
+    assert len(record["images"]) == 2 and "<|image_pad|>" not in record["prompt"] + record["response"]
+
+    cut = tmp_path / "cut"
+    shutil.copytree(straight.runs, cut)
+    saves = cut / "job" / "checkpoints"
+    for step in (2, 3):
+        shutil.rmtree(saves / f"step_{step:06d}")
+    (saves / "latest").unlink()
+    with np.load(saves / "step_000001" / "ahead.npz") as saved:
+        meta = json.loads(saved["meta"].tobytes())
+    image = meta["groups"][0]["responses"][0]["response"]["images"][0]["image"]
+    assert image["source"]["path"].endswith(f"/images/{image['digest']}") and Path(image["source"]["path"]).is_file()
+    assert_same(lab.run(Job(cut, tmp_path / "model", SHOWN), own_engine=True), straight, "model")
