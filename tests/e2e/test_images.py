@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
 from megarl.batch import pack
 from megarl.checks.without_engines import check_sft
-from megarl.config import SftConfig, TrainConfig, load
+from megarl.checks.without_ranks import check_eval
+from megarl.config import EvalConfig, SftConfig, TrainConfig, load
 from megarl.data.conversations import sample
+from megarl.data.tokenizer import load_tokenizer
+from megarl.images import PlacedImage
 from megarl.loops.sft import sft
 from megarl.models.image_processor import ImageProcessor
+from megarl.observe.samples import files
+from tests.e2e.job import ROOT
 from tests.e2e.lab import Lab
 from tests.image_samples import PAD
 from tools.check_logits import transformers_model
@@ -112,18 +122,76 @@ def test_rl_trains_on_what_engines_sampled_from_images(lab: Lab, tmp_path: Path)
         assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith(part))
 
 
+EVAL = """
+name: eval
+run_dir: {place}
+model: {{path: {place}/model, dtype: float32}}
+cluster: {{gpus: false}}
+data: {{eval: {{type: file, path: {place}/rows.jsonl, answer_key: answer}}}}
+reward: {{source: {{type: function, path: "tests.e2e.reward_by_letter:starts"}}}}
+rollout: {{temperature: 1.0, max_prompt_tokens: 160, max_response_tokens: 6, max_num_seqs: 16, kv_cache_mb: 32}}
+"""
+
+
+@pytest.mark.long
+def test_what_generate_and_eval_answer_to_images_is_what_transformers_answers(tmp_path: Path) -> None:
+    """Greedily, from the command line; the picture of a row is shown beside its answer."""
+    build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    conversations(tmp_path, "asked", 8, seed=1)
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "asked.jsonl").read_text().splitlines()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": row[:1], "answer": row[1]["content"]}) for row in rows))
+    (tmp_path / "eval.yaml").write_text(EVAL.format(place=tmp_path))
+    rows_of = ["--file", "rows.jsonl", "--cpu", "--temperature", "0", "--max-tokens", "6", "--out", "answers.jsonl"]
+    called("generate", "model", *rows_of, place=tmp_path)
+    called("eval", "eval.yaml", place=tmp_path)
+    generated = [json.loads(line)["response"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    [records] = [[record for record in file.records() if record.greedy] for file in files(tmp_path / "eval")]
+    config = load(tmp_path / "eval.yaml", [], EvalConfig)
+    assert generated == [record.response for record in records] == transformers_answers(tmp_path / "model", config, 6)
+    assert [len(record.images) for record in records] == [0, 1, 2, 3] * 2
+    assert (tmp_path / "eval" / "report.html").read_text().count('src="data:image/jpeg;base64,') >= 6
+
+
 def transformers_loss(directory: Path, config: SftConfig) -> float:
     """transformers' loss of a learned token of the held-out conversations."""
     model, processor = transformers_model(directory).eval(), ImageProcessor(directory, most=config.model.max_pixels)
     total = count = 0.0
     for one in check_sft(config).held_out:
-        batch, given = pack([sample(one)]), dict[str, torch.Tensor]()
-        if one.images:
-            given["pixel_values"] = torch.cat([processor.pixels(placed.image) for placed in one.images])
-            given["image_grid_thw"] = torch.tensor([placed.image.grid for placed in one.images])
-            given["mm_token_type_ids"] = (batch.input_T[None] == PAD).int()
+        batch = pack([sample(one)])
         with torch.no_grad():
-            logp_TV = model(batch.input_T[None], **given).logits[0].log_softmax(-1)
+            logp_TV = model(batch.input_T[None], **seen(processor, batch.input_T, one.images)).logits[0].log_softmax(-1)
         logp_T = logp_TV.gather(1, batch.target_T[:, None])[:, 0]
         total, count = total - float(logp_T[batch.mask_T].sum()), count + float(batch.mask_T.sum())
     return total / count
+
+
+def transformers_answers(directory: Path, config: EvalConfig, count: int) -> list[str]:
+    """transformers' greedy answers of at most `count` tokens to the held-out prompts."""
+    model, processor = transformers_model(directory).eval(), ImageProcessor(directory, most=config.model.max_pixels)
+    tokenizer, answers = load_tokenizer(directory), list[str]()
+    [held_out] = check_eval(config)
+    for prompt in held_out.prompts:
+        tokens_T = torch.tensor(prompt.tokens)
+        while len(tokens_T) < len(prompt.tokens) + count and tokens_T[-1] != tokenizer.eos_token_id:
+            with torch.no_grad():
+                next_ = model(tokens_T[None], **seen(processor, tokens_T, prompt.images)).logits[0, -1].argmax()
+            tokens_T = torch.cat([tokens_T, next_[None]])
+        answers.append(tokenizer.decode(tokens_T[len(prompt.tokens) :], skip_special_tokens=True))
+    return answers
+
+
+def seen(processor: ImageProcessor, tokens_T: torch.Tensor, images: Sequence[PlacedImage]) -> dict[str, torch.Tensor]:
+    """What transformers' model takes besides tokens."""
+    if not images:
+        return {}
+    return {
+        "pixel_values": torch.cat([processor.pixels(placed.image) for placed in images]),
+        "image_grid_thw": torch.tensor([placed.image.grid for placed in images]),
+        "mm_token_type_ids": (tokens_T[None] == PAD).int(),
+    }
+
+
+def called(*arguments: str, place: Path) -> None:
+    """Run megarl from the command line."""
+    program = [sys.executable, "-c", "from megarl.cli import main; raise SystemExit(main())", *arguments]
+    subprocess.run(program, cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=300)
