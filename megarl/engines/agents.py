@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,10 @@ from megarl.batch import Sample
 from megarl.data.messages import arguments_of
 from megarl.data.spelled import unmarked
 from megarl.data.tokenizer import check_size, decode, encode, first_line
-from megarl.data.turns import Dialogue, TurnTokens
-from megarl.engines.engine import Request, RolloutError
-from megarl.engines.episodes import NOTHING, Limits, Played, Start, chained, joined, prefill
-from megarl.engines.generate import Sampling, request_for, request_seed
+from megarl.data.turns import Dialogue
+from megarl.engines.engine import RolloutError
+from megarl.engines.episodes import NOTHING, Played, Player, chained, joined, prefill
+from megarl.engines.generate import request_for, request_seed
 from megarl.environments.agents.host import AgentHost
 from megarl.environments.agents.questions import Answer, Call, ChatRequest, Refusal, heard
 from megarl.environments.protocol import EnvironmentFailed, Turn
@@ -54,31 +54,11 @@ class _Said:
     conversation: Sequence[Any]  # what was heard and, at last, said
 
 
-class AgentPlayer:
-    """Answers the agent of one episode, within the limits of the configuration, and keeps what was sampled.
+@dataclass(eq=False)
+class AgentPlayer(Player):
+    """Answers the agent of one episode, within the limits of the configuration, and keeps what was sampled."""
 
-    Args:
-        ask: samples the answer to a request.
-        tokens: tokenises conversations.
-        text_of: returns the text of a turn.
-        start: the start of the episode.
-        number: the number of the episode among those of this start.
-        sampling: how the policy is sampled; `max_tokens` is ignored.
-        limits: the limits of the episode.
-    """
-
-    def __init__(
-        self,
-        ask: Callable[[Request], Awaitable[Sample]],
-        tokens: TurnTokens,
-        text_of: Callable[[Sample], str],
-        start: Start,
-        number: int,
-        sampling: Sampling,
-        limits: Limits,
-    ) -> None:
-        self._ask, self._tokens, self._text_of = ask, tokens, text_of
-        self._start, self._number, self._sampling, self._limits = start, number, sampling, limits
+    def __post_init__(self) -> None:
         self._said: dict[int, _Said] = {}  # by the number of the call
         self._asked, self._written = 0, 0
         self._longest: int | None = None  # tokens of a context
@@ -88,8 +68,8 @@ class AgentPlayer:
 
     async def play(self, host: AgentHost) -> Played:
         """Play the whole episode. Raises what the engine raises."""
-        task = None if self._start.task is None else dict(self._start.task)
-        playing = asyncio.create_task(host.play(self._start.seed, task, self))
+        task = None if self.start.task is None else dict(self.start.task)
+        playing = asyncio.create_task(host.play(self.start.seed, task, self))
         try:
             await asyncio.wait({playing, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             turn = self._failure.result() if self._failure.done() else playing.result()
@@ -105,22 +85,22 @@ class AgentPlayer:
 
     async def answer(self, question: ChatRequest) -> Answer:
         """Answer a request of the agent. Raises Refusal."""
-        read = await self._tokens.apart(self._read, question)
+        read = await self.tokens.apart(self._read, question)
         most = self._room(read.tokens)
         limit = min(most, question.max_tokens or most)
         number, self._asked = self._asked, self._asked + 1
-        sampling = replace(self._sampling, stop=(*self._sampling.stop, *question.stop))
+        sampling = replace(self.sampling, stop=(*self.sampling.stop, *question.stop))
         draw = self._draw(read.tokens)
-        seed = request_seed(self._sampling.seed, self._start.id, self._number, draw)
+        seed = request_seed(self.sampling.seed, self.start.id, self.number, draw)
         try:
-            sample = await self._ask(request_for((self._start.id, self._number, draw), read.tokens, limit, sampling, seed))
+            sample = await self.ask(request_for((self.start.id, self.number, draw), read.tokens, limit, sampling, seed))
         except RolloutError as error:
             if not self._failure.done():
                 self._failure.set_exception(error)
             raise Refusal(500, "engine_failed", "the engine has failed") from None
         if self._over:
             raise Refusal(401, "episode_ended", "the episode has ended")
-        reply, answer = await self._tokens.apart(self._taken, number, question, read, sample)
+        reply, answer = await self.tokens.apart(self._taken, number, question, read, sample)
         self._written += sample.response_length
         self._cut, self._refused = sample.finish_reason == "length" and limit == most, False
         self._said[number] = reply
@@ -129,25 +109,25 @@ class AgentPlayer:
     def _room(self, context: Sequence[int]) -> int:
         """Return how many tokens may follow a context. Raises Refusal if there is no room for any."""
         try:
-            if self._asked == self._limits.turns:
+            if self._asked == self.limits.turns:
                 raise Refusal(400, "max_turns", f"the episode has had its environment.max_turns={self._asked} answers")
             if self._longest is None:
-                if len(context) > self._limits.prompt_tokens:
+                if len(context) > self.limits.prompt_tokens:
                     raise Refusal(
-                        400, TOO_LONG, f"{len(context)} tokens are more than rollout.max_prompt_tokens={self._limits.prompt_tokens}"
+                        400, TOO_LONG, f"{len(context)} tokens are more than rollout.max_prompt_tokens={self.limits.prompt_tokens}"
                     )
-                self._longest = len(context) + self._limits.response_tokens
-            room, left = self._longest - len(context), self._limits.response_tokens - self._written
+                self._longest = len(context) + self.limits.response_tokens
+            room, left = self._longest - len(context), self.limits.response_tokens - self._written
             if room < 1:
                 raise Refusal(400, TOO_LONG, f"{len(context)} tokens leave no room for an answer: a context has at most {self._longest}")
             if left < 1:
                 raise Refusal(
-                    400, "max_response_tokens", f"the episode has had its rollout.max_response_tokens={self._limits.response_tokens}"
+                    400, "max_response_tokens", f"the episode has had its rollout.max_response_tokens={self.limits.response_tokens}"
                 )
         except Refusal:
             self._cut = self._refused = self._longest is not None
             raise
-        return min(self._limits.turn_tokens or room, room, left)
+        return min(self.limits.turn_tokens or room, room, left)
 
     def _draw(self, tokens: Sequence[int]) -> int:
         """Return the number of a request's draws: they depend on its tokens and on how many requests had the same, not on when it came."""
@@ -165,7 +145,7 @@ class AgentPlayer:
             raise Refusal(400, "invalid_messages", f"the model's chat template refuses it: {first_line(error)}") from None
 
     def _read_prompt(self, prompt: str | Sequence[int]) -> _Read:
-        vocabulary = len(self._tokens.tokenizer)
+        vocabulary = len(self.tokens.tokenizer)
         if not isinstance(prompt, str):
             if not all(0 <= token < vocabulary for token in prompt):
                 raise Refusal(400, "invalid_prompt", f"tokens are from 0 to {vocabulary - 1}")
@@ -177,7 +157,7 @@ class AgentPlayer:
             default=None,
         )
         known, text = ([], "") if before is None else (before.sample.tokens.tolist(), before.text)
-        return _Read([*known, *encode(self._tokens.tokenizer, [prompt[len(text) :]], special=False)[0]], None, prompt)
+        return _Read([*known, *encode(self.tokens.tokenizer, [prompt[len(text) :]], special=False)[0]], None, prompt)
 
     def _read_messages(self, question: ChatRequest) -> _Read:
         conversation = list(map(heard, question.messages))
@@ -188,8 +168,8 @@ class AgentPlayer:
             if one.read.dialogue is not None and one.tools == question.tools and one.conversation == conversation[: len(one.conversation)]
         ]
         if not before:
-            arguments = arguments_of((self._start.task or {}).get("meta", {}), "the row")
-            dialogue = self._tokens.opened(question.messages, arguments, question.tools)
+            arguments = arguments_of((self.start.task or {}).get("meta", {}), "the row")
+            dialogue = self.tokens.opened(question.messages, arguments, question.tools)
             return _Read(dialogue.opening(), dialogue, "")
         last = max(before, key=lambda one: len(one.conversation))
         assert last.read.dialogue is not None
@@ -202,18 +182,18 @@ class AgentPlayer:
 
     def _check_size(self, text: str) -> None:
         """Refuse what cannot fit, before the chat template and the tokenizer take their time."""
-        most = self._limits.prompt_tokens + self._limits.response_tokens
+        most = self.limits.prompt_tokens + self.limits.response_tokens
         try:
-            check_size(self._tokens.tokenizer, text, most, "the request", "rollout.max_prompt_tokens + max_response_tokens")
+            check_size(self.tokens.tokenizer, text, most, "the request", "rollout.max_prompt_tokens + max_response_tokens")
         except ValueError as error:
             raise Refusal(400, TOO_LONG, str(error)) from None
 
     def _taken(self, number: int, question: ChatRequest, read: _Read, sample: Sample) -> tuple[_Said, Answer]:
         """Take a turn apart for the client."""
         spoken = sample.tokens[sample.prompt_length :].tolist()
-        whole = decode(self._tokens.tokenizer, spoken, finished=False)
+        whole = decode(self.tokens.tokenizer, spoken, finished=False)
         stop = min((whole.find(stop) for stop in question.stop if stop in whole), default=None)
-        text = self._text_of(sample) if stop is None else whole
+        text = self.text_of(sample) if stop is None else whole
         shown, reasoning, calls = text[:stop], None, list[Call]()
         if read.dialogue is not None:
             parts = read.dialogue.parts(shown, question.calls)
@@ -233,7 +213,7 @@ class AgentPlayer:
         sample = chained([joined(one, reason) for one in turns]) if turns else NOTHING
         rewards = () if error is not None else ((sample.response_length, turn.reward),)
         follows = [
-            f"\n\n{decode(self._tokens.tokenizer, one[0].tokens[: one[0].prompt_length].tolist(), finished=False)}" for one in turns[1:]
+            f"\n\n{decode(self.tokens.tokenizer, one[0].tokens[: one[0].prompt_length].tolist(), finished=False)}" for one in turns[1:]
         ]
         reward, text = 0.0 if error is not None else turn.reward, replies[-1].text if replies else ""
         sample = replace(sample, turn_rewards=rewards)

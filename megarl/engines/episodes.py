@@ -127,7 +127,7 @@ async def play(
 
         if isinstance(host, agents.AgentHost):
             return await agents.AgentPlayer(answered, tokens, text_of, start, number, sampling, limits).play(host)
-        player = _Player(answered, tokens, text_of, start, number, sampling, limits)
+        player = EnvironmentPlayer(answered, tokens, text_of, start, number, sampling, limits)
         episode = host.open()
         try:
             return await player.play(episode)
@@ -150,21 +150,24 @@ async def play(
     return [played[first : first + sampling.n] for first in range(0, len(played), sampling.n)]
 
 
-class _Player:
+@dataclass(eq=False)
+class Player:
     """The policy's side of one episode."""
 
-    def __init__(
-        self,
-        ask: Callable[[Request], Awaitable[Sample]],
-        tokens: TurnTokens,
-        text_of: Callable[[Sample], str],
-        start: Start,
-        number: int,
-        sampling: Sampling,
-        limits: Limits,
-    ) -> None:
-        self._ask, self._tokens, self._text_of = ask, tokens, text_of
-        self._start, self._number, self._sampling, self._limits = start, number, sampling, limits
+    ask: Callable[[Request], Awaitable[Sample]]  # samples the answer to a request
+    tokens: TurnTokens  # tokenises conversations
+    text_of: Callable[[Sample], str]  # returns the text of a turn
+    start: Start
+    number: int  # of the episode among those of this start
+    sampling: Sampling  # its `max_tokens` is ignored
+    limits: Limits
+
+
+@dataclass(eq=False)
+class EnvironmentPlayer(Player):
+    """Answers an environment turn by turn."""
+
+    def __post_init__(self) -> None:
         self._contexts: list[list[Sample]] = [[]]  # the turns in each context
         self._follows: list[str] = []
         self._unreadable = False
@@ -182,40 +185,40 @@ class _Player:
         return self._played("stop" if whole else "length")
 
     async def _begin(self, episode: Episode) -> list[int]:
-        opening = await episode.reset(self._start.seed, None if self._start.task is None else dict(self._start.task))
-        task = self._start.task or {}
+        opening = await episode.reset(self.start.seed, None if self.start.task is None else dict(self.start.task))
+        task = self.start.task or {}
         if opening.messages is not None:
             arguments = arguments_of(task.get("meta", {}), "the row")
-            self._conversation = await self._rendered(self._tokens.opened, opening.messages, arguments)
+            self._conversation = await self._rendered(self.tokens.opened, opening.messages, arguments)
             context = await self._rendered(self._conversation.opening)
             self._images = [*(await self._rendered(self._conversation.placed, context))]
-        elif self._start.tokens:
-            self._conversation = await self._rendered(self._tokens.prompted, task, self._start.images)
-            context, self._images = self._start.tokens, [*self._start.images]
+        elif self.start.tokens:
+            self._conversation = await self._rendered(self.tokens.prompted, task, self.start.images)
+            context, self._images = self.start.tokens, [*self.start.images]
         else:
             raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
-        if len(context) > self._limits.prompt_tokens:
-            raise EnvironmentFailed(f"too long: an opening of {len(context)} tokens, more than {self._limits.prompt_tokens}")
+        if len(context) > self.limits.prompt_tokens:
+            raise EnvironmentFailed(f"too long: an opening of {len(context)} tokens, more than {self.limits.prompt_tokens}")
         return context
 
     async def _go_on(self, episode: Episode, context: list[int]) -> bool:
         """Play turn by turn. Return whether the environment ended the episode after a complete turn."""
-        longest, left = len(context) + self._limits.response_tokens, self._limits.response_tokens
+        longest, left = len(context) + self.limits.response_tokens, self.limits.response_tokens
         number = 0
         while True:
-            most = min(self._limits.turn_tokens or longest, longest - len(context), left)
-            seed = request_seed(self._sampling.seed, self._start.id, self._number, number)
-            request = request_for((self._start.id, self._number, number), context, most, self._sampling, seed)
-            said = await self._ask(replace(request, images=tuple(self._images)))
+            most = min(self.limits.turn_tokens or longest, longest - len(context), left)
+            seed = request_seed(self.sampling.seed, self.start.id, self.number, number)
+            request = request_for((self.start.id, self.number, number), context, most, self.sampling, seed)
+            said = await self.ask(replace(request, images=tuple(self._images)))
             finished, spoken = said.finish_reason == "stop", said.tokens[said.prompt_length :].tolist()
             self._contexts[-1].append(said)
             number, left = number + 1, left - len(spoken)
-            self._text = self._text_of(said)
+            self._text = self.text_of(said)
             answer = await episode.step(self._text, spoken, finished)
             self._take(answer)
             if answer.done:
                 return finished
-            if number == self._limits.turns:
+            if number == self.limits.turns:
                 return False
             assert answer.messages is not None
             reading = await self._rendered(self._conversation.after, spoken, self._text, answer.messages)
@@ -234,7 +237,7 @@ class _Player:
 
     async def _rendered(self, render: Callable[..., Rendered], *said: Any) -> Rendered:
         """Return `render(*said)`, without holding up the other episodes. Raises EnvironmentFailed as `in_tokens` does."""
-        return await self._tokens.apart(in_tokens, render, *said)
+        return await self.tokens.apart(in_tokens, render, *said)
 
     def _take(self, answer: Turn) -> None:
         tokens = sum(len(turns[-1].tokens) for turns in self._contexts)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 
-from megarl.engines.engine import Engine, Meeting, Member, Setup
+from megarl.engines.actor import EngineActor
+from megarl.engines.engine import Meeting, Member, Setup
 from megarl.host.network import choose_nccl_interface, interface_towards
-from megarl.imports import find
-from megarl.observe.output import keep_output
 
 
 @dataclass(frozen=True)
@@ -28,25 +26,18 @@ class MemberToStart:
         return ray.remote(EngineMember).options(**self.options, name=name).remote(*self.arguments)
 
 
-class EngineMember:
+class EngineMember(EngineActor):
     """Holds the processes of one member.
 
     Args:
-        label: its name in errors.
-        engine: the engine's class, as "module:Class".
-        environment: environment variables that it reads when it is imported.
-        run: the run's directory, where the output of its processes is kept.
+        label, engine, environment, run: as of `EngineActor`.
         devices: the GPUs of the ranks that it shares devices with; empty: this process's own GPUs.
     """
 
     def __init__(self, label: str, engine: str, environment: Mapping[str, str], run: Path, devices: Sequence[str]) -> None:
-        keep_output(run, label)
-        os.environ.update(environment)
-        if devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        kind = cast("type[Engine]", find(engine))
-        assert kind.member is not None, f"{engine} has no members"
-        self._member: Member = kind.member(label)
+        own_devices = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        super().__init__(label, engine, {**environment, **own_devices}, run)
+        self._member: Member = self._engine_class.member(label)
 
     async def open(self, setup: Setup, meeting: Meeting, rank: int) -> None:
         """Start the processes (see `Member.start`)."""

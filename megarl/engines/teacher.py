@@ -6,11 +6,9 @@ Axes: T entries of a context, C = 1 + N tokens that are scored at each: the cont
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +16,11 @@ import ray
 
 from megarl.batch import Sample
 from megarl.config import TeacherServer
+from megarl.engines.actor import EngineActor
 from megarl.engines.engine import Engine, RolloutError, Setup, TokenScores
 from megarl.engines.teacher_server import score
 from megarl.host.http_calls import Server, Unanswered
 from megarl.host.network import choose_nccl_interface, interface_towards
-from megarl.imports import find
-from megarl.observe.output import keep_output
 from megarl.rewards.score import RewardUnavailable
 
 COLUMN = "teacher_logp"
@@ -99,20 +96,8 @@ def named(top_k: int | None, vocabulary: int, policy: int) -> int:
     return 0 if top_k is None else top_k + min(SPARE, max(0, vocabulary - policy))
 
 
-class EngineTeacher:
-    """Holds one engine of a teacher.
-
-    Args:
-        label: the engine's name in errors.
-        engine: the engine's class, as "module:Class".
-        environment: environment variables that the engine reads when it is imported.
-        run: the run's directory, where the output of the engine's processes is kept.
-    """
-
-    def __init__(self, label: str, engine: str, environment: Mapping[str, str], run: Path) -> None:
-        keep_output(run, label)
-        os.environ.update(environment)
-        self._engine: Engine = find(engine)(label)
+class EngineTeacher(EngineActor):
+    """Holds one engine of a teacher."""
 
     async def open(self, setup: Setup, columns: Columns, timeout_s: float) -> None:
         """Start the engine.
@@ -122,6 +107,7 @@ class EngineTeacher:
             columns: what is kept of its scores.
             timeout_s: the time limit for the samples of a step.
         """
+        self._engine: Engine = self._engine_class(self._label)
         self._columns, self._timeout_s = columns, timeout_s
         choose_nccl_interface(interface_towards(ray.util.get_node_ip_address()))
         await self._engine.start(setup)

@@ -21,6 +21,7 @@ from megarl.config import EnvironmentSettings, PromptFormat
 from megarl.data.images import ImageReader, answer_reader
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
+from megarl.engines.actor import EngineActor
 from megarl.engines.engine import Engine, Meeting, Part, RolloutError, Setup
 from megarl.engines.episodes import Limits, Played, Start, play
 from megarl.engines.generate import Sampling, generate, request_for, request_seed, text_of
@@ -29,9 +30,7 @@ from megarl.engines.parts import added, whole
 from megarl.engines.responder import Responder
 from megarl.environments.hosts import Host, guarantee, host_of
 from megarl.host.network import choose_nccl_interface, interface_towards, reserved_ports
-from megarl.imports import find
 from megarl.models.hf import end_tokens
-from megarl.observe.output import keep_output
 from megarl.response import EpisodeSummary, Response
 from megarl.sync.fingerprint import Print
 
@@ -153,22 +152,13 @@ def _response(prompt: int, index: int, sample: Sample, text: str, episode: Episo
     )
 
 
-class RolloutWorker:
-    """Holds one engine and the tokenizer that turns its responses into text; its process holds nothing else.
-
-    Args:
-        label: the engine's name in errors.
-        engine: the engine's class, as "module:Class".
-        environment: environment variables that the engine reads when it is imported.
-        run: the run's directory, where the output of the engine's processes is kept.
-    """
+class RolloutWorker(EngineActor):
+    """Holds one engine and the tokenizer that turns its responses into text."""
 
     def __init__(self, label: str, engine: str, environment: Mapping[str, str], run: Path) -> None:
-        keep_output(run, label)
-        self._run = run
+        super().__init__(label, engine, environment, run)
+        self._engine: Engine = self._engine_class(label)
         self._reader: ImageReader | None = None
-        os.environ.update(environment)
-        self._engine: Engine = find(engine)(label)
         self._host: tuple[EnvironmentSettings, Host | AgentHost] | None = None
         self._turns: tuple[Playing, TurnTokens] | None = None
 

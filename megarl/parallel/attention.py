@@ -43,6 +43,9 @@ def zigzag(length: int, rank: int, ranks: int) -> Tensor:
     return torch.cat([torch.arange(chunk) + start * chunk for start in (rank, 2 * ranks - 1 - rank)])
 
 
+_Run = tuple[Tensor, Tensor, Tensor, int, int]  # queries, keys, values, length of each sequence, their number
+
+
 class PackedAttention(MegatronModule):
     """softmax(q k^T / sqrt(D)) v inside each packed sequence, causal, with grouped key/value heads, in some layers with a sliding window.
 
@@ -101,17 +104,7 @@ class PackedAttention(MegatronModule):
             The attended values [T, H * C] of the local tokens.
         """
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
-        ranks = self.cp_group.size()
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [end - start for start, end in itertools.pairwise(bounds)]
-        groups = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
-        sizes = [length // ranks * count for length, count in groups]
-        if ranks == 1:
-            ks, vs = k_TGD.split(sizes), v_TGC.split(sizes)
-        else:
-            ks, vs = self._gather(k_TGD, v_TGC, sizes, groups)
-        parts = zip(q_THD.split(sizes), ks, vs, groups, strict=True)
-        return torch.cat([self._attend(q, k, v, *group) for q, k, v, group in parts]).flatten(1)
+        return torch.cat([self._attend(*run) for run in self._runs(q_THD, k_TGD, v_TGC, packed_seq_params)]).flatten(1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
@@ -122,6 +115,15 @@ class PackedAttention(MegatronModule):
         return make_sharded_tensors_for_checkpoint(
             state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=replicas
         )
+
+    def _runs(self, q_THD: Tensor, k_TGD: Tensor, v_TGC: Tensor, packed: PackedSeqParams) -> list[_Run]:
+        """Each run of equally long sequences: the local queries, the keys and values of the whole sequences, their length and number."""
+        ranks = self.cp_group.size()
+        lengths = [end - start for start, end in itertools.pairwise(packed.cu_seqlens_q.tolist())]
+        groups = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+        sizes = [length // ranks * count for length, count in groups]
+        ks, vs = (k_TGD.split(sizes), v_TGC.split(sizes)) if ranks == 1 else self._gather(k_TGD, v_TGC, sizes, groups)
+        return [(*qkv, *group) for *qkv, group in zip(q_THD.split(sizes), ks, vs, groups, strict=True)]
 
     def _gather(
         self, k_TGD: Tensor, v_TGC: Tensor, sizes: list[int], groups: list[tuple[int, int]]

@@ -140,17 +140,7 @@ def _chunk(
     adapted: bool,
     images: ImageProcessor | None,
 ) -> GPTModel:
-    rope, scale, spec = model.rope, model.multipliers, backend.layer_spec(config, stage, adapted=adapted)
-    for layer in spec.layer_specs:
-        model.family.layer_spec(layer, backend)
-        scale_residuals(layer, scale.residual)
-        if model.sizes.indexer is not None:
-            backend.put_sparse_attention(layer, model.sizes.indexer, rope)
-        if model.sizes.vision is not None:
-            layer.module = ImageLayer
-    if model.sizes.blocks:
-        first = get_transformer_layer_offset(config, vp_stage=stage)
-        backend.keep_blocks(spec, model.sizes.blocks[first : first + len(spec.layer_specs)])
+    rope, scale, spec = model.rope, model.multipliers, _layer_spec(config, model, backend, stage, adapted)
     with _no_fusion(config):
         chunk = (GPTModel if model.sizes.vision is None else ImageModel)(
             config=config,
@@ -185,6 +175,22 @@ def _chunk(
     elif chunk.post_process and scale.logits != 1.0:
         chunk.output_layer.register_forward_hook(_scaled(scale.logits))
     return chunk.to(backend.device)
+
+
+def _layer_spec(config: TransformerConfig, model: ModelDescription, backend: Backend, stage: int | None, adapted: bool) -> Any:
+    """The hardware's layers, with what is the model's own."""
+    spec = backend.layer_spec(config, stage, adapted=adapted)
+    for layer in spec.layer_specs:
+        model.family.layer_spec(layer, backend)
+        scale_residuals(layer, model.multipliers.residual)
+        if model.sizes.indexer is not None:
+            backend.put_sparse_attention(layer, model.sizes.indexer, model.rope)
+        if model.sizes.vision is not None:
+            layer.module = ImageLayer
+    if model.sizes.blocks:
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        backend.keep_blocks(spec, model.sizes.blocks[first : first + len(spec.layer_specs)])
+    return spec
 
 
 def _scaled(factor: float) -> Callable[[Any, Any, Any], Any]:

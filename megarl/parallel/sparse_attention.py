@@ -13,7 +13,6 @@ its queries, K chosen keys, I heads of the indexer, D their size.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -100,17 +99,13 @@ class SparseAttention(PackedAttention):
     ) -> Tensor:
         """As `PackedAttention.forward`; x [S, 1, hidden] and qr [S, rank] are the layer's input and its latent of queries."""
         assert packed_seq_params is not None and attention_mask is None and attention_bias is None
-        ranks = self.cp_group.size()
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [end - start for start, end in itertools.pairwise(bounds)]
-        groups = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
-        sizes = [length // ranks * count for length, count in groups]
-        ks, vs = (k_TGD.split(sizes), v_TGC.split(sizes)) if ranks == 1 else self._gather(k_TGD, v_TGC, sizes, groups)
+        runs = self._runs(q_THD, k_TGD, v_TGC, packed_seq_params)
+        lengths = [length for *_, length, count in runs for _ in range(count)]
         chosen_RK = None
         if max(lengths) > self.topk:
             chosen_RK = self._chosen(x.detach().squeeze(1), qr.detach(), lengths)
         found, start = [], 0
-        for q, k, v, (length, count) in zip(q_THD.split(sizes), ks, vs, groups, strict=True):
+        for q, k, v, length, count in runs:
             if length <= self.topk or chosen_RK is None:
                 found.append(self._attend(q, k, v, length, count))
             else:
