@@ -1,7 +1,5 @@
 """torch for modules that the driver and its checks need too: imported on first use, since the import takes seconds."""
 
-from __future__ import annotations
-
 import importlib
 from threading import Thread
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Generated pictures, and samples that hold them."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

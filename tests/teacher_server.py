@@ -1,7 +1,5 @@
 """A server as `megarl.engines.teacher_server` asks one: transformers' model behind the part of OpenAI's protocol that it reads."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

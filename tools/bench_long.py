@@ -9,8 +9,6 @@ other sequences, least recently used first, or to an update. Meanwhile it decode
 its memory. Exit status: 1 unless on eight engines `free` with lag 1 has 1.56 times the tokens a second of `sync`.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import random

@@ -4,8 +4,6 @@ It looks at each answer as a careful caller does, without knowing the right one:
 again, in a conversation that begins anew.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

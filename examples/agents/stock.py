@@ -3,8 +3,6 @@
 As loop.py it looks at each answer without knowing the right one, and asks again if that is not made of the question's own letters.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

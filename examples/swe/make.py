@@ -7,8 +7,6 @@ edit it, and are done; in two of three the new operator is a wrong one, so that 
 something to do. The names of held-out tasks are in no other ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import keyword

@@ -1,7 +1,5 @@
 """A value with a known slope: the autograd node that `ops.attach` creates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

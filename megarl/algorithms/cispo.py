@@ -1,7 +1,5 @@
 """CISPO: the importance weight is clipped, not the token: every token keeps its gradient (MiniMax-M1, arXiv:2506.13585)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import NonNegativeFloat

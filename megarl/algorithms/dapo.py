@@ -3,8 +3,6 @@
 Its dynamic sampling and overlong penalty select and score responses; they are not part of the loss.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import NonNegativeFloat

@@ -1,7 +1,5 @@
 """GRPO as in DeepSeek-V3.2: off-policy sequences are masked, and the KL is unbiased (arXiv:2512.02556, section 3.1)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import NonNegativeFloat

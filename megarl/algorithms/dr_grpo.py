@@ -1,7 +1,5 @@
 """Dr.GRPO: GRPO without its two biases, the division by the group's std and by the response's length (Liu et al., arXiv:2503.20783)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from megarl.algorithms.clipped import Clipped

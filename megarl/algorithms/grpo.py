@@ -1,7 +1,5 @@
 """GRPO: group-relative advantages, PPO's clipped loss, sequence means (Shao et al., arXiv:2402.03300)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from megarl.algorithms.clipped import Clipped

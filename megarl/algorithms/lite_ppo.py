@@ -1,7 +1,5 @@
 """LitePPO: the group's mean, the batch's std, PPO's clipped loss, the mean over all tokens (Liu et al., arXiv:2508.08221)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from megarl.algorithms.clipped import Clipped

@@ -1,7 +1,5 @@
 """LUSPO: GSPO with each response's loss multiplied by its length (arXiv:2602.05261)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import NonNegativeFloat

@@ -1,7 +1,5 @@
 """MaxRL: advantages that approach maximum likelihood as more responses are sampled (arXiv:2602.02710)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from megarl.algorithms.groups import GroupRelative, Scale

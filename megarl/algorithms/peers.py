@@ -4,8 +4,6 @@ Read from the sources of verl (1dda039b), TRL (1.16.0), slime (624b824a), OpenRL
 2026, with the defaults of their configurations. Only numerics are here: no coefficient of a KL or an entropy, no rate, no length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

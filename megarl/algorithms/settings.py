@@ -1,7 +1,5 @@
 """What the settings of all algorithms, corrections and stages have in common."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 

@@ -1,21 +1,15 @@
 """Upload a converted model to a hub of models, by huggingface_hub: huggingface.co, or the one that HF_ENDPOINT names."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError
 from megarl.models.hf import CONVERSION
 from megarl.observe import card
 from megarl.text.display import one_line
-
-if TYPE_CHECKING:  # takes a second to import
-    from huggingface_hub import HfApi
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

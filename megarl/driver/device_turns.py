@@ -1,7 +1,5 @@
 """Turn-taking of engines and ranks that share devices: while one side works, the other has vacated them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megarl.cluster.actor_group import ActorGroup

@@ -1,7 +1,5 @@
 """Dispatch of prompts to the engines, each to the least loaded one, and collection of the responses as they finish."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Container, Hashable, Mapping, Sequence

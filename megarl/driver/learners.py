@@ -1,7 +1,5 @@
 """The driver's handle to the ranks of the supervised stages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Axes: N responses of the step.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """The driver's side of the model ranks: their places, their processes, and what a group of them computes together."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

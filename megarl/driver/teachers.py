@@ -1,7 +1,5 @@
 """The driver's handle to teachers that are on no model ranks: on engines of their own, or on servers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import count
 from typing import Any

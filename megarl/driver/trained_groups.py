@@ -1,7 +1,5 @@
 """The ranks that train a run's models, as saving and recovery see them: every group saves, copies and loads its models at once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

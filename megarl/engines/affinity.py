@@ -1,7 +1,5 @@
 """The data-parallel rank of an engine at which each conversation's keys and values are cached."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 

@@ -6,8 +6,6 @@ prompt extends the tokens of a context joins it, and each sampled token is in on
 episode.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

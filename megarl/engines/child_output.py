@@ -1,7 +1,5 @@
 """Read what child processes have written to stdout and stderr: a dying engine reports its error only there, not to its parent."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

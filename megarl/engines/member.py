@@ -1,7 +1,5 @@
 """A further member of a rollout engine as a Ray actor: a data-parallel rank, perhaps on another node than the first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

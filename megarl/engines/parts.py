@@ -1,7 +1,5 @@
 """Responses sampled in several parts, each by a separate request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

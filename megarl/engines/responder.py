@@ -1,7 +1,5 @@
 """Share one engine among many concurrent callers, each of whom gets its own responses."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Axes: T entries of a context, C = 1 + N tokens that are scored at each: the context's own, and the N likeliest. K tokens of a column.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ the K likeliest, at temperature 1. vLLM's server allows K up to its --max-logpro
 Axes: T tokens that have tokens before them, C = 1 + K.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A rollout engine as a Ray actor: it leaves the payload in the object store and sends the driver only what it needs for decisions."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """Factories of environments, for the sources that run in the sandbox. Imported only there."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A calculator with bounded cost: the length of an expression, the operations and the size of numbers are limited."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

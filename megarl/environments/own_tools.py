@@ -1,7 +1,5 @@
 """A user's own tools: functions of a module, called in sandboxed processes."""
 
-from __future__ import annotations
-
 import json
 import queue
 from collections.abc import Sequence

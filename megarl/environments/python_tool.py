@@ -4,8 +4,6 @@ The process runs a single program, so a program that tampers with it affects no 
 program].
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import os

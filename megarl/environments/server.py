@@ -7,8 +7,6 @@ episode without a request for an hour is closed at the next reset, since its cli
 runs the class in its own process, without a sandbox: run it only where that is acceptable.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """JSON schemas of tools for chat templates, from a function's signature and docstring. Imported only in the sandbox."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

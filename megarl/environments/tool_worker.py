@@ -3,8 +3,6 @@
 It answers one call at a time. Messages sent, in JSON: ["ready"], ["refused", text], ["tools", schemas], [text, whether the call succeeded].
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import pickle

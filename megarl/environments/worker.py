@@ -5,8 +5,6 @@ It holds the environments of many episodes, and handles one request at a time. R
 reward, done, info], ["failed", text].
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

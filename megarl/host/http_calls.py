@@ -5,8 +5,6 @@ that the caller cannot read, is a permanent fault. The error says what the serve
 setting ended them.
 """
 
-from __future__ import annotations
-
 import http.client
 import queue
 import socket

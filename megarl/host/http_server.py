@@ -1,7 +1,5 @@
 """aiohttp's server with bounded resources, for clients that may do anything."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import socket

@@ -1,7 +1,5 @@
 """What config.json says of a model's arithmetic beside the shapes of its tensors: two models of the same shapes may compute differently."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models.decoder_blocks import FULL, SLIDING

@@ -4,8 +4,6 @@ The names are those of Megatron models built from Transformer Engine's layers (`
 Checkpoints are thus the same on every machine, and any program based on Megatron-core finds the names it expects.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

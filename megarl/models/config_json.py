@@ -1,7 +1,5 @@
 """The types of the values in config.json and generation_config.json. Which keys a family requires is defined in the family's file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

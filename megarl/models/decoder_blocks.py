@@ -3,8 +3,6 @@
 A family's file states which of these it uses and under which names, what it refuses, and whatever is specific to the family.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Literal

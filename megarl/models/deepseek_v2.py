@@ -7,8 +7,6 @@ code takes for a sum of 1 without the factor, vLLM for one with it, and transfor
 (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

@@ -6,8 +6,6 @@ Kimi-K2 has one group and another model_type, Moonlight plain RoPE and no latent
 (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

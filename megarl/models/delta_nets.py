@@ -2,8 +2,6 @@
 families share. Beside each key head go the value heads that share it: their values and gates z, decays alpha and learning rates beta.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

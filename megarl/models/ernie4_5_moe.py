@@ -5,8 +5,6 @@ softmax over the chosen ones. The first layers are dense.
 Refused: other dense layers, biases, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

@@ -1,7 +1,5 @@
 """The model families that megarl supports, and the checks of checkpoints and layouts that need no worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -5,8 +5,6 @@ transformers has no class for its classifiers, so only megarl can load a saved c
 affect the part of the head that is not rotated, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

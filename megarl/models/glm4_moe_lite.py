@@ -4,8 +4,6 @@ Its multi-token prediction (one further layer) is not trained here. transformers
 saved critic or reward model. Refused: what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

@@ -4,8 +4,6 @@ neighbouring dimensions.
 Refused: layers that share the keys which another layer has chosen (GLM-5.2), and what DeepSeek-V3.2 refuses.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

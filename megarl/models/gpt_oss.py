@@ -11,8 +11,6 @@ Refused: other slopes of the sigmoid than 1.702 (Megatron's quick_gelu), attenti
 (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

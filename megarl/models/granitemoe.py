@@ -11,8 +11,6 @@ classifiers, so only megarl can load a saved critic or reward model. Refused: bi
 (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

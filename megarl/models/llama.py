@@ -4,8 +4,6 @@ wavelength; the 3.2 models tie the embeddings.
 Refused: biases of attention or MLP, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

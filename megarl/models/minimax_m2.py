@@ -7,8 +7,6 @@ load a saved critic or reward model. Refused: linear attention (attn_type_list),
 heads, YaRN, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

@@ -4,8 +4,6 @@ sliding window; without it all have one.
 Refused: what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

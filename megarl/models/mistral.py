@@ -3,8 +3,6 @@
 In 7B v0.1 all layers have a sliding window. Refused: what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

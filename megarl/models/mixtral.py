@@ -4,8 +4,6 @@ the probabilities of the chosen experts to a sum of 1.
 Refused: sliding windows, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

@@ -2,8 +2,6 @@
 queries from another or directly. What its families share: sizes, weight map and Megatron's fields.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

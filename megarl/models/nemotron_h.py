@@ -8,8 +8,6 @@ space (moe_latent_size: Nemotron-3 Super and Ultra), more than one shared expert
 fewer than 4 tokens, time_step_limit, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

@@ -5,8 +5,6 @@ transformers has no class for its classifiers, so only megarl can load a saved c
 values, biases, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

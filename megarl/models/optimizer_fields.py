@@ -1,7 +1,5 @@
 """The fields of Megatron's OptimizerConfig and DistributedDataParallelConfig that `optimizer.megatron` and `optimizer.ddp` may set."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ In Phi-3-mini-4k all layers have a sliding window. Refused: every scaled RoPE (l
 "yarn" as longrope), biases, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

@@ -6,8 +6,6 @@ Refused: what every family refuses (`decoder_blocks.refuse`). YaRN, which Qwen2.
 supported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

@@ -4,8 +4,6 @@ a shared expert, which a gate of its own scales. Layers may be dense (mlp_only_l
 Refused: other dense layers, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

@@ -2,8 +2,6 @@
 each layer's experts in two tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

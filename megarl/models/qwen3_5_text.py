@@ -7,8 +7,6 @@ RoPE, which is then the plain one. Refused: attention without gates, biases, and
 family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ every layer.
 Refused: dense layers (mlp_only_layers, decoder_sparse_step), biases, and what every family refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

@@ -6,8 +6,6 @@ Refused: dense layers (mlp_only_layers, decoder_sparse_step), biases, and what e
 refuses (`decoder_blocks.refuse`).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

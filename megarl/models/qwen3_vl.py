@@ -4,8 +4,6 @@ Refused: what `qwen3` refuses, towers and positions of other kinds (`vision.visi
 is not that of the whole model, which transformers reads.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.models import decoder_blocks as blocks

@@ -7,8 +7,6 @@ Published models stack each layer's experts in two tensors, whose matrices are t
 Refused: dense layers, probabilities that are not normalised (transformers' class always does), and what `qwen3_vl` refuses.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

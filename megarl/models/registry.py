@@ -1,7 +1,5 @@
 """The model families that megarl supports, by architecture, and what config.json means where it leaves keys out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megarl.config import ConfigError

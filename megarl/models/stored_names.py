@@ -5,8 +5,6 @@ before a linear layer has a name of its own or is fused with that layer; gate an
 what a gated delta net's projection holds for queries, keys and so on has a name each.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable

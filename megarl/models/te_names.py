@@ -3,8 +3,6 @@
 Checkpoints have Transformer Engine's names, whichever layers a model is built from; everywhere else, megarl uses the local names.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 

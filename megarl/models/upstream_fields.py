@@ -1,7 +1,5 @@
 """Checks of mappings passed to a class of Megatron or vLLM against the class's fields, which are read from its source without an import."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -4,8 +4,6 @@ config.json has the tower as `vision_config` and the language model as `text_con
 RADIO's): `parallel/vision.py` computes it, with every tensor whole on the ranks of the first pipeline stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

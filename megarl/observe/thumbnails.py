@@ -1,7 +1,5 @@
 """Small pictures of images, for a page that needs no other file."""
 
-from __future__ import annotations
-
 import base64
 import io
 

@@ -6,8 +6,6 @@ Axes: T local tokens of this context-parallel rank, H query heads and G key/valu
 queries and keys, C head size of values, N sequences of equal length, L tokens of a whole sequence.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds Megatron's configuration and model chunks from a Hugging Face config.json and our settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

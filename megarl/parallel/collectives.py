@@ -1,7 +1,5 @@
 """Sums over process groups, for values outside the autograd graph."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor
 

@@ -10,8 +10,6 @@ Axes: T tokens of the packed row, H value heads of this rank, D size of keys and
 N sequences.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -6,8 +6,6 @@ derives the same order from the family's weight map, so the collectives pair up.
 for bit on gloo and NCCL.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """A norm of queries or keys over all heads together, which tensor parallelism splits."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region

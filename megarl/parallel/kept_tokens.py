@@ -7,8 +7,6 @@ columns on the rank whose columns they are: a policy that is trained on needs th
 Axes: R rows of logits, T scored entries, V local vocabulary shard, K kept columns of all entries, on this rank.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Measures how fast the processes of a run communicate: gloo on CPUs, NCCL on GPUs."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ core's cache.
 Axes: R rows of logits, T scored entries, C entries of a chunk, V local vocabulary shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -9,8 +9,6 @@ Axes: S tokens of this rank (with sequence parallelism), I inputs, O outputs, of
 parameter (q, k, v; gate, up).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

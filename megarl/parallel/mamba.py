@@ -10,8 +10,6 @@ Axes: T tokens of the packed row, H heads of this rank, P size of a head, G grou
 K chunks, L tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """AdamW through Megatron's distributed optimizer: gradient buffers, clipping, the learning rate."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ Contexts are sorted shortest first, so that those of equal length are adjacent (
 of 2 * cp tokens; one more dummy sequence fills the row up to a multiple of tp on every context-parallel rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

@@ -8,8 +8,6 @@ Axes: T entries of a micro-batch, R rows of it on a context-parallel rank, S = R
 V local vocabulary shard.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Invariant: the gradient is exactly that of the sum of `loss_sum` over all data-parallel and context-parallel ranks and all micro-batches.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

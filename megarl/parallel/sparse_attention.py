@@ -11,8 +11,6 @@ Axes: R local rows of this context-parallel rank, S those of this rank's sequenc
 its queries, K chosen keys, I heads of the indexer, D their size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The modules that Megatron builds a layer from: Transformer Engine's, or Megatron's own with our norm and attention."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ At its first kernel in a process Triton compiles an extension module of its own 
 backends/nvidia/driver.py:65-72), unless TRITON_CACHE_DIR has it already. Ranks and engines on GPUs all do so.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 Each patch names the upstream file and line and first checks that the faulty lines are still there.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import warnings

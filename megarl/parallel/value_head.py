@@ -3,8 +3,6 @@
 Axes: R local rows (the packed micro-batch), S rows of this rank's sequence-parallel shard, D hidden size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ Axes: I images, P patches of all of them, F features (tokens of images), D hidde
 parallelism, A rows of the packed sequence of all context-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

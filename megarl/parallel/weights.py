@@ -3,8 +3,6 @@
 Canonical parameter names are those of Megatron's local layers (`te_names`), with layers and experts numbered over the whole model.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

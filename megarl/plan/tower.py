@@ -1,7 +1,5 @@
 """FLOPs of a vision tower, and the bytes that it needs beside its weights."""
 
-from __future__ import annotations
-
 from megarl.models.vision import VisionSizes
 
 

@@ -1,7 +1,5 @@
 """Transfer of adapters alone to engines that have the base model: megabytes, through Ray."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Transfer of new weights to the engines: control calls go through Ray, the bytes through the senders' transport."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Responses as a checkpoint file; the rank that writes it fetches them from the object store, prompt by prompt."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Training speed, by the formula of `megarl plan`: FLOPs of weights and attention, not counting recomputation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megarl.images import Image

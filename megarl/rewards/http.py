@@ -14,8 +14,6 @@ Failed connections, late answers and the statuses 408, 429 and 5xx are retried (
 outcome is RewardUnavailable, and never a score of 0.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, Self

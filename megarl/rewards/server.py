@@ -4,8 +4,6 @@ A request is accepted or refused by its headers before its body is read. Request
 afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Check, before patching an upstream fault, that it is still there: a changed upstream stops the program instead of being patched."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

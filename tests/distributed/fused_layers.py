@@ -3,8 +3,6 @@
 The specs are Megatron's own for Transformer Engine, and so is the module of grouped experts, TEGroupedMLP.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Axes: T tokens fed, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An agent of the end-to-end tests."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

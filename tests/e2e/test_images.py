@@ -1,7 +1,5 @@
 """SFT and RL learn from images; what SFT saves is transformers' model, and sees what it saw."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Agents as people have them: loops over OpenAI's client, which know nothing of megarl."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

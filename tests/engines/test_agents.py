@@ -1,7 +1,5 @@
 """Agents with the real vLLM and OpenAI's client: every sampled token is learned once, with the log-prob of what was read before it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

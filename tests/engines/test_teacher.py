@@ -1,7 +1,5 @@
 """A teacher's engine: its columns are what the model says of the tokens, at the sampling temperature, in every context."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Part adapters: gradients of low-rank adapters beside the device's layers, against float32 on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

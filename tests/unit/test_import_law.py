@@ -1,7 +1,5 @@
 """The import law of the house: which package may be imported where."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The engine arguments of vLLM that `rollout.engine.args` may set."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from functools import cache

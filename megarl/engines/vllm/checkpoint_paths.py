@@ -3,8 +3,6 @@
 Only vLLM's own processes import this file.
 """
 
-from __future__ import annotations
-
 from torch import nn
 from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM

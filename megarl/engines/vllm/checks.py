@@ -1,7 +1,5 @@
 """Check, before any process starts, whether vLLM could run a model with the given settings."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Sequence

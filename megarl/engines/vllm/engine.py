@@ -3,8 +3,6 @@
 One engine per process: vLLM keeps its settings in environment variables.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import tempfile

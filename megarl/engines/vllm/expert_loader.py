@@ -7,8 +7,6 @@ each stack is copied into it by the layer's own rule for tensor parallelism and 
 once it is complete.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 Only vLLM's own processes import this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 Only vLLM's own processes call `install`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -3,8 +3,6 @@
 vLLM itself is imported in `launch`, once the environment is set.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import logging

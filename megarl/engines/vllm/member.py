@@ -1,7 +1,5 @@
 """A further member of a vLLM engine: a data-parallel rank in a process of its own, perhaps on another node."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

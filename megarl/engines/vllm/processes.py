@@ -3,8 +3,6 @@
 vLLM hands its new processes a function by its name, so that this also holds for those that inherit nothing from their parent.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

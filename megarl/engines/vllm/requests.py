@@ -1,7 +1,5 @@
 """Translate requests to vLLM's sampling parameters, and its outputs to samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

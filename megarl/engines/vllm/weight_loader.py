@@ -3,8 +3,6 @@
 `start` -> `load_buckets`, once or several times -> `finish`. After any failure the worker refuses to continue until the next `start`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future

@@ -11,8 +11,6 @@ The walk goes over the modules, not over a list of names: a weight that no rule 
 comparison with the trainer's names reports it. Axes: O output rows, I input columns, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain

@@ -1,7 +1,5 @@
 """The formats of OpenAI's `/v1/chat/completions` and `/v1/completions`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Its server is aiohttp's with bounded resources. A streamed answer has the events of the client's format, and is sent when it is whole.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

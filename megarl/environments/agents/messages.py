@@ -1,7 +1,5 @@
 """The format of Anthropic's `/v1/messages`, as a translation from and to the chat format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What an agent asks the policy and what it is answered, whatever the client's format is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The format of OpenAI's `/v1/responses`, translated from and to the chat format. Nothing is stored: each request has its whole input."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ answered ["send"], then a descriptor for the outcome arrives, then ["started"] i
 outcome is one line of JSON: ["returned", value] or ["failed", text].
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -4,8 +4,6 @@ Options as documented in podman-run(1), podman-exec(1), podman-rm(1) of podman 5
 `instance stop` of apptainer 1.4. An image needs `sh`, `cat`, `mkdir` and `timeout`.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import subprocess

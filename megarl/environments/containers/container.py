@@ -3,8 +3,6 @@
 This module is imported in the sandbox, so it imports neither torch nor the configuration.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import subprocess

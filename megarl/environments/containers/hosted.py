@@ -3,8 +3,6 @@
 An image needs `sh` and `timeout`.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import threading

@@ -4,8 +4,6 @@ The programs and libraries are the machine's. The limits on processes, memory an
 counts only what each process has: a command that exceeds one is ended, with all that it has started.
 """
 
-from __future__ import annotations
-
 import base64
 import errno
 import json

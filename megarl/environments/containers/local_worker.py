@@ -5,8 +5,6 @@ It handles one request at a time. Requests are pickled: ("exec", command, direct
 ["data", bytes, size of the file], ["failed", text]. Bytes are in base64.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import pickle

@@ -8,8 +8,6 @@ A row of its data sets is sent as it is. With tools, `/seed_session` begins, eac
 call to `/verify`; with `gymnasium: true`, `/reset` begins, and each turn goes to `/step`. This module is imported in the sandbox.
 """
 
-from __future__ import annotations
-
 import http.cookiejar
 import json
 import re

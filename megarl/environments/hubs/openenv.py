@@ -6,8 +6,6 @@
 An action is JSON, or a text for the only field that the server's schema requires. This module needs nothing of megarl.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -10,8 +10,6 @@ The first argument is the environment's id, or module:Class; the second its argu
 data set. The file needs nothing of megarl, and prints the reward and the environment's metrics.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

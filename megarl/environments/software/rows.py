@@ -1,7 +1,5 @@
 """Software tasks, and how the rows of data sets name them."""
 
-from __future__ import annotations
-
 import io
 import json
 import posixpath

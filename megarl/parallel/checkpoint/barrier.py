@@ -1,7 +1,5 @@
 """The barrier at the end of a save: rank 0 waits for every rank's report, and every rank for rank 0's verdict."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

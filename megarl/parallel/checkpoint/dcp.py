@@ -4,8 +4,6 @@ A folder holds `*.distcp` files, in which tensors are saved one after the other,
 their rectangular chunks lies. megarl writes it for Megatron, and reads an index of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import json

@@ -4,8 +4,6 @@ The file is torch's pickle of the dataclasses in torch/distributed/checkpoint/me
 for every chunk its file and place there. Other entries are pickled objects (`_extra_state`, random states), whose names alone are read.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -3,8 +3,6 @@
 Axes that Megatron puts before a parameter's own (layer, expert) have size 1 in every shard.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

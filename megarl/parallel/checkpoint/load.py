@@ -1,7 +1,5 @@
 """Loads models, optimizers and random states from a step directory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

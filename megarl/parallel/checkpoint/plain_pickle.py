@@ -5,8 +5,6 @@ the state, for classes of an allow-list, and knows only the opcodes that pickled
 are proportional to the size of the file, whatever is in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The random states of one rank, as tensors and JSON."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

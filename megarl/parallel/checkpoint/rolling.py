@@ -3,8 +3,6 @@
 The bytes: the length of a header, the header (JSON), the random states, then every tensor that the rank holds, in the model's own order.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

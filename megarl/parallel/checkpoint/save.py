@@ -1,7 +1,5 @@
 """Saves models, their optimizers and the random states of all ranks into one step directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

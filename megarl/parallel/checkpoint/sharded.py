@@ -11,8 +11,6 @@ This also avoids bugs of upstream 0.19.2 (distrib_optimizer.py): `load_state_dic
 buckets' padding, :1791 counts it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes tensors to disk: copies them, if necessary, into host memory of bounded size, from which threads write and hash them."""
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

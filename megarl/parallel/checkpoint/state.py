@@ -1,7 +1,5 @@
 """The content of a distributed checkpoint for one model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ planner_helpers.py; strategies/torch.py:135): minutes for the experts of a large
 reads what is written here.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Reduces the number of process groups on the CPU, where each one costs gloo sockets and threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

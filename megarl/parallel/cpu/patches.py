@@ -4,8 +4,6 @@ Each patch names the upstream file and line and first checks that the faulty lin
 stops here instead of computing a wrong gradient. Nothing in this file is used if CUDA is present.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

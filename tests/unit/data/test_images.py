@@ -1,7 +1,5 @@
 """Images of conversations: read, placed among the tokens as transformers' processor does, and refused by name where they are bad."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Prompts with images: one token of the prompt for each of an image's tokens, and references to the bytes for engines and ranks."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The driver deals a step's samples to the processes of their teachers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """A teacher's server: what it says is read exactly, and refused by name where it cannot be what the policy is compared with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agents of the tests: sound ones over public clients, and some that do what none should. Imported in the sandbox."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

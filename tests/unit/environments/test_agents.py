@@ -1,7 +1,5 @@
 """Agents over public clients: each format says what the policy said; whatever an agent does ends its own episode, and says why."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

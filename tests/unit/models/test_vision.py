@@ -1,7 +1,5 @@
 """Models of text and images that are read whole: config.json, tensors in both forms, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -4,8 +4,6 @@ vLLM 0.30.0's kernels take bfloat16 alone and a few sizes of heads (vllm/model_e
 plain recurrence takes their place: request by request, and token by token. Only vLLM's own processes import this file.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -3,8 +3,6 @@
 Only vLLM's own processes import this file.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.utils import cpu_triton_utils as kernels

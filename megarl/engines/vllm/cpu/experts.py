@@ -5,8 +5,6 @@ Each worker then holds whole experts, but not all of them; data-parallel ranks g
 up what the experts made of them. Only vLLM's own processes import this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any

@@ -7,8 +7,6 @@ engine, up to the order of summation. Values times scales are multiplied in floa
 Only vLLM's own processes import this file. Axes: T tokens, O output rows, C input columns, J blocks of columns, E experts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ the ranks do (parallel/logprobs_chunked.py).
 Only vLLM's own processes call `install`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

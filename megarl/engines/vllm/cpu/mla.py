@@ -6,8 +6,6 @@ Only vLLM's own processes import this file.
 Axes: B sequences, N heads, C values of the cache for one token (latent and rotary key), L latent.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

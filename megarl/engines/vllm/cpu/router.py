@@ -3,8 +3,6 @@
 Only vLLM's own processes import this file. Axes: T tokens, E experts, K experts a token.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ key and value]. Only vLLM's own processes import this file.
 Axes: T query tokens of a sequence, S its keys, N heads, G groups, R heads of a group, D values of a head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Only vLLM's own processes import this file.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

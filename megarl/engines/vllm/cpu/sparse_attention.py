@@ -7,8 +7,6 @@ Axes: T tokens of this step, Q those of one sequence, S the tokens of that seque
 I heads of the indexer, D their size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise

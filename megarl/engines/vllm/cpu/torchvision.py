@@ -1,7 +1,5 @@
 """Models of text whose file in vLLM also has a model of images, on a machine without torchvision."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator
