@@ -15,10 +15,10 @@ from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, adapted, check_pef
 from megarl.models.arithmetic import differences
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, check_room
+from megarl.models.family import HeadKind
 from megarl.models.hf import CONFIG, json_object
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
-from megarl.models.weight_map import HeadKind
 from megarl.observe import writers
 
 _NO_GRADIENT = "the layers' own weights, whose gradients it delays, have none"

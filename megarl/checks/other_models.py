@@ -28,9 +28,9 @@ from megarl.host.unchecked import where_present
 from megarl.models.adapters import adapted
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, check_room
+from megarl.models.family import HeadKind
 from megarl.models.hf import end_tokens
 from megarl.models.image_processor import ImageProcessor
-from megarl.models.weight_map import HeadKind
 from megarl.rewards.scale import read_range
 
 LOOKED = 10_000  # prompts whose source is looked at before the start

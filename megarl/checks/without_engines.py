@@ -20,8 +20,8 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.host.http_client import token_of
 from megarl.host.unchecked import where_present
 from megarl.models.families import check_room
+from megarl.models.family import HeadKind
 from megarl.models.hf import GENERATION, end_tokens
-from megarl.models.weight_map import HeadKind
 from megarl.resume.saving import check_resume
 
 if TYPE_CHECKING:

@@ -16,9 +16,11 @@ from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint
+from megarl.models.family import HeadKind
 from megarl.models.hf import INDEX, TensorInfo, header, inventory, scales_of_activations
 from megarl.models.quantized import MXFP4, dequantized, from_mxfp4
-from megarl.models.weight_map import HeadKind, Shape, Weight
+from megarl.models.weight_map import Weight
+from megarl.models.weight_ops import Shape
 from megarl.parallel.checkpoint.dcp import memory_of
 
 MTP, IMAGES = "multi-token prediction", "of images"

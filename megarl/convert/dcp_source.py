@@ -17,9 +17,10 @@ from megarl.convert.plan import PlannedParameter, dtype_name
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.description import ModelDescription
+from megarl.models.family import HeadKind
 from megarl.models.hf import CONFIG
 from megarl.models.stored_names import StoredPart, stored_parts
-from megarl.models.weight_map import OUTPUT, HeadKind, Weight
+from megarl.models.weight_map import OUTPUT, Weight
 from megarl.parallel.checkpoint.dcp import METADATA, DcpReader
 from megarl.parallel.checkpoint.dcp_index import read_dcp_index
 from megarl.parallel.checkpoint.index import Shard, check_cover

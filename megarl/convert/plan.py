@@ -11,9 +11,11 @@ import torch
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName, boxes, checkpoint_names
 from megarl.models.description import ModelDescription
+from megarl.models.family import HeadKind
 from megarl.models.hf import CONFIG, stack_of
 from megarl.models.quantized import FLOAT8
-from megarl.models.weight_map import HeadKind, Shape, Weight
+from megarl.models.weight_map import Weight
+from megarl.models.weight_ops import Shape
 from megarl.parallel.checkpoint.index import Shard, check_cover
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name -> torch's dtype

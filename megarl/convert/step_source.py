@@ -16,9 +16,10 @@ from megarl.errors import ConfigError
 from megarl.models.arithmetic import differences
 from megarl.models.checkpoint_names import HEAD, CheckpointName
 from megarl.models.description import ModelDescription
+from megarl.models.family import HeadKind
 from megarl.models.hf import CONFIG, CONVERSION
 from megarl.models.predictors import KEPT
-from megarl.models.weight_map import PREDICTOR, HeadKind, Weight
+from megarl.models.weight_map import PREDICTOR, Weight
 from megarl.parallel.checkpoint.dcp import DcpReader
 from megarl.parallel.checkpoint.index import Shard, check_cover, read_index
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
-from megarl.models.weight_map import INDEXER, QKV, Fused, GateUp, HeadKind, Op, Plain, Sections, Shape, Weight, is_linear
+from megarl.models.family import HeadKind
+from megarl.models.weight_map import INDEXER, Weight, is_linear
+from megarl.models.weight_ops import QKV, Fused, GateUp, Op, Plain, Sections, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor

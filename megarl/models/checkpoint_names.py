@@ -9,8 +9,10 @@ import re
 from dataclasses import dataclass
 
 from megarl.models.description import ModelDescription
+from megarl.models.family import HeadKind
 from megarl.models.te_names import to_te
-from megarl.models.weight_map import OUTPUT, HeadKind, Op, Shape, Weight
+from megarl.models.weight_map import OUTPUT, Weight
+from megarl.models.weight_ops import Op, Shape
 
 HEAD = "score.weight"  # a scalar head's name in checkpoints, which differs from its name in the model
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")

@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 from megarl.config import ConfigError
 from megarl.models.config_json import ConfigJson
+from megarl.models.family import Head, PredictorNames
 from megarl.models.quantized import quantization
 from megarl.models.rope import Rope
-from megarl.models.weight_map import BLOCK, LAYER, OUTPUT, QKV, Fused, GateUp, Head, Op, Plain, PredictorNames, Sizes, WeightMapping
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import BLOCK, LAYER, OUTPUT, WeightMapping
+from megarl.models.weight_ops import QKV, Fused, GateUp, Op, Plain
 
 EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
 # Other spellings of keys by `shared_sizes` and `predictors`, which transformers accepts.

@@ -9,7 +9,10 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import check_one_predictor, number
-from megarl.models.weight_map import BLOCK, LAYER, MAMBA, Op, Plain, PredictorNames, Sections, Sizes, WeightMapping
+from megarl.models.family import PredictorNames
+from megarl.models.sizes import MAMBA, Sizes
+from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
+from megarl.models.weight_ops import Op, Plain, Sections
 
 CHUNK = 32  # tokens that torch's operations take at once (`parallel/delta_net.py`)
 KINDS = ("linear_attention", "full_attention")

@@ -10,11 +10,14 @@ from typing import Any
 
 from megarl.config import Mtp
 from megarl.models.config_json import ConfigJson
+from megarl.models.family import Family, HeadKind, Multipliers
 from megarl.models.hf import CONFIG, json_object, read_config
 from megarl.models.predictors import Predictors
 from megarl.models.registry import completed, family_of, sees_images
 from megarl.models.rope import Rope
-from megarl.models.weight_map import OUTPUT, Family, HeadKind, Multipliers, Shape, Sizes, Weight, WeightMapping
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import OUTPUT, Weight, WeightMapping
+from megarl.models.weight_ops import Shape
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
+from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
-from megarl.models.weight_map import BLOCK, LAYER, Family, OneRow, Sizes, WeightMapping, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
+from megarl.models.weight_ops import OneRow
 
 NAME = "Ernie-4.5-MoE"
 

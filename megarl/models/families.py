@@ -13,9 +13,10 @@ from megarl.models import hf as directory
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import number
 from megarl.models.description import ModelDescription
+from megarl.models.family import HeadKind
 from megarl.models.quantized import FLOAT8, QUANTIZATION, quantization
 from megarl.models.registry import FAMILIES, MODEL_TYPES, family_of
-from megarl.models.weight_map import HeadKind, Shape
+from megarl.models.weight_ops import Shape
 
 __all__ = ["FAMILIES", "check_checkpoint", "check_layout", "check_room", "family_of"]
 _UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")  # fields of Megatron's TransformerConfig

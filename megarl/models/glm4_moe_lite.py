@@ -9,8 +9,10 @@ from typing import Any
 from megarl.models import decoder_blocks as blocks
 from megarl.models import mla
 from megarl.models.config_json import ConfigJson
+from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
-from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import WeightMapping
 
 NAME = "GLM-4.7-Flash"
 

@@ -16,9 +16,12 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
+from megarl.models.family import Family, scalar_head
 from megarl.models.rope import Rope
 from megarl.models.rope import rope as described_rope
-from megarl.models.weight_map import BLOCK, LAYER, Family, Interleaved, Plain, Sizes, Transposed, WeightMapping, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
+from megarl.models.weight_ops import Interleaved, Plain, Transposed
 
 NAME = "gpt-oss"
 

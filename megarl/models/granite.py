@@ -9,9 +9,11 @@ from typing import Any
 
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
+from megarl.models.family import Family, scalar_head
 from megarl.models.granitemoe import FACTORS, UNIFORM, multipliers, softmax_scale
 from megarl.models.rope import rope
-from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' GraniteConfig
     "vocab_size": 32000,

@@ -16,8 +16,11 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
+from megarl.models.family import Family, Multipliers, scalar_head
 from megarl.models.rope import Rope, rope
-from megarl.models.weight_map import BLOCK, LAYER, Family, Fused, GateUp, Multipliers, Plain, Sizes, WeightMapping, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
+from megarl.models.weight_ops import Fused, GateUp, Plain
 
 NAME = "Granite-MoE"
 FACTORS = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}

@@ -10,7 +10,9 @@ from megarl.lazy_torch import Tensor, torch
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import check_mlp_layer_types, number, shared_sizes
 from megarl.models.mla import sizes as mla_sizes
-from megarl.models.weight_map import BLOCK, INDEXER, LAYER, Indexer, Plain, Sizes, WeightMapping
+from megarl.models.sizes import Indexer, Sizes
+from megarl.models.weight_map import BLOCK, INDEXER, LAYER, WeightMapping
+from megarl.models.weight_ops import Plain
 
 KIND = "indexed_attention"  # in config.json's layer_types
 SCORES = 1 << 26  # scores of single heads that a rank computes together

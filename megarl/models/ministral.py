@@ -9,8 +9,9 @@ from typing import Any
 from megarl.models import decoder_blocks as blocks
 from megarl.models import mistral
 from megarl.models.config_json import ConfigJson
+from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
-from megarl.models.weight_map import Family, Sizes, scalar_head
+from megarl.models.sizes import Sizes
 
 DEFAULTS: dict[str, Any] = {**mistral.DEFAULTS, "layer_types": None}  # of transformers' MinistralConfig
 

@@ -9,7 +9,9 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import number
 from megarl.models.rope import Rope
-from megarl.models.weight_map import BLOCK, LAYER, Plain, Sizes, WeightMapping
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
+from megarl.models.weight_ops import Plain
 
 # Of the norms of latents, whatever rms_norm_eps says: the published code and transformers give them none, so that it is their default.
 LATENT_EPSILON = 1e-6

@@ -14,22 +14,11 @@ from megarl.config import ConfigError
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import number
+from megarl.models.family import Family, scalar_head
 from megarl.models.rope import Rope
-from megarl.models.weight_map import (
-    ATTENTION,
-    LAYER,
-    MAMBA,
-    MIXTURE,
-    MLP,
-    QKV,
-    Family,
-    Op,
-    Plain,
-    Sections,
-    Sizes,
-    WeightMapping,
-    scalar_head,
-)
+from megarl.models.sizes import ATTENTION, MAMBA, MIXTURE, MLP, Sizes
+from megarl.models.weight_map import LAYER, WeightMapping
+from megarl.models.weight_ops import QKV, Op, Plain, Sections
 
 NAME = "Nemotron-H"
 KERNEL = 4  # tokens that the convolution sees

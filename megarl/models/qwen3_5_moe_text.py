@@ -9,7 +9,9 @@ from megarl.models import delta_nets
 from megarl.models import qwen3_5_text as qwen3_5
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import number
-from megarl.models.weight_map import Family, Images, Sizes, WeightMapping, scalar_head
+from megarl.models.family import Family, Images, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3_5MoeTextConfig
     **qwen3_5.DECODER,

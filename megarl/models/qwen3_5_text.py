@@ -14,8 +14,10 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models import delta_nets
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import number
+from megarl.models.family import Family, Images, scalar_head
 from megarl.models.rope import rope
-from megarl.models.weight_map import Family, Images, Sizes, WeightMapping, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import WeightMapping
 
 turned = partial(rope, partial=True)
 

@@ -13,8 +13,10 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models import delta_nets
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import number
+from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
-from megarl.models.weight_map import Family, Sizes, WeightMapping, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import WeightMapping
 
 NAME = "Qwen3-Next"
 turned = partial(rope, partial=True)

@@ -14,8 +14,11 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models import qwen3_moe, vision
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import EXPERT
+from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
-from megarl.models.weight_map import BLOCK, LAYER, Family, GateUpColumns, Plain, Sizes, Transposed, WeightMapping, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
+from megarl.models.weight_ops import GateUpColumns, Plain, Transposed
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLMoeConfig and Qwen3VLMoeTextConfig
     **qwen3_moe.DEFAULTS,

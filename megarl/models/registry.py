@@ -33,7 +33,7 @@ from megarl.models import (
     qwen3_vl_moe,
 )
 from megarl.models.config_json import ConfigJson
-from megarl.models.weight_map import Family
+from megarl.models.family import Family
 
 _MODULES = (
     *(qwen3_moe, qwen3_next, qwen3_5_moe_text, qwen3_5_text, qwen3, qwen2, qwen2_moe, llama, mistral, ministral, phi3, mixtral, olmoe),

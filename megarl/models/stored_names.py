@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import HEAD, parameter_shape
+from megarl.models.sizes import Sizes
 from megarl.models.te_names import from_te
-from megarl.models.weight_map import OUTPUT, Shape, Sizes, Weight
+from megarl.models.weight_map import OUTPUT, Weight
+from megarl.models.weight_ops import Shape
 
 _STACKED_LAYERS = re.compile(r"^decoder\.layers\.(?!\d+\.)")
 _EXPERTS = re.compile(r"(?<=\.mlp\.experts\.)experts\.(?:(\d+)\.)?(?=linear_fc[12]\.)")

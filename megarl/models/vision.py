@@ -11,7 +11,10 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import number
-from megarl.models.weight_map import VISION, Head, Plain, Shape, Sizes, WeightMapping
+from megarl.models.family import Head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import VISION, WeightMapping
+from megarl.models.weight_ops import Plain, Shape
 
 TOWER, TEXT = "model.visual.", "model.language_model."  # prefixes of the tensors of tower and language model
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLVisionConfig

@@ -14,7 +14,7 @@ from xxhash import xxh3_128_hexdigest
 from megarl import __version__
 from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.config import yaml_text
-from megarl.models.weight_map import HeadKind
+from megarl.models.family import HeadKind
 from megarl.observe import run_record
 from megarl.observe.writers import read_json_lines
 

@@ -18,10 +18,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.config import ConfigError, Layout, ModelSettings
 from megarl.models.description import ModelDescription
+from megarl.models.family import HeadKind
 from megarl.models.image_processor import ImageProcessor
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.mla import LATENT_EPSILON
-from megarl.models.weight_map import HeadKind, is_frozen
+from megarl.models.weight_map import is_frozen
 from megarl.parallel.backend import Backend
 from megarl.parallel.predictor import put_predictor
 from megarl.parallel.spec import scale_residuals

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.models.indexer import SCORES, chosen
 from megarl.models.rope import Rope
-from megarl.models.weight_map import Indexer
+from megarl.models.sizes import Indexer
 from megarl.parallel.attention import PackedAttention, repeatable, zigzag
 from megarl.parallel.spec import ReplicatedLinear
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from megarl.models.weight_map import ATTENTION, MAMBA
+from megarl.models.sizes import ATTENTION, MAMBA
 from megarl.parallel.attention import PackedAttention
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megarl.models.description import ModelDescription
+from megarl.models.family import HeadKind
 from megarl.models.hf import Checkpoint
 from megarl.models.te_names import from_te
-from megarl.models.weight_map import OUTPUT, VISION, HeadKind, Weight
+from megarl.models.weight_map import OUTPUT, VISION, Weight
 from megarl.parallel.grid import Grid
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

@@ -15,7 +15,7 @@ from typing import Literal
 from megarl.config import Layout
 from megarl.models.delta_nets import CHUNK
 from megarl.models.indexer import SCORES
-from megarl.models.weight_map import ATTENTION, MAMBA
+from megarl.models.sizes import ATTENTION, MAMBA
 from megarl.plan.facts import Facts
 from megarl.plan.states import ITEM
 

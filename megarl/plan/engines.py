@@ -5,7 +5,8 @@ from math import prod
 
 from megarl.config import RolloutSettings
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import OUTPUT, QKV, Fused, Op
+from megarl.models.weight_map import OUTPUT
+from megarl.models.weight_ops import QKV, Fused, Op
 from megarl.plan.devices import GB
 from megarl.plan.facts import Facts, facts
 from megarl.plan.states import ITEM

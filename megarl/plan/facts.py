@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.models.delta_nets import DeltaNets, delta_nets
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import ATTENTION, MIXTURE, Sizes
+from megarl.models.sizes import ATTENTION, MIXTURE, Sizes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 from megarl.config import Layout, LoraSettings
 from megarl.models.adapters import adapted_matrices, factor_ops
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import OUTPUT, VISION, HeadKind, WeightMapping, is_frozen
+from megarl.models.family import HeadKind
+from megarl.models.weight_map import OUTPUT, VISION, WeightMapping, is_frozen
 
 ALIGNED, BUCKET = 64, 128  # elements: alignment of each parameter in Megatron's buffer, and what the buffer's end is a multiple of
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megarl.images import Image
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import HeadKind
+from megarl.models.family import HeadKind
 from megarl.observe.metrics import Mean, Metric
 from megarl.plan.devices import device_named
 from megarl.plan.facts import facts

@@ -8,7 +8,7 @@ import torch
 
 from megarl.config import ModelSettings
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import HeadKind
+from megarl.models.family import HeadKind
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid

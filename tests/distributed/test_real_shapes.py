@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megarl.config import Layout, ModelSettings
 from megarl.models.families import check_layout
-from megarl.models.weight_map import Shape, Weight
+from megarl.models.weight_map import Weight
+from megarl.models.weight_ops import Shape
 from megarl.parallel.backend import choose
 from megarl.parallel.build import transformer_config
 from megarl.plan.parameters import stage_layers

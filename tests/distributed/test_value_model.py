@@ -18,7 +18,7 @@ from megarl.batch import Batch
 from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint
-from megarl.models.weight_map import HeadKind
+from megarl.models.family import HeadKind
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.config import Layout, ModelSettings
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import HeadKind
+from megarl.models.family import HeadKind
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.export import save_hf

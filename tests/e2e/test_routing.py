@@ -9,7 +9,7 @@ import pytest
 from megarl.driver.dispatch import Dispatcher, Wanted
 from megarl.driver.model_groups import ModelGroups
 from megarl.models.description import ModelDescription
-from megarl.models.weight_map import MIXTURE
+from megarl.models.sizes import MIXTURE
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
 from tests.rows import rows

@@ -14,8 +14,10 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.delta_nets import delta_nets
 from megarl.models.description import ModelDescription
 from megarl.models.rope import mscale
+from megarl.models.sizes import ATTENTION
 from megarl.models.vision import VisionSizes
-from megarl.models.weight_map import ATTENTION, FP8_BLOCK, QKV, Fused
+from megarl.models.weight_map import FP8_BLOCK
+from megarl.models.weight_ops import QKV, Fused
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by vLLM 0.30.0 on CPU (v1/attention/backends/cpu_attn.py:64)
 _NATIVE = (

@@ -14,7 +14,7 @@ from megarl.models.checkpoint_names import parameter_shape
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_layout, family_of
 from megarl.models.hf import read_config
-from megarl.models.weight_map import QKV, Fused, GateUp, OneRow, Op, Plain, Sections
+from megarl.models.weight_ops import QKV, Fused, GateUp, OneRow, Op, Plain, Sections
 from megarl.parallel.weights import canonical
 from tests.distributed import tiny_training
 from tests.distributed.tiny_training import make_checkpoint
