@@ -130,7 +130,8 @@ def _serve(session: Connection, start: Start) -> None:
         except EOFError:
             return  # the session is over
         if start == "fork":
-            pickle.loads(task.work)  # imports the test's module here, once for all its tasks
+            with gc_paused():
+                pickle.loads(task.work)  # imports the test's module here, once for all its tasks
         _start_ranks(task, session, start)
 
 
@@ -143,8 +144,14 @@ def _import_all() -> None:
 
         torch.set_num_threads(1)
         choose()
+        # What each rank would import: Megatron's optimizer asks for this model, torch's for the compiler.
+        import megatron.core.models.mimo  # noqa: F401
+        import torch._dynamo
+
+        import megarl.parallel.logprobs_chunked
         import megarl.parallel.optimizer
-        import megarl.parallel.schedule  # noqa: F401
+        import megarl.parallel.schedule
+        import megarl.ranks.model  # noqa: F401
 
 
 def _start_ranks(task: _Task, session: Connection, start: Start) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl  # noqa: F401  # which every rank would import
 from pydantic import TypeAdapter
 
 from megarl.algorithms import Algorithm, PolicyAlgorithm
