@@ -58,11 +58,12 @@ def test_named_tokens_bring_the_policy_closer_wherever_teacher_and_policy_are(
 
 
 def test_a_teacher_on_engines_gives_the_loss_and_gradient_of_one_on_ranks(
-    lab: Lab, tmp_path: Path, tiny_model: Path, teacher: Path
+    lab: Lab, long: bool, tmp_path: Path, tiny_model: Path, teacher: Path
 ) -> None:
+    """On one engine; with --long on two, which share the responses."""
     given = (*SETTINGS, f"distillation.teacher={teacher}", "train.steps=1", "distillation.top_k=8", "rollout.temperature=0.8")
     on_ranks = lab.run(Job(tmp_path / "ranks", tiny_model, given)).steps()[0]
-    engines = "placement.teacher_engines={replicas: 2, kv_cache_mb: 64}"
+    engines = f"placement.teacher_engines={{replicas: {1 + long}, kv_cache_mb: 64}}"
     apart = lab.run(Job(tmp_path / "apart", tiny_model, (*given, engines, "layout={ranks: 2, tp: 2}"))).steps()[0]
     for name in ("distillation/reverse_kl", "distillation/forward_kl", "actor/grad_norm"):
         assert apart[name] == pytest.approx(on_ranks[name], rel=1e-5), name

@@ -27,9 +27,11 @@ GYM = "{{type: reasoning_gym, dataset: spell_backward, seed: 7, items: 8}}"
 ENGINES = "reward: {{source: {{type: reasoning_gym}}}}\nrollout: {{max_prompt_tokens: 64, max_response_tokens: 64, kv_cache_mb: 16}}\n"
 LEARN = "{{steps: 1, batch_size: 2, max_tokens: 64, micro_batch_tokens: 256}}\n"
 EPISODES = ("data.train={type: episodes, seed: 1, items: 64}", "reward={source: {type: environment}}")
+# A function would be imported in a process of its own, in each of hundreds of cases.
+LOOP = RL.replace('type: function, path: "tests.e2e.rewards:share_of_letters"', "type: reasoning_gym")
 VERBS = {
-    "train": RL,
-    "value": RL,
+    "train": LOOP,
+    "value": LOOP,
     "sft": f"{COMMON}data: {{{{train: {GYM}}}}}\nsft: {LEARN}",
     "rm": f"{COMMON}data: {{{{train: {{{{path: p.jsonl}}}}, eval: {{{{path: p.jsonl}}}}}}}}\nrm: {LEARN}",
     "dpo": f"{COMMON}data: {{{{train: {{{{path: p.jsonl}}}}, eval: {{{{path: p.jsonl}}}}}}}}\ndpo: {LEARN}",

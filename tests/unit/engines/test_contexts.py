@@ -26,7 +26,6 @@ from megarl.observe.samples import record
 from megarl.response import EpisodeSummary, Response
 from megarl.rewards.score import Score
 from megarl.step.metrics import environment_metrics
-from tests.real_tokenizers import real_tokenizers
 from tests.unit.data.test_metaspace import PLAIN, metaspace
 
 if TYPE_CHECKING:
@@ -109,8 +108,8 @@ USER, TOOL = {"role": "user", "content": "q1"}, {"role": "tool", "content": "t"}
 
 
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(real_tokenizers(tmp_path_factory.mktemp("tokenizers"))["qwen3"])
+def qwen3(published: dict[str, PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+    return published["qwen3"]
 
 
 def check(tokenizer: PreTrainedTokenizerBase, one: Played, asked: Sequence[Request], script: Sequence[str], anew: Sequence[bool]) -> None:

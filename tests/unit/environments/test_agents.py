@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.batch import Sample
 from megarl.config import ConfigError, EnvironmentSettings, PromptFormat, SandboxSettings
-from megarl.data.tokenizer import decode, encode, load_tokenizer
+from megarl.data.tokenizer import decode, encode
 from megarl.data.turns import TurnTokens
 from megarl.engines.agents import contexts
 from megarl.engines.engine import Request
@@ -26,7 +26,6 @@ from megarl.environments import hosts
 from megarl.environments.hosts import agent_host
 from megarl.sandbox.level import Level
 from tests.engines.backwards_engine import BackwardsEngine
-from tests.real_tokenizers import real_tokenizers
 from tests.unit.environments import agents
 
 AGENTS = "tests.unit.environments.agents"
@@ -52,8 +51,8 @@ class Parrot(BackwardsEngine):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    return load_tokenizer(real_tokenizers(tmp_path_factory.mktemp("tokenizers"))["qwen3"])
+def tokenizer(published: dict[str, PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+    return published["qwen3"]
 
 
 def settings(step_s: float = 30.0, **source: Any) -> EnvironmentSettings:
