@@ -119,7 +119,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(60, "images"),
         _distributed(90, "image_steps"),
         _tests(150, "tests/e2e/test_image_episodes.py", "tests/e2e/test_images.py"),
-        _tests(90, "tests/e2e/test_image_episodes.py"),
         _distributed(60, "kept_steps"),
     ),
     (

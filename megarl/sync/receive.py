@@ -112,11 +112,15 @@ class BucketReceiver:
             headers: the buckets' headers.
             place: where the tensors are wanted; None: on this worker's device.
         """
+        delta = self._delta  # which a new connection replaces: buckets of the one before must not get into it
         coming = [self._start(header) for header in headers]
-        arrived = [(one().to(place or self._device), header) for one, header in zip(coming, headers, strict=True)]
-        return chain.from_iterable(self._unpacked(bytes_B, header) for bytes_B, header in arrived)
+        arrived = [(one(), header) for one, header in zip(coming, headers, strict=True)]
+        return chain.from_iterable(self._unpacked(bytes_B, header, delta, place) for bytes_B, header in arrived)
 
-    def _unpacked(self, bytes_B: Tensor, header: Header) -> Iterator[tuple[TensorName, Tensor]]:
+    def _unpacked(
+        self, bytes_B: Tensor, header: Header, delta: DeltaReceiver, place: torch.device | None
+    ) -> Iterator[tuple[TensorName, Tensor]]:
+        stays = header.keep or place is not None
         for (name, tensor), shape, change in zip(unpack_stacks(bytes_B, header), header.shapes, header.each_change, strict=True):
             start, stop = (0, 1) if isinstance(name, str) else (0, len(name)) if self._own is None else self._own(name)
             if start == stop:
@@ -124,13 +128,15 @@ class BucketReceiver:
             part = name if isinstance(name, str) else name[start:stop]
             if change is not None:
                 first = start * math.prod(shape[1:]) if start else 0
-                yield part, self._delta.merge(name, tensor, change, first).to(bytes_B.device)
+                yield part, delta.merge(name, tensor, change, first).to(place or self._device)
                 continue
-            if not isinstance(name, str):
-                tensor = tensor[start:stop]
+            own = tensor if isinstance(name, str) else tensor[start:stop]
+            held = own.to(place or self._device)
+            if stays and held is own and own.numel() < tensor.numel():
+                held = own.clone()  # a view would keep the others' experts in memory, too
             if header.keep:
-                self._delta.keep(name, tensor)
-            yield part, tensor
+                delta.keep(name, held)
+            yield part, held
 
     def _start(self, header: Header) -> Callable[[], Tensor]:
         """Start receiving a bucket; the returned function waits for its bytes."""

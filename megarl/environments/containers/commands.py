@@ -4,6 +4,7 @@ Options as documented in podman-run(1), podman-exec(1), podman-rm(1) of podman 5
 `instance stop` of apptainer 1.4. An image needs `sh`, `cat`, `mkdir` and `timeout`.
 """
 
+import os
 import secrets
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config import CommandContainers, SandboxSettings
@@ -21,9 +22,10 @@ from megarl.text.display import one_line
 
 LONGEST_S = 6 * 3600  # after which podman ends a container whose run was killed
 GRACE_S, FILE_S, STOP_S = 15.0, 300.0, 60.0
+SAID = 2000  # bytes of an engine's errors
 KILLED, OWN_ERRORS = 137, 125  # exit statuses: of a command that got SIGKILL; from here on they may be the engine's own
 WRITE = 'mkdir -p -- "$1" && cat > "$2"'
-READ = 'cat -- "$1"'
+READ = 'cat -- "$1" 2>&1'
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,10 @@ class CommandContainer:
         ran = self._run(self._words.start, self._start_s)
         if ran.ended or ran.code:
             raise ContainerGone(ran.ended or f"it does not start: {_said(ran)}")
+        with self._lock:
+            if self._stopped:  # meanwhile, when there was nothing to remove yet
+                self._run(self._words.stop, STOP_S)
+                raise ContainerGone("it was stopped")
 
     def exec(self, command: str, directory: str, within_s: float, most: int) -> Ran:
         """Run a shell command. What it leaves in the background goes on until the container is stopped. Raises ContainerGone."""
@@ -126,7 +132,7 @@ class CommandContainer:
 
     def download(self, path: str, most: int) -> bytes:
         """Return a file. Raises OSError and ContainerGone."""
-        ran = self._inside(["sh", "-c", READ, "sh", path], FILE_S, max(2 * most + 2, 4000))
+        ran = self._inside(["sh", "-c", READ, "sh", path], FILE_S, max(2 * most + 2, 4000), apart=True)
         if ran.ended or ran.code or len(ran.output) > most:
             raise OSError(ran.ended or (_said(ran) if ran.code else f"more than {most} bytes"))
         return ran.output
@@ -138,11 +144,16 @@ class CommandContainer:
                 self._stopped = True
                 self._run(self._words.stop, STOP_S)
 
-    def _inside(self, words: Sequence[str], within_s: float, most: int, data: bytes = b"", directory: str | None = None) -> Ran:
-        """Run a program in the container. The engine's client does not end it when it is itself ended, so `timeout` does."""
+    def _inside(
+        self, words: Sequence[str], within_s: float, most: int, data: bytes = b"", directory: str | None = None, *, apart: bool = False
+    ) -> Ran:
+        """Run a program in the container. The engine's client does not end it when it is itself ended, so `timeout` does.
+
+        `apart`: see `_run`.
+        """
         place, begun = [] if directory is None else [self._words.directory, directory], time.monotonic()
         limited = ["timeout", "--signal=KILL", f"{within_s:g}", *words]
-        ran = self._run([*self._words.exec, *place, self._words.name, *limited], within_s + GRACE_S, most, data)
+        ran = self._run([*self._words.exec, *place, self._words.name, *limited], within_s + GRACE_S, most, data, apart=apart)
         if ran.ended is not None:
             raise ContainerGone("timeout")
         if ran.code == KILLED and time.monotonic() - begun >= within_s:
@@ -151,17 +162,34 @@ class CommandContainer:
             raise ContainerGone(f"it does not answer: {_said(ran)}")
         return ran
 
-    def _run(self, words: Sequence[str], within_s: float, most: int = 2000, data: bytes = b"") -> Ran:
-        with tempfile.TemporaryFile() as given:
+    def _run(self, words: Sequence[str], within_s: float, most: int = 2000, data: bytes = b"", *, apart: bool = False) -> Ran:
+        """Run the engine's program.
+
+        Args:
+            words: its arguments.
+            within_s: its time limit.
+            most: how many bytes of its output are kept.
+            data: what it reads.
+            apart: its standard error, which has the engine's own warnings too, is no part of the output, unless it fails.
+        """
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
             given.write(data)
             given.seek(0)
             try:
                 process = subprocess.Popen(
-                    [self._program, *words], stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+                    [self._program, *words],
+                    stdin=given,
+                    stdout=subprocess.PIPE,
+                    stderr=errors if apart else subprocess.STDOUT,
+                    start_new_session=True,
                 )
             except OSError as error:
                 raise ContainerGone(f"{self._program} cannot be run: {error.strerror}") from None
-            return collected(process, within_s, most, process.kill)
+            ran = collected(process, within_s, most, process.kill)
+            if not apart or not ran.code:
+                return ran
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - SAID))
+            return replace(ran, output=errors.read(SAID) + ran.output)
 
 
 def _said(ran: Ran) -> str:

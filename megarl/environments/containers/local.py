@@ -198,13 +198,16 @@ def _bytes(text: str) -> bytes:
 
 
 def _below(pid: int) -> Iterator[int]:
-    """Yield the pids of a process's descendants, also of those that its threads have started."""
-    with suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
-                    yield child
-                    yield from _below(child)
+    """Yield the pids of a process's descendants, also of those that its threads have started. Not recursive: they may be a chain."""
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        with suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with suppress(OSError):
+                    children = list(map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split()))
+                    yield from children
+                    waiting += children
 
 
 def _memory(pid: int) -> int:

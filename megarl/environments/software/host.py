@@ -74,7 +74,7 @@ class SoftwareHost:
     def __init__(self, source: SoftwareEnvironment, settings: EnvironmentSettings) -> None:
         self.source, self.settings = source, settings
         self.containers = set[Container]()
-        self._closed = False
+        self.closed = False
         # A pool as long-lived as the host: a sandboxed process dies with the thread that started it.
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="containers")
 
@@ -85,8 +85,6 @@ class SoftwareHost:
     def container(self, image: str | None) -> Container:
         """Return a new container, not started yet. Raises BadTask if there can be none of this image."""
         kind, settings, start_s = self.source.containers, self.settings, self.source.setup_s
-        if self._closed:
-            raise ContainerGone("the run has ended")
         if isinstance(kind, LocalContainers):
             from megarl.environments.containers.local import LocalContainer
 
@@ -118,7 +116,7 @@ class SoftwareHost:
 
     def close(self) -> None:
         """Stop every container. Can be called twice."""
-        self._closed = True
+        self.closed = True
         for container in tuple(self.containers):
             container.stop()
         self.containers.clear()
@@ -157,6 +155,8 @@ class SoftwareEpisode:
         container = self._host.container(image)
         self._host.containers.add(container)
         try:
+            if self._host.closed:  # by now
+                raise ContainerGone("the run has ended")
             container.start()
         except BaseException:
             self._ended(container)

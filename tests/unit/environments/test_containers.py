@@ -1,11 +1,14 @@
 """Containers: whatever a command does is bounded and reaches nothing outside; what it leaves is gone before the next one."""
 
+import inspect
 import json
 import os
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from megarl.config import CommandContainers, ConfigError, SandboxSettings
 from megarl.environments.containers import commands, hosted
 from megarl.environments.containers.commands import CommandContainer
 from megarl.environments.containers.container import Container, ContainerGone, Kept
-from megarl.environments.containers.local import DISK_BYTES, LocalContainer
+from megarl.environments.containers.local import DISK_BYTES, LocalContainer, _below
 from megarl.sandbox import process
 from megarl.sandbox.level import Level, level
 
@@ -182,13 +185,16 @@ def test_an_output_keeps_its_beginning_and_its_end() -> None:
 
 # Stands in for podman and apptainer, neither of which is here: it notes its arguments, and plays the container in a folder.
 STAND_IN = """#!{python}
-import json, os, shutil, subprocess, sys
+import json, os, shutil, subprocess, sys, time
 root, words = {root!r}, sys.argv[1:]
 with open(root + ".log", "a") as log:
     log.write(json.dumps(words) + "\\n")
 if "run" in words or "start" in words:
     if "missing" in words[-1] + words[-2]:
         sys.exit("Error: no such image")
+    if "slow" in words[-1] + words[-2]:
+        open(root + ".starts", "w").close()
+        time.sleep(1)
     os.makedirs(root + "/tmp")
     os.makedirs(root + "/testbed")
 elif "rm" in words or "stop" in words:
@@ -197,6 +203,8 @@ elif not os.path.isdir(root):
     print("Error: no such container")
     sys.exit(125)
 else:
+    if os.path.exists(root + ".warns"):
+        print("a warning of the engine's own", file=sys.stderr)
     begin = words.index("timeout") if "timeout" in words else words.index("true")
     place = [words[at + 1] for at, word in enumerate(words) if word in ("--workdir", "--pwd")] or ["/"]
     inside = [word.replace("/tmp", root + "/tmp").replace("/testbed", root + "/testbed") for word in words[begin:]]
@@ -267,6 +275,53 @@ def test_an_engines_program_gets_the_documented_arguments(engine: str, tmp_path:
     assert plain[0] == STARTS[engine] and EXECS[engine] in plain and plain.count(STOPS[engine]) == 1
     with pytest.raises(ContainerGone, match="it does not start: Error: no such image"):
         CommandContainer(source, "missing", SETTINGS, 64, 30).start()
+
+
+def test_an_engines_warnings_are_no_part_of_a_file(tmp_path: Path) -> None:
+    source = CommandContainers(type="podman", program=stand_in(tmp_path / "root"))
+    container = CommandContainer(source, "image", SETTINGS, 64, 30)
+    container.start()
+    (tmp_path / "root.warns").touch()
+    container.upload("/testbed/a", data := os.urandom(1000))
+    assert container.download("/testbed/a", 1000) == data
+    with pytest.raises(OSError, match="No such file"):
+        container.download("/testbed/none", 9)
+    container.stop()
+    with pytest.raises(ContainerGone, match="it does not answer: Error: no such container"):
+        container.download("/testbed/a", 1000)
+
+
+def test_a_container_that_is_stopped_while_it_starts_is_removed(tmp_path: Path) -> None:
+    source = CommandContainers(type="podman", program=stand_in(tmp_path / "root"))
+    container = CommandContainer(source, "slow", SETTINGS, 64, 30)
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(container.start)
+        while not (tmp_path / "root.starts").exists():
+            assert not starting.done()
+            time.sleep(0.01)
+        container.stop()
+        with pytest.raises(ContainerGone, match="it was stopped"):
+            starting.result(30)
+    assert not (tmp_path / "root").exists()
+
+
+def test_processes_that_are_a_chain_are_all_found() -> None:
+    """Of more links than Python nests calls: each starts the next one, and waits."""
+    depth, mark = 60, f"chain{os.getpid()}"
+    link = '[ $1 = 0 ] && echo done && exec sleep 60; sh -c "$2" $0 $(($1 - 1)) "$2"; :'
+    limit, head = sys.getrecursionlimit(), subprocess.Popen(["sh", "-c", link, mark, str(depth), link], stdout=subprocess.PIPE)
+    try:
+        assert head.stdout is not None and head.stdout.readline() == b"done\n"
+        sys.setrecursionlimit(len(inspect.stack()) + depth // 2)
+        try:
+            found = list(_below(head.pid))
+        finally:
+            sys.setrecursionlimit(limit)
+        assert len(found) == len(set(found)) == depth
+    finally:
+        for pid in [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]:
+            pid.kill()
+        head.communicate()
 
 
 def test_a_network_is_given_only_where_it_is_asked_for() -> None:

@@ -93,6 +93,38 @@ def test_changes_of_what_a_worker_does_not_keep_are_refused() -> None:
         DeltaReceiver().merge("a", torch.zeros(64, dtype=torch.uint8), Change(0, True), 0)
 
 
+@pytest.mark.parametrize("place", [None, torch.device("cpu")])
+def test_what_a_worker_keeps_of_a_stack_holds_no_memory_of_the_rest(place: torch.device | None) -> None:
+    names, stack = list("abcdef"), torch.randn(6, 30, 50).to(torch.bfloat16)
+    receiver, parts = BucketReceiver(torch.device("cpu"), lambda _: (2, 4)), list[Tensor]()
+    sender = Sender("shm", workers=1, host="", bucket_mb=1, timeout_s=10.0, device=torch.device("cpu"), delta=9)
+
+    def announce(plain: dict[str, Any]) -> Callable[[], object]:
+        parts.extend(tensor for _, tensor in receiver.receive_stacks([Header.parse(plain)], place))
+        return lambda: None
+
+    sender.send([(names, stack)], announce)
+    sender.close()
+    [part] = parts
+    assert torch.equal(part, stack[2:4]) and part.untyped_storage().nbytes() == stack[2:4].nbytes
+
+
+def test_a_bucket_of_an_earlier_connection_gets_into_no_later_one() -> None:
+    """It is unpacked in a thread of its own, which may be late."""
+    pair, later = Pair(every=9), list[Any]()
+
+    def announce(plain: dict[str, Any]) -> Callable[[], object]:
+        later.append(pair.receiver.receive_stacks([Header.parse(plain)]))
+        return lambda: None
+
+    pair.sender.send([("a", torch.ones(64))], announce)
+    pair.receiver.connect([], 0)
+    assert [name for name, _ in later[0]] == ["a"]
+    with pytest.raises(LookupError, match=r"^a: its changes came, and this worker does not keep"):
+        pair.receiver._delta.merge("a", torch.zeros(64, dtype=torch.uint8), Change(0, True), 0)
+    pair.sender.close()
+
+
 @pytest.mark.parametrize("own", [(0, 2), (2, 5), (5, 6), (3, 3)])
 def test_a_worker_gets_and_keeps_the_tensors_of_a_stack_that_it_needs(own: tuple[int, int]) -> None:
     names, stack = list("abcdef"), torch.randn(6, 30, 50).to(torch.bfloat16)
