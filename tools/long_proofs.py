@@ -118,7 +118,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(45, "routing"),
         _distributed(60, "images"),
         _distributed(90, "image_steps"),
-        _tests(150, "tests/e2e/test_image_episodes.py", "tests/e2e/test_images.py"),
         _distributed(60, "kept_steps"),
     ),
     (
@@ -134,6 +133,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(420, "tests/e2e/test_own_task.py"),
         _tests(500, SLURM, name="slurm-ray", words=RAY),
         _tests(240, "tests/e2e/test_members.py"),
+        _tests(150, "tests/e2e/test_image_episodes.py", "tests/e2e/test_images.py"),
         _distributed(120, "family_weights"),
     ),
     (

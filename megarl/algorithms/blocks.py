@@ -3,6 +3,8 @@
 Axes: T entries of the batch or of a block.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

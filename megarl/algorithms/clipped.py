@@ -1,5 +1,7 @@
 """PPO's clipped surrogate as the policy term of the algorithms that share it (Schulman et al., arXiv:1707.06347)."""
 
+from __future__ import annotations
+
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat

@@ -1,5 +1,7 @@
 """DPO and cDPO: preferences without a reward model (Rafailov et al., arXiv:2305.18290; label smoothing: Mitchell, 2023)."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal
 
 from pydantic import Field

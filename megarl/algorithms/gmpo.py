@@ -1,5 +1,7 @@
 """GMPO: the geometric mean of the clipped token ratios (Zhao et al., arXiv:2507.20673)."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import NonNegativeFloat

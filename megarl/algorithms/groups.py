@@ -3,6 +3,8 @@
 Axes: N sequences. All arithmetic is in float64; a NaN reward makes its whole group NaN.
 """
 
+from __future__ import annotations
+
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat

@@ -1,5 +1,7 @@
 """GSPO and GSPO-token: one importance ratio for a whole sequence (Zheng et al., arXiv:2507.18071)."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import NonNegativeFloat

@@ -1,5 +1,7 @@
 """KL-Cov: the tokens that lower the entropy most are held back by a KL to the old policy (Cui et al., arXiv:2505.22617)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeFloat

@@ -1,5 +1,7 @@
 """M2PO: instead of a clip, a bound on the second moment of the log ratios of the tokens that leave the trust region (arXiv:2510.01161)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat

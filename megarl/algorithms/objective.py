@@ -1,5 +1,7 @@
 """What a supervised stage needs from its loss: demonstrations (`sft`), a reward model (`reward_model`), preferences (`dpo`)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal, Protocol
 
 from megarl.algorithms.base import Loss

@@ -4,6 +4,8 @@ Axes: T predicted tokens, N sequences. All token tensors, including the results,
 garbage (including NaN); every function says how it treats them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple

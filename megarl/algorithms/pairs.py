@@ -5,6 +5,8 @@ The loss of a pair depends on each side through a few numbers, which are summed 
 carries its part of the value and its slope, so that no gradient crosses ranks. Axes: T entries, N sequences, P pairs.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,5 +1,7 @@
 """RAFT: supervised training on the best of the policy's own responses (Dong et al., arXiv:2304.06767)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from pydantic import PositiveInt

@@ -1,5 +1,7 @@
 """REINFORCE: the plain policy gradient, on rewards to go (Williams, 1992)."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from megarl.algorithms.base import Fraction, PolicyAlgorithm

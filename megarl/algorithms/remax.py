@@ -1,5 +1,7 @@
 """ReMax: the plain policy gradient with the greedy response's reward as baseline (Li et al., arXiv:2310.10505)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from megarl.algorithms.reinforce import PolicyGradient

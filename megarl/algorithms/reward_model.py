@@ -1,5 +1,7 @@
 """The reward model's loss on pairs (Bradley and Terry, 1952; with a margin: Touvron et al., arXiv:2307.09288, eq. 2)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,5 +1,7 @@
 """SAPO: a smooth gate instead of a clip (Gao et al., arXiv:2511.20347)."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import PositiveFloat

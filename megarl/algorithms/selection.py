@@ -6,6 +6,8 @@ exchange sums alone: a bound between chosen and other tokens is found by bisecti
 Axes: T entries of whole sequences, X some of them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 from megarl.algorithms.ops import SumOver

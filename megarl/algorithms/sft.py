@@ -1,5 +1,7 @@
 """Supervised fine-tuning: the negative log-likelihood of the response tokens."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,5 +1,7 @@
 """SimPO: preferences without a reference (Meng et al., arXiv:2405.14734, eq. 6)."""
 
+from __future__ import annotations
+
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

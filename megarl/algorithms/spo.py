@@ -1,5 +1,7 @@
 """SPO, Simple Policy Optimization: the ratio is drawn towards 1 by a parabola instead of a clip (Xie et al., arXiv:2401.16025)."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import PositiveFloat

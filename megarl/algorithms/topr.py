@@ -1,5 +1,7 @@
 """TOPR: good responses are imitated, bad ones forgotten only as far as they are still likely (Le Roux et al., arXiv:2503.14286)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from megarl.algorithms.base import PolicyAlgorithm

@@ -1,5 +1,7 @@
 """The critic's loss, and how much of the returns the critic explains."""
 
+from __future__ import annotations
+
 from megarl.algorithms.base import Loss
 from megarl.algorithms.ops import Average, Averaging, attach, token_weights
 from megarl.batch import Batch

@@ -1,5 +1,7 @@
 """VAPO: value-based PPO for long chains of thought (Yue et al., arXiv:2504.05118)."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Literal
 

@@ -1,5 +1,7 @@
 """VC-PPO: PPO for long chains of thought; lambda decoupled, the critic pretrained (Yuan et al., arXiv:2503.01491)."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from megarl.algorithms.base import Fraction

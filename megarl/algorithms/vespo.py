@@ -1,5 +1,7 @@
 """VESPO: a smooth weight on the whole response's importance ratio (arXiv:2602.10693)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeFloat

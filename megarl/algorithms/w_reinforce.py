@@ -1,5 +1,7 @@
 """W-REINFORCE: right responses weigh less than wrong ones, and neither is compared with others (Zhu et al., arXiv:2506.01347)."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import NonNegativeFloat

@@ -1,5 +1,7 @@
 """The training loop of the supervised stages: measure, learn step by step, measure, save."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike

@@ -2,6 +2,8 @@
 attention sees. What its families share: sizes, weight map and Megatron's fields of the indexer, which is frozen.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -6,6 +6,8 @@ MXFP4 (gpt-oss).
 Axes: R rows, C columns, I and J blocks along rows and columns, S rows of a strip, K codes of 8 bits.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ Supported: "default", "linear" (position interpolation), "llama3" (by wavelength
 Kinds whose frequencies depend on the length of the sequence ("dynamic", "longrope") are refused.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

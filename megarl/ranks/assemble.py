@@ -3,6 +3,8 @@
 Axes: T predicted tokens, N responses of the step, S samples (see `step_plan`).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import replace

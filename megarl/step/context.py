@@ -1,5 +1,7 @@
 """What every step of an RL run works with: model workers, engines, rewards, the open run."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

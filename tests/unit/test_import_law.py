@@ -1,5 +1,7 @@
 """The import law of the house: which package may be imported where."""
 
+from __future__ import annotations
+
 import ast
 import re
 import subprocess

@@ -4,6 +4,8 @@ vLLM would cut images itself, with transformers' processor of its own choice, an
 by content hash, and its processor is replaced by one that knows the sizes of the largest image alone. No torchvision is needed for that.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
