@@ -99,6 +99,8 @@ def kept_file(data: bytes, folder: Path) -> ImageSource:
         handle, name = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(handle)  # a checkpoint may refer to it, and outlive the machine
         os.replace(name, path)
     return ImageSource(str(path))
 

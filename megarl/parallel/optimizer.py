@@ -36,6 +36,12 @@ class StepInfo:
     skipped: bool  # true if the gradient was not finite: nothing has changed
     predictor_norm: float | None = None  # of the gradient of a multi-token prediction layer, which is clipped by itself
 
+    @property
+    def norms(self) -> str:
+        """The norms, for a message."""
+        own = "" if self.predictor_norm is None else f", and that of the multi-token prediction layer (mtp/grad_norm) {self.predictor_norm}"
+        return f"grad_norm is {self.grad_norm}{own}"
+
     def metrics(self, role: str) -> dict[str, Metric]:
         """The step's metrics of a model in this role."""
         further = {} if self.predictor_norm is None else {"mtp/grad_norm": Mean(self.predictor_norm, 1.0)}

@@ -199,7 +199,7 @@ class Model:
         self._backend.synchronize()
         self._seconds = time.perf_counter() - begun
         if info.skipped:
-            raise FloatingPointError(f"update: grad_norm is {info.grad_norm}; the weights are as before this step")
+            raise FloatingPointError(f"update: {info.norms}; the weights are as before this step")
         return results, info
 
     def predictor_pass(self) -> PredictorPass | None:

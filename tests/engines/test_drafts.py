@@ -155,6 +155,12 @@ def test_drafts_are_refused_where_they_have_not_been_shown(tmp_path: Path) -> No
         (known, settings(1, tp=2), False, r"^rollout\.speculative=1: has not been shown with rollout\.dp\*rollout\.tp=2$"),
         (known, settings(1, mode="ahead"), False, r"^rollout\.speculative=1: has not been shown with rollout\.mode=ahead$"),
         (known, settings(1, quantization="fp8"), False, r"^rollout\.speculative=1: has not been shown with rollout\.quantization=fp8$"),
+        (
+            known,
+            settings(1, request_routing="affinity"),
+            False,
+            r"^rollout\.request_routing=affinity: rollout\.speculative=1 leaves no prefix cache$",
+        ),
         (known, settings(1, top_p=0.9), False, r"^rollout\.speculative=1: has not been shown with rollout\.top_p=0\.9$"),
     ]
     with pytest.raises(ConfigError, match=r"^rollout\.speculative=1: has been shown in float32, and rollout\.dtype is bfloat16$"):

@@ -66,6 +66,8 @@ def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu
             raise ConfigError("rollout.request_routing=affinity: the model has recurrent layers, of which engines keep no prefix cache")
         if settings.engine.args.get("enable_prefix_caching") is False:
             raise ConfigError("rollout.request_routing=affinity: rollout.engine.args.enable_prefix_caching=false leaves no prefix cache")
+        if isinstance(settings, TrainRolloutSettings) and settings.speculative is not None:
+            raise ConfigError(f"rollout.request_routing=affinity: rollout.speculative={settings.speculative} leaves no prefix cache")
     if settings.quantization is not None:
         _check_blocks(model, settings)
         if gpu and dtype != "bfloat16":

@@ -93,6 +93,8 @@ class SoftwareHost:
             return LocalContainer(settings.sandbox, self.source.processes, start_s)
         if image is None:
             raise BadTask(f"image: the row has none, and containers of type {kind.type} need one")
+        if image.startswith("-"):
+            raise BadTask(f"image: {image!r:.200} begins with a hyphen, as options do")
         if isinstance(kind, CommandContainers):
             from megarl.environments.containers.commands import CommandContainer
 
@@ -185,7 +187,8 @@ class SoftwareEpisode:
         if task.folder is not None or task.files:
             packed = f"{container.home}/.megarl-task"
             self._write(container, packed, task.archive())
-            self._do(container, f"mkdir -p {directory} && tar --no-same-owner -xf {packed} -C {directory} && rm {packed}", container.home)
+            place = shlex.quote(directory)
+            self._do(container, f"mkdir -p {place} && tar --no-same-owner -xf {packed} -C {place} && rm {packed}", container.home)
         if task.setup:
             self._do(container, f"{task.shell}\n{task.setup}", directory)
         return directory

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config import EnvironmentSettings
+from megarl.config import CommandContainers, EnvironmentSettings, SoftwareEnvironment
+from megarl.environments.containers.container import ContainerGone
 from megarl.environments.containers.local import LocalContainer
 from megarl.environments.hosts import open_host
 from megarl.environments.protocol import EnvironmentFailed, Turn
@@ -275,6 +276,21 @@ def test_rows_without_what_they_need_are_refused() -> None:
         with pytest.raises(BadTask, match=f"^{message}"):
             read(row)
     assert own({"test": "t", "files": {"a": "1", "b": None}}).files == {"a": "1"}, "Arrow fills rows with nulls"
+
+
+def test_an_image_is_no_option_of_an_engines_program() -> None:
+    host = SoftwareHost(SoftwareEnvironment(containers=CommandContainers(type="podman")), settings())
+    with pytest.raises(BadTask, match="^image: '--privileged' begins with a hyphen"):
+        host.container("--privileged")
+    host.close()
+
+
+def test_a_container_that_is_added_to_a_closed_host_does_not_start() -> None:
+    host = SoftwareHost(SoftwareEnvironment(), settings())
+    host.close()
+    with pytest.raises(ContainerGone, match="the run has ended"):
+        host.open()._started(None)
+    assert not host.containers
 
 
 def test_containers_of_other_types_refuse_settings_that_they_ignore() -> None:
