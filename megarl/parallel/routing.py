@@ -109,8 +109,12 @@ class RoutingPass:
                 layer.target_RK = target_RLK[:, place].long()
             if self._replay:
                 _check_distinct(target_RLK, [layer.number for layer in layers])
+        due_N = batch.count_N > 0
+        if layers and experts_TLK is not None:  # a response that is not learned from is replayed if its experts were reported
+            due_N[batch.seq_T[experts_TLK[:, own[0], 0] >= 0]] = True
+        due = int(batch.spread(due_N)[entry_T].count_nonzero())
         for layer in layers:
-            layer.begin(len(entry_T), backward=backward)
+            layer.begin(due, backward=backward)
         yield
         for layer in layers:
             layer.end()
@@ -179,7 +183,7 @@ class _Layer:
         self.chosen_RK: Tensor  # where the micro-batch's tokens were sent
         self.moved_R: Tensor  # among the tokens in known_R, those that the router itself would have sent elsewhere
         self.known_R: Tensor
-        self.tokens = 0  # not counting padding
+        self.tokens = 0  # those to replay: not padding, nor an episode that failed before its first turn, which no engine has read
         self._sums = torch.zeros(3, dtype=torch.int64, device=choose().device)  # choices changed, choices compared, tokens replayed
         self._natural_RK: Tensor | None = None  # the router's own choice
         self._backward = False
@@ -192,7 +196,7 @@ class _Layer:
             router._apply_expert_bias = self._count
 
     def begin(self, tokens: int, *, backward: bool) -> None:
-        """Begin a micro-batch's forward, with `tokens` tokens that are not padding; `backward`: whether a backward pass follows."""
+        """Begin a micro-batch's forward, with `tokens` tokens to replay; `backward`: whether a backward pass follows."""
         self._inside, self._backward, self._natural_RK = True, backward, None
         self.tokens += tokens
 

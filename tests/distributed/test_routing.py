@@ -319,6 +319,32 @@ def forgets(grid: Grid, job: Job, experts: int) -> None:
         forward(grid, policy, batches, followed)
 
 
+@pytest.mark.parametrize("failed", ["one", "all"])
+@pytest.mark.parametrize("name", ["dp2", "pp2_vpp2"])
+def test_an_episode_that_no_engine_has_read_has_nothing_to_replay(pool: Pool, path: Path, name: str, failed: str) -> None:
+    """It failed before its first turn: its opening has no loss token, and no experts were reported."""
+    ranks = pool.run(unread, LAYOUTS[name], Job(path), failed == "all")
+    hit_rate = scalars(merge(ranks)).get("routing/replay_hit_rate")
+    assert hit_rate == (None if failed == "all" else 1.0)
+
+
+def unread(grid: Grid, job: Job, every: bool) -> dict[str, Metric]:
+    """Learns with replay from micro-batches of which the first sequences, or all, were never read by an engine."""
+    policy = build(grid, job)
+    routing, given = Routing(policy.chunks, grid), list[Batch]()
+    for batch in here(mine(grid, job), routing):
+        unread_N = torch.ones_like(batch.count_N, dtype=torch.bool) if every else torch.arange(len(batch.count_N)) == 0
+        unread_T, experts_TLK = batch.spread(unread_N), batch.extra_T["routed_experts"].clone()
+        experts_TLK[unread_T] = -1
+        weight_T = batch.extra_T["weight"].masked_fill(unread_T, 0.0)
+        batch = replace(batch, mask_T=batch.mask_T & ~unread_T, count_N=batch.count_N * ~unread_N).with_extra(weight=weight_T)
+        given.append(batch.without("routed_experts") if every else batch.with_extra(routed_experts=experts_TLK))
+    policy.zero_grad()
+    with routing.follow("routed_experts", replay=True) as followed:
+        forward(grid, policy, given, followed, learn=True)
+        return followed.metrics("policy")
+
+
 @dataclass(frozen=True)
 class Counts:
     """What one rank saw of the routers' own choices, in a step whose tokens were replayed or not."""
