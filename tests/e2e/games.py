@@ -27,6 +27,24 @@ class Letters:
         pass
 
 
+class Closed(Letters):
+    """A game that begins only when it is checked, with the first seeds of the data."""
+
+    def reset(self, seed: int) -> str:
+        if seed not in (7, 1001):
+            raise ValueError("closed")
+        return super().reset(seed)
+
+
+class Half(Letters):
+    """A game of which every other one does not begin."""
+
+    def reset(self, seed: int) -> str:
+        if seed % 2 == 0:
+            raise ValueError("closed")
+        return super().reset(seed)
+
+
 class Stoppers(Letters):
     """The first turn in each process leaves a process behind that has stopped itself, below one that waits for it."""
 

@@ -42,6 +42,18 @@ def test_a_step_of_episodes_is_the_same_on_any_layout_and_a_failure_costs_its_ep
     assert 0 < json.loads((one.runs / "job" / "summary.json").read_text())["score_end"]["sampled"] < 3
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("game", ["Half", "Closed"])
+def test_games_that_do_not_begin_cost_themselves_alone(lab: Lab, tmp_path: Path, tiny_model: Path, game: str) -> None:
+    """They have an opening that no engine has read, and so no experts to replay."""
+    settings = (GAME[0].replace("Letters", game), *GAME[1:], "data.eval={type: episodes, seed: 1001, items: 8}")
+    job = lab.run(Job(tmp_path / "one", tiny_model, (*settings, "layout.ranks=2", "layout.ep=2")))
+    for row in job.steps():
+        assert row["environment/failed"] == row["events/reward/ValueError"] and (row["environment/failed"] == 32) == (game == "Closed")
+        assert row.get("routing/replay_hit_rate") == (None if game == "Closed" else 1.0)
+        assert row["actor/grad_norm"] == 0 if game == "Closed" else row["actor/grad_norm"] > 0
+
+
 REWRITES = (  # the number of messages stands before each turn, so that every turn has a context of its own
     "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content }}{%- if m.role == 'assistant' -%}<|end|>{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ messages | length }}<|assistant|>{%- endif -%}"
