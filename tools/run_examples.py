@@ -212,7 +212,8 @@ def run(example: Example, place: Path, variant: str, commit: str) -> Result:
     log = place / "logs" / f"{example.name.replace('/', '-')}.log"
     log.parent.mkdir(exist_ok=True)
     begun, date = time.monotonic(), today()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2" if variant.endswith("-threads") else "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # where packages may be that are not in the locks
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2" if variant.endswith("-threads") else "1"}
     with log.open("w") as file:
         for command in commands(example, variant):
             ended = subprocess.run(
