@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -89,7 +90,10 @@ async def _drafts(first: Path, second: Path) -> dict[str, float]:
                 if name != "loaded":
                     digest = await trainer.update(stored(path))
                     assert compare(digest, await engine.fingerprints(TIMEOUT_S)) == []
-                ours = reference(path)
+                ours, chosen = reference(path), list[Tensor]()
+                for layer in ours.model.layers:
+                    if hasattr(layer.mlp, "gate"):
+                        layer.mlp.gate.register_forward_hook(lambda gate, given, out, chosen=chosen: chosen.append(out[2]))
                 await engine.drafted(TIMEOUT_S)
                 greedy = await generate(engine, PROMPTS, Sampling(n=1, temperature=0.0, max_tokens=LONGEST, seed=0))
                 for prompt, answer in zip(PROMPTS, greedy, strict=True):
@@ -101,11 +105,14 @@ async def _drafts(first: Path, second: Path) -> dict[str, float]:
                 for temperature in (1.0, 0.7):
                     answers = await generate(engine, PROMPTS, Sampling(n=8, temperature=temperature, max_tokens=LONGEST, seed=2))
                     samples = [sample for answer in answers for sample in answer.samples]
-                    gaps = [
-                        (torch.from_numpy(one.rollout_logp) - logp(ours, one.tokens.tolist(), one.prompt_length, temperature)).abs()
-                        for one in samples
-                    ]
-                    assert float(torch.cat(gaps).max()) <= 3e-5
+                    for one in samples:
+                        chosen.clear()
+                        expected = logp(ours, one.tokens.tolist(), one.prompt_length, temperature)
+                        assert float((torch.from_numpy(one.rollout_logp) - expected).abs().max()) <= 3e-5
+                        assert one.routed_experts is not None
+                        experts_TLK = torch.stack(chosen, 1)[:-1].sort(-1).values.numpy()
+                        reported_TLK = np.sort(one.routed_experts[:, -len(chosen) :])  # the first layer is dense
+                        assert np.array_equal(experts_TLK, reported_TLK), "also behind drafts that were rejected"
                 drafted, accepted = await engine.drafted(TIMEOUT_S)
                 shares[f"{name}, sampled"] = accepted / drafted
             prompt = TokenPrompt(0, [5, 6, 7, 8])
@@ -127,8 +134,8 @@ async def _drafts(first: Path, second: Path) -> dict[str, float]:
 
 
 def test_an_engine_that_drafts_samples_as_one_that_does_not(host: Host, tmp_path: Path) -> None:
-    """Greedy tokens and log-probs are transformers', before and after updates of all weights; so is the distribution of the first two
-    tokens of 3000 responses at temperature 1, by Pearson's statistic, at four standard deviations."""
+    """Greedy tokens, log-probs and experts are transformers', before and after updates of all weights; so is the distribution of the first
+    two tokens of 3000 responses at temperature 1, by Pearson's statistic, at four standard deviations."""
     first, second = (model(tmp_path / str(seed), seed) for seed in (1, 2))
     shares = host.run(_drafts, first, second)
     assert min(shares[name] for name in ("loaded", "updated", "again")) > 0.2 and 0 < shares["again, sampled"] < 1
