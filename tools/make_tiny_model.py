@@ -167,7 +167,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_5": ("qwen3_5_text", {"tie_word_embeddings": True}),
-    "granite": ("granite", _GRANITE),
+    "granite": ("granite", {**_GRANITE, "logits_scaling": 4.0}),  # with a smaller one it repeats the last token, whatever is drawn
     "granitemoe": ("granitemoe", _GRANITE),
     "ernie4_5_moe": ("ernie4_5_moe", {"tie_word_embeddings": True}),
     # A time_step_min that no time step is below: transformers alone applies it.
