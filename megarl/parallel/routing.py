@@ -109,12 +109,13 @@ class RoutingPass:
                 layer.target_RK = target_RLK[:, place].long()
             if self._replay:
                 _check_distinct(target_RLK, [layer.number for layer in layers])
-        due_N = batch.count_N > 0
-        if layers and experts_TLK is not None:  # a response that is not learned from is replayed if its experts were reported
-            due_N[batch.seq_T[experts_TLK[:, own[0], 0] >= 0]] = True
-        due = int(batch.spread(due_N)[entry_T].count_nonzero())
-        for layer in layers:
-            layer.begin(due, backward=backward)
+        if layers:
+            due_N = batch.count_N > 0
+            if experts_TLK is not None:  # a response that is not learned from is replayed if its experts were reported
+                due_N[batch.seq_T[experts_TLK[:, own[0], 0] >= 0]] = True
+            due = int(batch.spread(due_N)[entry_T].count_nonzero())
+            for layer in layers:
+                layer.begin(due, backward=backward)
         yield
         for layer in layers:
             layer.end()

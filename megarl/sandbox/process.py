@@ -168,7 +168,7 @@ class SandboxedProcess:
 
     def stopped(self) -> bool:
         """Return whether one of its processes is stopped by a signal."""
-        for pid in _with_children(self._child.pid):
+        for pid in (self._child.pid, *descendants(self._child.pid)):
             with suppress(psutil.Error):  # it has ended
                 if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
                     return True
@@ -204,12 +204,17 @@ class SandboxedProcess:
             self._scratch.remove()
 
 
-def _with_children(pid: int) -> Iterator[int]:
-    """Yield the pids of a process and its descendants. psutil would read every process of the machine each time."""
-    yield pid
-    with suppress(OSError):  # it has ended, or the kernel does not provide this file
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            yield from _with_children(int(child))
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the pids of a process's descendants, also of those that its threads have started. Not recursive: they may be a chain."""
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        with suppress(OSError):  # it has ended, or the kernel does not provide this file
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with suppress(OSError):
+                    children = list(map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split()))
+                    yield from children
+                    waiting += children
 
 
 def _show(prints: IO[bytes], log: Path | None) -> None:

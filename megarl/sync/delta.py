@@ -49,14 +49,14 @@ class DeltaSender:
         elif not self._whole:
             bits = _BITS[flat_N.element_size()]
             differs_N = flat_N.view(bits) != kept_N.to(flat_N.device).view(bits)
-            few = (
-                int(differs_N.count_nonzero()) * (2 + flat_N.element_size()) < flat_N.nbytes
-            )  # else their places take 8 bytes each for nothing
-            place_K = differs_N.nonzero().squeeze(1) if few else None
-            if place_K is not None and len((packed := _packed(flat_N, place_K))[0]) < flat_N.nbytes:
-                self.changed += len(place_K)
-                kept_N[place_K.cpu()] = flat_N[place_K].cpu()
-                return packed
+            # At least this much is sent of each; where that is too much, their places, of 8 bytes each, are not made.
+            if int(differs_N.count_nonzero()) * (2 + flat_N.element_size()) < flat_N.nbytes:
+                place_K = differs_N.nonzero().squeeze(1)
+                packed_B, change = _packed(flat_N, place_K)
+                if len(packed_B) < flat_N.nbytes:
+                    self.changed += len(place_K)
+                    kept_N[place_K.cpu()] = flat_N[place_K].cpu()
+                    return packed_B, change
         self.changed += flat_N.numel()
         kept_N.copy_(flat_N)
         return None

@@ -1,6 +1,8 @@
 """Whether two runs are the same, bit for bit."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 from tests.e2e.job import RESTARTED, STARVED, TIMED, Job
@@ -34,3 +36,13 @@ def assert_same(job: Job, straight: Job, *models: str) -> None:
         assert one == other
     assert weights(straight, *models).keys() and weights(job, *models) == weights(straight, *models)
     assert outcome(job) == outcome(straight)
+
+
+def cut_after(step: int, job: Job, runs: Path) -> Path:
+    """A copy of a job's runs, into `runs`, with the checkpoints of its first `step` steps alone."""
+    shutil.copytree(job.runs, runs)
+    for save in (runs / "job" / "checkpoints").glob("step_*"):
+        if int(save.name.removeprefix("step_")) > step:
+            shutil.rmtree(save)
+    (runs / "job" / "checkpoints" / "latest").unlink()
+    return runs

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.comparing import assert_same
+from tests.e2e.comparing import assert_same, cut_after
 from tests.e2e.job import Job
 from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Processes, done, engine_processes, titled
 from tests.e2e.lab import Lab
@@ -39,12 +38,8 @@ def test_a_run_whose_engines_are_ahead_goes_on_as_if_nothing_had_been(mode: str,
     idle = [(row["perf/idle_ranks"], row["perf/idle_engines"]) for row in straight.rows() if "actor/lr" in row]
     assert all(0 <= share <= 1 for both in idle for share in both)
 
-    cut = tmp_path / "cut"
-    shutil.copytree(straight.runs, cut)
+    cut = cut_after(2, straight, tmp_path / "cut")
     saves = cut / "job" / "checkpoints"
-    for step in (3, 4):
-        shutil.rmtree(saves / f"step_{step:06d}")
-    (saves / "latest").unlink()
     assert (saves / "step_000002" / "ahead.npz").is_file() and (saves / "step_000002" / "ahead.rest.npz").is_file() == (mode == "budget")
     # Engines that are given one prompt after the other say the same.
     assert_same(lab.run(Job(cut, tiny_model, (*EACH, *MODES[mode], "rollout.max_num_seqs=2"))), straight, "model")
@@ -89,11 +84,7 @@ def test_episodes_whose_template_rewrites_turns_are_learned_from_older_weights(
     said = [sample["response"] for file in (straight.runs / "job" / "samples").glob("*.jsonl") for sample in map(json.loads, file.open())]
     assert said and max(len(re.findall(r"<\|user\|>(?:sun|moon|stars)", text)) for text in said) == 2, "what is read anew is shown once"
 
-    cut = tmp_path / "cut"
-    shutil.copytree(straight.runs, cut)
-    for step in (3, 4):
-        shutil.rmtree(cut / "job" / "checkpoints" / f"step_{step:06d}")
-    (cut / "job" / "checkpoints" / "latest").unlink()
+    cut = cut_after(2, straight, tmp_path / "cut")
     again = lab.run(Job(cut, model, chosen), own_engine=True)
     if mode == "ahead":
         assert_same(again, straight, "model")

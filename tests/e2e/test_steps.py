@@ -1,7 +1,6 @@
 """A step is the same on any layout and wherever its models stand, and a run goes on on any other layout."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from megarl.checkpoints.verify import main as verify
 from megarl.config import TrainConfig, load
 from megarl.convert.main import main as convert
 from megarl.models.hf import Checkpoint
-from tests.e2e.comparing import assert_same, numbers, weights
+from tests.e2e.comparing import assert_same, cut_after, numbers, weights
 from tests.e2e.job import EVERYTHING, Job, assert_same_step
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab, with_nan
@@ -61,11 +60,7 @@ def test_engines_that_are_sent_changes_take_the_same_steps(lab: Lab, tmp_path: P
     sizes, shares = [row["sync/mb"] for row in job.steps()], [row["sync/sent_frac"] for row in job.steps()]
     assert shares[2] == 1 and sizes[2] == whole.steps()[2]["sync/mb"], "the third step's sync sends everything"
     assert all(0 < shares[step] < 0.5 and sizes[step] < sizes[2] for step in (0, 1, 3))
-    cut = tmp_path / "cut"
-    shutil.copytree(job.runs, cut)
-    for step in (3, 4):
-        shutil.rmtree(cut / "job" / "checkpoints" / f"step_{step:06d}", ignore_errors=True)
-    (cut / "job" / "checkpoints" / "latest").unlink()
+    cut = cut_after(2, job, tmp_path / "cut")
     assert_same(lab.run(Job(cut, tiny_model, (*common, "sync.delta=3")), own_engine=True), job, "model")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from megarl.config import SandboxSettings
 from megarl.environments.containers.container import TICK_S, ContainerGone, Ran
 from megarl.sandbox.channel import BadMessage
-from megarl.sandbox.process import END_S, SandboxedProcess
+from megarl.sandbox.process import END_S, SandboxedProcess, descendants
 from megarl.text.display import printable
 
 DISK_BYTES = 1 << 30  # most bytes of files, as in the private /tmp of a sandbox with namespaces
@@ -61,7 +61,7 @@ class LocalContainer:
                 self.home = home
             case _:
                 raise ContainerGone(NO_ANSWER)
-        self._own = frozenset([self._sandboxed.pid, *_below(self._sandboxed.pid)])
+        self._own = frozenset([self._sandboxed.pid, *descendants(self._sandboxed.pid)])
 
     def exec(self, command: str, directory: str, within_s: float, most: int) -> Ran:
         """Run a shell command, and end whatever it has started. Raises ContainerGone."""
@@ -168,7 +168,7 @@ class LocalContainer:
     def _living(self) -> Iterator[int]:
         """Yield the pids of what commands have started, without those that have ended and are not reaped yet."""
         assert self._sandboxed is not None
-        return (pid for pid in _below(self._sandboxed.pid) if pid not in self._own and _state(pid) not in ("Z", "X", ""))
+        return (pid for pid in descendants(self._sandboxed.pid) if pid not in self._own and _state(pid) not in ("Z", "X", ""))
 
     def _end_commands(self) -> None:
         """Kill what commands have started, each stopped first, so that it starts nothing more. Raises ContainerGone if some are left."""
@@ -195,19 +195,6 @@ def _bytes(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except ValueError:
         raise ContainerGone(NO_ANSWER) from None
-
-
-def _below(pid: int) -> Iterator[int]:
-    """Yield the pids of a process's descendants, also of those that its threads have started. Not recursive: they may be a chain."""
-    waiting = [pid]
-    while waiting:
-        parent = waiting.pop()
-        with suppress(OSError):  # it has ended
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with suppress(OSError):
-                    children = list(map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split()))
-                    yield from children
-                    waiting += children
 
 
 def _memory(pid: int) -> int:

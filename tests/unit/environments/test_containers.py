@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import landlockpy
 import psutil
 import pytest
 
@@ -20,9 +19,10 @@ from megarl.config import CommandContainers, ConfigError, SandboxSettings
 from megarl.environments.containers import commands, hosted
 from megarl.environments.containers.commands import CommandContainer
 from megarl.environments.containers.container import Container, ContainerGone, Kept
-from megarl.environments.containers.local import DISK_BYTES, LocalContainer, _below
-from megarl.sandbox import process
+from megarl.environments.containers.local import DISK_BYTES, LocalContainer
 from megarl.sandbox.level import Level, level
+from megarl.sandbox.process import descendants
+from tests.unit.sandbox.levels import grant
 
 SETTINGS = SandboxSettings(memory_gb=1)
 
@@ -43,13 +43,9 @@ class _Stopping:
 @pytest.fixture(params=[Level.NAMESPACES, Level.LANDLOCK], ids=str)
 def granted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, long: bool) -> Level:
     """The isolation of local containers: the machine's, and with --long the lower one too."""
-    asked: Level = request.param
-    if asked > level() or (asked == Level.LANDLOCK and not landlockpy.supported()):
-        pytest.skip(f"this machine grants {level()}")
-    if asked < level() and not long:
+    if request.param < level() and not long:
         pytest.skip("a long proof: --long")
-    monkeypatch.setattr(process, "level", lambda: asked)
-    return asked
+    return grant(request.param, monkeypatch)
 
 
 def local(processes: int = 64) -> LocalContainer:
@@ -314,7 +310,7 @@ def test_processes_that_are_a_chain_are_all_found() -> None:
         assert head.stdout is not None and head.stdout.readline() == b"done\n"
         sys.setrecursionlimit(len(inspect.stack()) + depth // 2)
         try:
-            found = list(_below(head.pid))
+            found = list(descendants(head.pid))
         finally:
             sys.setrecursionlimit(limit)
         assert len(found) == len(set(found)) == depth

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import landlockpy
 import pytest
 
 from megarl.config import ConfigError, FunctionReward, RewardSettings, SandboxSettings
@@ -22,6 +21,7 @@ from megarl.sandbox.calls import filtered
 from megarl.sandbox.level import Level, bubblewrap, level, meaning, readable
 from megarl.sandbox.signals import kept_inside
 from tests.unit.sandbox.hostile import HOSTILE
+from tests.unit.sandbox.levels import grant
 
 SECRET = "a-secret-of-the-run"
 TIMEOUT_S = 2.5  # forty children take most of one on a busy machine
@@ -149,11 +149,7 @@ MACHINE = level()
 @pytest.fixture(params=[Level.NAMESPACES, Level.LANDLOCK], ids=str)
 def granted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Level:
     """What the machine is said to grant, where it does."""
-    asked: Level = request.param
-    if asked == Level.LANDLOCK and not landlockpy.supported() or asked > level():
-        pytest.skip(f"this machine grants {level()}")
-    monkeypatch.setattr(process, "level", lambda: asked)
-    return asked
+    return grant(request.param, monkeypatch)
 
 
 # Processes are counted by namespace or user; the keeper that a namespace has is the first of its own processes, and ends them with it.

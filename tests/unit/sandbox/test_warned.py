@@ -4,15 +4,14 @@ import os
 import signal
 from pathlib import Path
 
-import landlockpy
 import psutil
 import pytest
 
 from megarl.config import FunctionReward, RewardSettings
 from megarl.rewards.processes import ProcessScorer
 from megarl.rewards.score import Score, ScoreRequest
-from megarl.sandbox import process
-from megarl.sandbox.level import Level, level
+from megarl.sandbox.level import Level
+from tests.unit.sandbox.levels import grant
 
 CODE = """
 import multiprocessing, signal, subprocess, time
@@ -31,9 +30,7 @@ def score(response):
 @pytest.mark.parametrize("granted", list(Level), ids=str)
 def test_sigterm_to_every_process_costs_no_score(granted: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even that of a program which dies of it: its sample is scored once more. The user's own code ends its children by SIGTERM."""
-    if granted > level() or granted == Level.LANDLOCK and not landlockpy.supported():
-        pytest.skip(f"this machine grants {level()}")
-    monkeypatch.setattr(process, "level", lambda: granted)
+    grant(granted, monkeypatch)
     (tmp_path / "warned_scores.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
     warned = list[int]()
