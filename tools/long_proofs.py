@@ -87,7 +87,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     ),
     (
         _tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"),
-        _distributed(70, "learner"),
+        _distributed(70, "supervised_worker"),
         _distributed(40, "saving"),
     ),
     (

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.checkpoints.steps import HF, trusted
 from megarl.checks.machine import check_cluster
 from megarl.cluster.process_kinds import demand
-from megarl.config import ConfigError, LoraSettings, ModelSettings, RolloutSettings, RunSettings, optimizers
+from megarl.config import ConfigError, LoraSettings, ModelSettings, RolloutSettings, RunSettings
 from megarl.errors import Absent
 from megarl.host.unchecked import where_present
 from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, adapted, check_peft_config
@@ -52,7 +52,7 @@ def check_model(config: RunSettings, head: HeadKind = "lm") -> ModelDescription:
     if settings.lora is not None:
         check_lora(config, settings.lora, model, head)
     check_hardware("model.megatron.gradient_accumulation_fusion", settings.megatron, settings.dtype, gpus=gpus)
-    for key, optimizer in optimizers(config).items():
+    for key, optimizer in config.optimizers.items():
         check_optimizer(key, optimizer)
         # hybrid_optimizer.py copies only the float32 main weights of a bfloat16 model, and only if they are on GPUs.
         check_hardware(f"{key}.megatron.optimizer_cpu_offload", optimizer.megatron, settings.dtype, gpus=gpus)
@@ -81,7 +81,7 @@ def check_sight(settings: ModelSettings, model: ModelDescription) -> None:
 def check_predictor(config: RunSettings) -> None:
     """Raise ConfigError if the run cannot train a multi-token prediction layer."""
     kept = "(keep has the layers unchanged in what is saved)"
-    if config.verb not in _PREDICTS or not optimizers(config):
+    if config.verb not in _PREDICTS or not config.optimizers:
         raise ConfigError(f"model.mtp=train: `megarl {config.verb}` does not train it {kept}")
     if config.model.lora is not None:
         raise ConfigError(f"model.mtp=train: model.lora trains adapters alone {kept}")
@@ -99,7 +99,7 @@ def check_lora(config: RunSettings, settings: LoraSettings, model: ModelDescript
     Raises:
         ConfigError: it cannot, or `model.lora.init` is no PEFT directory that the adapters could begin from.
     """
-    if not optimizers(config):
+    if not config.optimizers:
         raise ConfigError(f"model.lora: `megarl {config.verb}` trains nothing; the directory that a run exports has its adapters merged")
     for field, reason in _NOT_WITH_LORA.items():
         if config.model.megatron.get(field):

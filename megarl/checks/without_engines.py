@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megarl.checks.memory import check_fits
 from megarl.checks.model import check_model
 from megarl.checks.other_models import check_trained_head
-from megarl.config import ConfigError, DpoConfig, LearnConfig, PairSource, RmConfig, ServeConfig, SftConfig
+from megarl.config import ConfigError, DpoConfig, PairSource, RmConfig, ServeConfig, SftConfig, SupervisedConfig
 from megarl.data.conversations import Conversation
 from megarl.data.images import reader_of
 from megarl.data.preferences import Preference, load_preferences
@@ -48,7 +48,7 @@ class Pairs:
 
 def check_sft(config: SftConfig) -> Conversations:
     """Make all checks of `megarl sft`; return its conversations."""
-    tokenizer, data, limit = check_learn(config, "lm", sides=1), config.data, config.sft.max_tokens
+    tokenizer, data, limit = check_supervised(config, "lm", sides=1), config.data, config.sft.max_tokens
     reader = reader_of(config.model, limit, LIMIT_KEY)
     held_out, train = list[Conversation](), list[Conversation]()
     if data.eval is not None:
@@ -78,17 +78,17 @@ def check_dpo(config: DpoConfig) -> Pairs:
 
 def check_preferences(config: RmConfig | DpoConfig, head: HeadKind) -> Pairs:
     """Make all checks of a stage that learns from pairs; return the pairs."""
-    tokenizer, data, limit_key = check_learn(config, head, sides=2), config.data, f"{config.section}.max_tokens"
-    reader = reader_of(config.model, config.learn.max_tokens, limit_key)
+    tokenizer, data, limit_key = check_supervised(config, head, sides=2), config.data, f"{config.section}.max_tokens"
+    reader = reader_of(config.model, config.supervised.max_tokens, limit_key)
 
     def pairs(source: PairSource, key: str) -> list[Preference]:
-        return load_preferences(source, tokenizer, data, config.learn.max_tokens, key, limit_key, isinstance(config, RmConfig), reader)
+        return load_preferences(source, tokenizer, data, config.supervised.max_tokens, key, limit_key, isinstance(config, RmConfig), reader)
 
     held_out, train = list[Preference](), list[Preference]()
     with where_present("data.eval"):
         held_out = pairs(data.eval, "data.eval")
         check_held_out(len(held_out), config.layout.dp)
-    if config.learn.steps:
+    if config.supervised.steps:
         with where_present("data.train"):
             train = pairs(data.train, "data.train")
     if head == "lm":
@@ -112,7 +112,7 @@ def tell_end(config: SftConfig | DpoConfig | RmConfig, tokenizer: PreTrainedToke
         )
 
 
-def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
+def check_supervised(config: SupervisedConfig, head: HeadKind, sides: int) -> PreTrainedTokenizerBase:
     """Make the checks that supervised stages share.
 
     Args:
@@ -126,15 +126,15 @@ def check_learn(config: LearnConfig, head: HeadKind, sides: int) -> PreTrainedTo
     Raises:
         ConfigError: naming the dotted key.
     """
-    model, section, learn = check_model(config, head), config.section, config.learn
-    if sides * learn.max_tokens > learn.micro_batch_tokens:
+    model, section, settings = check_model(config, head), config.section, config.supervised
+    if sides * settings.max_tokens > settings.micro_batch_tokens:
         raise ConfigError(
-            f"{section}.micro_batch_tokens={learn.micro_batch_tokens} is below {'two times ' if sides == 2 else ''}"
-            f"{section}.max_tokens={learn.max_tokens}"
+            f"{section}.micro_batch_tokens={settings.micro_batch_tokens} is below {'two times ' if sides == 2 else ''}"
+            f"{section}.max_tokens={settings.max_tokens}"
         )
-    check_room(model, learn.max_tokens, f"{section}.max_tokens")
-    if learn.batch_size < config.layout.dp:
-        raise ConfigError(f"{section}.batch_size={learn.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
+    check_room(model, settings.max_tokens, f"{section}.max_tokens")
+    if settings.batch_size < config.layout.dp:
+        raise ConfigError(f"{section}.batch_size={settings.batch_size} is less than one for each of {config.layout.dp} data-parallel ranks")
     check_fits(config)
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.eos_token_id is None:

@@ -68,16 +68,6 @@ from megarl.config.routing import RoutingSettings
 from megarl.config.run import CheckpointSettings, ClusterSettings, LogSettings, RunSettings, TrainingSettings
 from megarl.config.sandbox import SandboxSettings
 from megarl.config.section import Section
-from megarl.config.stages import (
-    DpoConfig,
-    LearnConfig,
-    RmConfig,
-    SftConfig,
-    StepSettings,
-    TrainConfig,
-    ValueConfig,
-    optimizers,
-    steps_key,
-    total_steps,
-)
+from megarl.config.supervised import DpoConfig, RmConfig, SftConfig, SupervisedConfig
+from megarl.config.train import StepSettings, TrainConfig, ValueConfig
 from megarl.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from megarl.config.model import Layout, ModelSettings
+from megarl.config.model import Layout, ModelSettings, OptimizerSettings
 from megarl.config.section import Megabytes, Place, Seconds, Section, Seed
 from megarl.text.paths import nameable
 
@@ -162,12 +162,27 @@ class RunSettings(Section):
         """The run's directory."""
         return self.run_dir / self.name
 
+    @property
+    def total_steps(self) -> int:
+        """The total number of steps of the run; 0: it takes none."""
+        return 0
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerSettings]:
+        """The run's optimizers, by their keys."""
+        return {}
+
 
 class TrainingSettings(RunSettings):
     """The settings that all stages that train have in addition."""
 
     save: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
+
+    @property
+    def steps_key(self) -> str | None:
+        """The key of the number of steps, which may grow when the run resumes; None if no such key may."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _a_phase_outlasts_a_save(self) -> TrainingSettings:

@@ -17,7 +17,7 @@ from megarl.checkpoints.steps import CHECKPOINTS
 from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.process_kinds import Role, assign_roles, demand
 from megarl.cluster.reserve import release
-from megarl.config import ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of, total_steps
+from megarl.config import ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of
 from megarl.driver.device_turns import Turns
 from megarl.driver.engines import Engines, EngineStarter
 from megarl.driver.rank_group import (
@@ -350,7 +350,7 @@ def capacity(train: StepSettings, critic: CriticSettings | None, roles: Sequence
 def rl_spec(config: TrainConfig, roles: Sequence[Role]) -> RLSpec:
     """The training settings for the ranks that hold the models of these roles."""
     train, critic, judge = config.train, config.critic, model_of(config.reward.source)
-    critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * total_steps(config)
+    critic_updates = 0 if critic is None else critic.epochs * train.mini_batches * config.total_steps
     wished = None if critic is None else critic.micro_batch_tokens
     return RLSpec(
         algorithm=config.algorithm,

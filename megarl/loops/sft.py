@@ -7,7 +7,7 @@ from megarl.checks.without_engines import check_sft
 from megarl.config import SftConfig
 from megarl.data.conversations import Conversation, sample
 from megarl.loops.supervised import Stage, learn
-from megarl.ranks.learner import MiniBatch, mini_batch
+from megarl.ranks.supervised_worker import MiniBatch, mini_batch
 from megarl.ranks.tower_work import TowerWork
 from megarl.resume.finished import has_finished
 

@@ -18,13 +18,13 @@ from megarl.config import (
     DpoConfig,
     EpisodeSource,
     EvalConfig,
-    LearnConfig,
     PairsConfig,
     ReasoningGymSource,
     RmConfig,
     RunSettings,
     ServeConfig,
     SftConfig,
+    SupervisedConfig,
     ToolsEnvironment,
     TrainConfig,
     load,
@@ -109,8 +109,8 @@ class Reader:
             return load_demonstrations(source, tokenizer, config.data, config.sft.max_tokens, key, reader)
         if isinstance(config, RmConfig | DpoConfig):
             limit_key, margins = f"{config.section}.max_tokens", isinstance(config, RmConfig)
-            reader = self._reader(config.learn.max_tokens, limit_key)
-            return load_preferences(source, tokenizer, config.data, config.learn.max_tokens, key, limit_key, margins, reader)
+            reader = self._reader(config.supervised.max_tokens, limit_key)
+            return load_preferences(source, tokenizer, config.data, config.supervised.max_tokens, key, limit_key, margins, reader)
         assert isinstance(config, TrainConfig | EvalConfig | PairsConfig)
         return PromptReader.of(config).prompts(source, key, tokenizer)
 
@@ -161,7 +161,7 @@ def sources_of(config: RunSettings) -> Iterator[KeyedSource]:
     if isinstance(config, ServeConfig):
         raise ConfigError("data: `megarl serve` reads no data: its clients send the prompts")
     data: Any = config.data  # type: ignore[attr-defined]  # of all others
-    learns = not isinstance(config, LearnConfig) or config.learn.steps > 0
+    learns = not isinstance(config, SupervisedConfig) or config.supervised.steps > 0
     sources: dict[str, Any] = {f"data.{name}": getattr(data, name, None) for name in (("train", "eval") if learns else ("eval",))}
     if isinstance(config, TrainConfig | EvalConfig):
         sources |= {f"eval.{number}.source": one.source for number, one in enumerate(config.eval)}

@@ -16,7 +16,7 @@ from megarl.config import DpoConfig, RmConfig, SftConfig
 from megarl.data.conversations import Conversation, sample
 from megarl.data.preferences import Preference
 from megarl.data.sampler import Sampler
-from megarl.driver.learners import Learners, start_learners
+from megarl.driver.supervised_group import SupervisedGroup, start_supervised
 from megarl.host import termination
 from megarl.lazy_torch import import_meanwhile
 from megarl.loops.show_data import tell_first
@@ -24,7 +24,7 @@ from megarl.observe.metrics import Metric, Sum, scalars
 from megarl.observe.restarts import Restarts
 from megarl.observe.run import BEST, Run
 from megarl.plan.search import smallest_engine
-from megarl.ranks.learner import MiniBatch, TrainSpec, mini_batch
+from megarl.ranks.supervised_worker import MiniBatch, TrainSpec, mini_batch
 from megarl.ranks.tower_work import TowerWork
 from megarl.resume.best import Best
 from megarl.resume.recovery import Recoverable, newest, recovering
@@ -90,75 +90,75 @@ def learn(stage: Stage, items: int, shuffle: bool = True, first: Sequence[Conver
         first: an item that is shown at the start.
     """
     config = stage.config
-    resume = resume_point(config, config.section, items) if config.learn.steps else None
+    resume = resume_point(config, config.section, items) if config.supervised.steps else None
     with Run(config, None if resume is None else resume.run) as run, session(config, run):
         import_meanwhile()
         run.engine_gpus = smallest_engine(config)
         tell_first(run, config, first)
         with run.starting("model ranks"):
-            spec = TrainSpec(stage.objective, config.optimizer, config.learn.steps)
-            learners = start_learners(config, spec, blank=resume is not None)
+            spec = TrainSpec(stage.objective, config.optimizer, config.supervised.steps)
+            ranks = start_supervised(config, spec, blank=resume is not None)
 
         def work(start: ResumePoint | None) -> None:
             measure = None if config.data.eval is None else by_content(config.data.eval.model_dump())
             state = SupervisedState(Sampler(max(1, items), config.seed, shuffle), Best(run.directory / BEST, measure))
-            take_steps(stage, run, learners, state, start)
+            take_steps(stage, run, ranks, state, start)
 
         restarts = Restarts(config.cluster.restarts, run.restarted, run.note)
-        parts = Recoverable(run, restarts, learners.copies, learners.restart)
+        parts = Recoverable(run, restarts, ranks.copies, ranks.restart)
         recovering(work, resume, parts, newest(config, config.section, items))
 
 
-def take_steps(stage: Stage, run: Run, learners: Learners, state: SupervisedState, resume: ResumePoint | None) -> None:
+def take_steps(stage: Stage, run: Run, ranks: SupervisedGroup, state: SupervisedState, resume: ResumePoint | None) -> None:
     """Take all steps of a run, from the beginning or from a checkpoint, and save the final model.
 
     Args:
         stage: what is learned, and how.
         run: the run, which is open.
-        learners: the ranks.
+        ranks: those that hold the model.
         state: the state at the beginning of the run.
         resume: the checkpoint to load into `state`; None: start from the beginning.
     """
-    config, settings, held_out = stage.config, stage.config.learn, stage.held_out
-    checkpoints = Checkpoints(config, config.section, run, learners)
+    config, settings, held_out = stage.config, stage.config.supervised, stage.held_out
+    checkpoints = Checkpoints(config, config.section, run, ranks)
     if resume is not None:
         checkpoints.load(resume, state)
     elif held_out is not None:
-        run.held_out("held-out before" if settings.steps else "held-out", _measure(learners, held_out, run))
+        run.held_out("held-out before" if settings.steps else "held-out", _measure(ranks, held_out, run))
     with termination.deferred():  # signals wait until the run can be saved
         while state.step < settings.steps and not (settings.patience and state.best.waited >= settings.patience):
             checkpoints.stop_where_asked(state)
             state.step += 1
             plan = stage.draw(state.sampler.take(settings.batch_size))
             with run.phase("update"):
-                metrics = learners.train(plan)
+                metrics = ranks.train(plan)
             run.log(state.step, metrics | {"perf/tokens": Sum(float(plan.tokens))})
             if held_out is not None and (every(settings.eval_every, state.step) or state.step == settings.steps):
-                metrics = _measure(learners, held_out, run)
+                metrics = _measure(ranks, held_out, run)
                 numbers = scalars(metrics)
                 better = state.improves(numbers[f"{stage.objective.name}/accuracy"], numbers[f"{stage.objective.name}/loss"])
                 run.held_out("held-out after" if better or not settings.patience else "held-out later", metrics, state.step)
                 if better and settings.patience:
                     with run.phase("save"):
-                        state.best.keep(learners.save)
+                        state.best.keep(ranks.save)
             checkpoints.after_step(state)
         checkpoints.finish()
         if held_out is not None and state.measured != state.step and not state.best.kept:  # resumed beyond `steps`, which was lowered
-            run.held_out("held-out after", _measure(learners, held_out, run), state.step)
+            run.held_out("held-out after", _measure(ranks, held_out, run), state.step)
         if settings.patience and state.best.kept:
             run.note(f"ends after step {state.step}; keeps the model of step {state.best.step}, the best")
             state.best.leave(run.directory / "model")
             run.model_step = state.best.step
         elif settings.steps:
             with run.phase("save"):
-                learners.save(run.directory / "model")
+                ranks.save(run.directory / "model")
         if settings.steps and stage.finish is not None:
             stage.finish(run.directory / "model", run.results["held-out after"])
 
 
-def _measure(learners: Learners, held_out: MiniBatch, run: Run) -> dict[str, Metric]:
+def _measure(ranks: SupervisedGroup, held_out: MiniBatch, run: Run) -> dict[str, Metric]:
     with run.phase("eval"):
-        return learners.measure(held_out)
+        return ranks.measure(held_out)
 
 
 def learn_pairs(
@@ -178,7 +178,7 @@ def learn_pairs(
     def plan(batch: Sequence[Preference]) -> MiniBatch:
         samples = [sample(side) for pair in batch for side in (pair.chosen, pair.rejected)]
         margins = [pair.margin for pair in batch for _ in range(2)]
-        return mini_batch(objective, samples, margins, config.layout.dp, config.learn.micro_batch_tokens, tower)
+        return mini_batch(objective, samples, margins, config.layout.dp, config.supervised.micro_batch_tokens, tower)
 
     def draw(indices: list[int]) -> MiniBatch:
         return plan([pairs.train[index] for index in indices])

@@ -54,7 +54,7 @@ def _kind(command: list[str], parent: str) -> str:
         return "environment"
     if parent in ("rollout", "engine_core"):
         return "engine_core"  # not by its title: a forked process keeps its parent's for a while
-    if title.startswith(("ray::ModelWorker", "ray::Learner")):
+    if title.startswith(("ray::ModelWorker", "ray::SupervisedWorker")):
         return "model_worker"
     if title.startswith("ray::RolloutWorker"):
         return "rollout"

@@ -23,8 +23,6 @@ from megarl.config import (
     TrainConfig,
     TrainingSettings,
     dump,
-    steps_key,
-    total_steps,
 )
 from megarl.errors import Stopped
 from megarl.observe import card, page, report, run_record, samples, summary
@@ -100,7 +98,7 @@ class Run:
         self._events: dict[str, float] = {}  # for the next row of the metrics
         self.model_step: int | None = None  # after which the final model was saved; None: the last one
         self._step = self._learned = 0  # the last step, and the number of steps that trained a policy
-        self._console = Console(config.name, total_steps(config), self._phases.current)
+        self._console = Console(config.name, config.total_steps, self._phases.current)
         self._commit = summary.commit()  # before anybody edits the files that this process has loaded
 
     def __enter__(self) -> Run:
@@ -135,13 +133,13 @@ class Run:
                 self._console.note(f"{run_record.RECORD} is missing or damaged: the seconds of earlier starts are not counted")
         elif self._aside is not None:
             self._console.note(f"files of an earlier run with this name were moved to {self._aside}")
-        config, steps = self._config, total_steps(self._config)
+        config, steps = self._config, self._config.total_steps
         if isinstance(config, TrainConfig) and config.algorithm.as_ is not None:
             self._console.note(peers.shown(config.algorithm.as_, config.algorithm.model_dump()))
         if not isinstance(config, TrainingSettings):
             return
         count, target = (self._learned, config.train.steps) if isinstance(config, TrainConfig) else (self._step, steps)
-        if (key := steps_key(config)) is not None and count > target:
+        if (key := config.steps_key) is not None and count > target:
             self._console.note(f"{key}={target}: {count} steps are done already, and none is added")
         if not config.save.every and not config.save.minutes and steps >= WORTH_SAVING:
             off = "save.every=0 and save.every_minutes=0"

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, RunSettings, load, optimizers
+from megarl.config import ConfigError, RunSettings, load
 from megarl.imports import find
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     device = device_of(memory, config.cluster.gpus_per_node, options.device)
     models = models_of(config)
     check_fields(config.model.megatron, fixed_fields(models["model"], config.model.dtype, config.layout), config.model.recompute)
-    for key, optimizer in optimizers(config).items():
+    for key, optimizer in config.optimizers.items():
         check_optimizer(key, optimizer)
     plan = build(config, models, device, memory, options.gpus)
     layouts = search(config, models, device, memory, plan.gpus)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.config import OptimizerSettings, RunSettings, TrainConfig, optimizers
+from megarl.config import OptimizerSettings, RunSettings, TrainConfig
 
 TIMES = (2, 4, 8, 16, 32)  # times as many data-parallel ranks of an engine
 AWAY = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
@@ -46,7 +46,7 @@ def offloaded(config: RunSettings) -> RunSettings:
     def away(settings: OptimizerSettings) -> OptimizerSettings:
         return settings.model_copy(update={"megatron": {**settings.megatron, **AWAY}})
 
-    changes: dict[str, Any] = {key: away(settings) for key, settings in optimizers(config).items() if key == "optimizer"}
+    changes: dict[str, Any] = {key: away(settings) for key, settings in config.optimizers.items() if key == "optimizer"}
     if isinstance(config, TrainConfig) and config.critic is not None:
         changes["critic"] = config.critic.model_copy(update={"optimizer": away(config.critic.optimizer)})
     return config.model_copy(update=changes)

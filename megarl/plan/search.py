@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from megarl.cluster.process_kinds import assign_roles
-from megarl.config import Layout, LearnConfig, RolloutSettings, RunSettings, SftConfig, StepSettings, TrainConfig
-from megarl.config.stages import LearnSettings
+from megarl.config import Layout, RolloutSettings, RunSettings, SftConfig, StepSettings, SupervisedConfig, TrainConfig
+from megarl.config.supervised import SupervisedSettings
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
 from megarl.plan.devices import GB, MEMORY_GB, NODE, Device, device_of
@@ -25,6 +25,7 @@ ENGINES = (1, 2, 4, 8)  # tensor parallel sizes of an engine
 SPREAD, WIDE = (2, 4, 8, 16), (4, 8)  # data parallel sizes of its attention, and tensor parallel sizes, if it has GPUs of several nodes
 
 
+Trained = TrainConfig | SupervisedConfig
 Settings = TypeVar("Settings", bound=RunSettings)
 
 
@@ -73,9 +74,9 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
     """
     model = models["model"]
 
-    def fitting(candidates: Iterable[TrainConfig | LearnConfig]) -> list[tuple[FittingLayout, TrainConfig | LearnConfig]]:
+    def fitting(candidates: Iterable[Trained]) -> list[tuple[FittingLayout, Trained]]:
         plans = _plans(candidates, models, device, memory_gb, gpus)
-        best = dict[Layout, list[tuple[FittingLayout, TrainConfig | LearnConfig]]]()
+        best = dict[Layout, list[tuple[FittingLayout, Trained]]]()
         for tried, plan in plans:
             if not plan.faults:
                 best.setdefault(tried.layout, []).append((_fitting(config, tried, plan), tried))
@@ -90,7 +91,7 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
     return []
 
 
-def _smallest_of_quickest(ones: list[tuple[FittingLayout, TrainConfig | LearnConfig]]) -> tuple[FittingLayout, TrainConfig | LearnConfig]:
+def _smallest_of_quickest(ones: list[tuple[FittingLayout, Trained]]) -> tuple[FittingLayout, Trained]:
     """Of those within a fiftieth of the quickest, the one that needs the least of a GPU."""
     quickest_s = min(one.seconds for one, _ in ones)
     return min((one for one in ones if one[0].seconds <= 1.02 * quickest_s), key=lambda one: (one[0].bytes, len(one[0].changes)))
@@ -101,7 +102,7 @@ def _rank(one: FittingLayout, quickest_s: float) -> tuple[float, ...]:
     return int(10 * (one.seconds / quickest_s - 1)), layout.pp, layout.cp, layout.tp, one.seconds
 
 
-def _fitting(config: RunSettings, tried: TrainConfig | LearnConfig, plan: Plan) -> FittingLayout:
+def _fitting(config: RunSettings, tried: Trained, plan: Plan) -> FittingLayout:
     assert plan.times is not None
     worst = max(group.worst.total for group in plan.groups)
     engine, replicas = plan.engine, tried.rollout.replicas if isinstance(tried, TrainConfig) else 0
@@ -181,9 +182,7 @@ def _shapes(config: RunSettings, model: ModelDescription, device: Device) -> tup
     return near, [EngineShape(tp, dp, True) for dp in SPREAD for tp in WIDE if tp <= device.node < dp * tp]
 
 
-def _plans(
-    candidates: Iterable[TrainConfig | LearnConfig], models: Models, device: Device, memory_gb: float, gpus: int
-) -> Iterator[tuple[TrainConfig | LearnConfig, Plan]]:
+def _plans(candidates: Iterable[Trained], models: Models, device: Device, memory_gb: float, gpus: int) -> Iterator[tuple[Trained, Plan]]:
     for tried in candidates:
         try:
             yield tried, build(tried, models, device, memory_gb, gpus, remedies=False)
@@ -191,11 +190,11 @@ def _plans(
             continue
 
 
-def _micro_batches(config: RunSettings) -> tuple[str, StepSettings | LearnSettings, int]:
+def _micro_batches(config: RunSettings) -> tuple[str, StepSettings | SupervisedSettings, int]:
     """The section that limits the tokens of a micro-batch, its key, and the tokens that it must have room for."""
-    if isinstance(config, LearnConfig):
+    if isinstance(config, SupervisedConfig):
         sides = 1 if isinstance(config, SftConfig) else 2
-        return config.section, config.learn, sides * config.learn.max_tokens
+        return config.section, config.supervised, sides * config.supervised.max_tokens
     assert isinstance(config, TrainConfig)
     return "train", config.train, config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
 
@@ -211,7 +210,7 @@ def _smallest(config: Settings) -> Settings:
     return _with_tokens(config, min(section.micro_batch_tokens, -(-longest // UNIT) * UNIT))
 
 
-def _refinements(config: RunSettings, tried: TrainConfig | LearnConfig, model: ModelDescription) -> Iterator[TrainConfig | LearnConfig]:
+def _refinements(config: RunSettings, tried: Trained, model: ModelDescription) -> Iterator[Trained]:
     """What fits with small micro-batches and equal stages, with other micro-batches and stages.
 
     Args:
@@ -228,7 +227,7 @@ def _refinements(config: RunSettings, tried: TrainConfig | LearnConfig, model: M
 
 def _candidates(
     config: RunSettings, model: ModelDescription, device: Device, gpus: int, engines: Sequence[EngineShape]
-) -> Iterator[TrainConfig | LearnConfig]:
+) -> Iterator[Trained]:
     """The configuration with every layout and every set of engines to be tried on so many GPUs."""
     n = model.sizes
     experts = n.experts or 1
@@ -237,8 +236,8 @@ def _candidates(
         fields = next(_stages(config, layout, model))
         return {"layout": layout, "model": config.model.model_copy(update={"megatron": fields})}
 
-    if isinstance(config, LearnConfig):
-        for layout in _layouts(gpus, experts, config.learn.batch_size, device):
+    if isinstance(config, SupervisedConfig):
+        for layout in _layouts(gpus, experts, config.supervised.batch_size, device):
             yield config.model_copy(update=laid_out(layout))
         return
     assert isinstance(config, TrainConfig)

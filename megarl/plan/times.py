@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config import DpoConfig, Layout, LearnConfig, RolloutSettings, SftConfig, StepSettings, TrainConfig
+from megarl.config import DpoConfig, Layout, RolloutSettings, SftConfig, StepSettings, SupervisedConfig, TrainConfig
 from megarl.plan.devices import (
     DECODE_LATENCY,
     DECODE_SHARE,
@@ -143,7 +143,7 @@ def _forward(
     return Pipeline(stages, micro_batches, layout.vpp or 1).seconds
 
 
-def plan_learning(config: LearnConfig, model: Facts, elements: int, device: Device, offloaded: float) -> StepTimes:
+def plan_supervised(config: SupervisedConfig, model: Facts, elements: int, device: Device, offloaded: float) -> StepTimes:
     """Estimate the phases of a step of a supervised stage.
 
     Args:
@@ -153,9 +153,9 @@ def plan_learning(config: LearnConfig, model: Facts, elements: int, device: Devi
         device: the type of every GPU.
         offloaded: bytes of a rank's optimizer that works in host memory.
     """
-    layout, learn, length = config.layout, config.learn, config.learn.max_tokens * MEAN_LENGTH
-    tokens = learn.batch_size * length * (1 if isinstance(config, SftConfig) else 2) / layout.dp
-    count = max(1, round(tokens / learn.micro_batch_tokens))
+    layout, settings, length = config.layout, config.supervised, config.supervised.max_tokens * MEAN_LENGTH
+    tokens = settings.batch_size * length * (1 if isinstance(config, SftConfig) else 2) / layout.dp
+    count = max(1, round(tokens / settings.micro_batch_tokens))
     forward = _forward(model, elements, layout, config.model.megatron, device, tokens, count, length, training=True)
     return StepTimes(
         generate=0,

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 from megarl.cluster.process_kinds import assign_roles
-from megarl.config import DpoConfig, LearnConfig, RmConfig, RunSettings, TrainConfig, model_of, optimizers
+from megarl.config import DpoConfig, RmConfig, RunSettings, SupervisedConfig, TrainConfig, model_of
 from megarl.engines.engine import SCORED_TOKENS, as_rollout
 from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
@@ -22,7 +22,7 @@ from megarl.plan.parameters import language_elements, model_elements
 from megarl.plan.ranks import GroupMemory, PlannedModel, Work, plan_group
 from megarl.plan.remedies import offloaded, overrides, parked, quantized, recomputed, spread
 from megarl.plan.sync import kept_bytes, receiver_bytes, sender_bytes, sent_bytes
-from megarl.plan.times import StepTimes, micro_batches, plan_learning, plan_times
+from megarl.plan.times import StepTimes, micro_batches, plan_supervised, plan_times
 
 ASLEEP = 2 * GB  # of a process on a GPU while another one uses it: CUDA's context, an engine's buffers
 
@@ -136,8 +136,8 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         taught = [(facts(teacher), language_elements(teacher)) for teacher in teachers]
         times = plan_times(config, policy, elements, engine, device, waiting, offloaded, sent, taught, ahead=ahead)
     else:
-        assert isinstance(config, LearnConfig)
-        times = plan_learning(config, policy, elements, device, offloaded)
+        assert isinstance(config, SupervisedConfig)
+        times = plan_supervised(config, policy, elements, device, offloaded)
     plan = Plan(
         architecture=model.architecture,
         parameters=model_elements(model),
@@ -181,16 +181,16 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
 def _groups(config: RunSettings, models: Models) -> list[GroupMemory]:
     if isinstance(config, TrainConfig):
         return [_train_group(config, models, roles, layout) for roles, layout in assign_roles(config)]
-    assert isinstance(config, LearnConfig)
+    assert isinstance(config, SupervisedConfig)
     check_layout(models["model"], config.layout, config.model.megatron)
-    tokens = config.learn.micro_batch_tokens
-    away = optimizers(config)["optimizer"].offloaded
+    tokens = config.supervised.micro_batch_tokens
+    away = config.optimizers["optimizer"].offloaded
     roles = [
         PlannedModel("model", models["model"], trained=True, value=isinstance(config, RmConfig), micro_batch_tokens=tokens, offloaded=away)
     ]
     if isinstance(config, DpoConfig) and config.algorithm.needs_reference:
         roles.append(PlannedModel("reference", models["model"], trained=False, value=False, micro_batch_tokens=tokens))
-    work = Work(config.learn.max_tokens, max(1, config.learn.batch_size // config.layout.dp), 0)
+    work = Work(config.supervised.max_tokens, max(1, config.supervised.batch_size // config.layout.dp), 0)
     return [plan_group(roles, config.layout, config.model, work)]
 
 
@@ -202,7 +202,7 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         if name == "critic" and config.critic is not None:
             tokens = config.critic.micro_batch_tokens or tokens
         trained = {"policy": "optimizer", "critic": "critic.optimizer"}.get(name)
-        away = optimizers(config)[trained].offloaded if trained else 0.0
+        away = config.optimizers[trained].offloaded if trained else 0.0
         roles.append(
             PlannedModel(name, model, trained is not None, value=name in ("critic", "reward"), micro_batch_tokens=tokens, offloaded=away)
         )

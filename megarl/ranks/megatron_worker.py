@@ -24,7 +24,6 @@ from megarl.config import (
     OptimizerSettings,
     RunSettings,
     TrainConfig,
-    optimizers,
 )
 from megarl.host.shared_memory import mapped
 from megarl.imports import gc_paused
@@ -57,7 +56,7 @@ class RankSettings:
     def of(cls, config: RunSettings, layout: Layout) -> RankSettings:
         """The settings of the ranks of a group with this layout."""
         hands_over_memory = isinstance(config, TrainConfig) and config.sync.transport == "cuda_ipc"
-        offloads = any(settings.offloaded for settings in optimizers(config).values())
+        offloads = any(settings.offloaded for settings in config.optimizers.values())
         return cls(config.directory, config.seed, config.model, config.cluster, layout, hands_over_memory, offloads)
 
 

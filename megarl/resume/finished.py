@@ -4,7 +4,7 @@ import json
 import sys
 
 from megarl.checkpoints.may_differ import compare, completed
-from megarl.config import ConfigError, LearnConfig, TrainConfig, TrainingSettings, steps_key, total_steps, yaml_text
+from megarl.config import ConfigError, SupervisedConfig, TrainConfig, TrainingSettings, yaml_text
 from megarl.observe import run_record
 
 
@@ -13,7 +13,7 @@ def has_finished(config: TrainingSettings) -> bool:
 
     More is asked by more steps, another patience, or `save.resume=false`. A configuration that a resumed run may not have is another run.
     """
-    directory, steps = config.directory, total_steps(config)
+    directory, steps = config.directory, config.total_steps
     record = run_record.read(directory)
     if not (config.save.resume and steps and (directory / "summary.json").is_file()) or record is None or record.verb != config.verb:
         return False
@@ -24,9 +24,9 @@ def has_finished(config: TrainingSettings) -> bool:
         return False
     if compare(saved.model_dump(mode="json"), config.model_dump(mode="json"), record.inputs):
         return False
-    if steps > total_steps(saved) or _patience(config) != _patience(saved):
+    if steps > saved.total_steps or _patience(config) != _patience(saved):
         return False
-    key = steps_key(config)
+    key = config.steps_key
     lower = f"{key}={steps}, and " if steps < record.step else ""
     larger = "" if key is None else f"a larger {key} goes on, "
     done = f"{lower}this run has finished, after {record.step} steps: nothing to do ({larger}save.resume=false starts over)"
@@ -37,4 +37,4 @@ def has_finished(config: TrainingSettings) -> bool:
 def _patience(config: TrainingSettings) -> int:
     if isinstance(config, TrainConfig):
         return config.train.patience
-    return config.learn.patience if isinstance(config, LearnConfig) else 0
+    return config.supervised.patience if isinstance(config, SupervisedConfig) else 0

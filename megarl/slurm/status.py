@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints.steps import CHECKPOINTS, listing
-from megarl.config import ConfigError, load, total_steps, yaml_text
+from megarl.config import ConfigError, load, yaml_text
 from megarl.config.run import MINUTES
 from megarl.imports import find
 from megarl.observe.run import METRICS
@@ -105,7 +105,7 @@ def _total(run: Path) -> int | None:
     verb = _submitted(run, r"^verb=(\w+)$") or next((name for name in VERBS if name in config), "")  # else from its section
     try:
         root: Any = find(VERBS[verb].config)
-        return total_steps(load(run / "config.yaml", [], root))
+        return load(run / "config.yaml", [], root).total_steps
     except (ConfigError, KeyError):
         return None
 

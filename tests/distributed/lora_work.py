@@ -15,11 +15,11 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.lora import factor_parameters, without_adapters
 from megarl.parallel.optimizer import Trainable
 from megarl.parallel.weights import local_parameters
-from megarl.ranks.learner import Learner, TrainSpec
 from megarl.ranks.megatron_worker import RankSettings
+from megarl.ranks.supervised_worker import SupervisedWorker, TrainSpec
 from megarl.sync.wire import each
 from tests.distributed import fused_layers
-from tests.distributed.test_learner import OBJECTIVES, plan
+from tests.distributed.test_supervised_worker import OBJECTIVES, plan
 from tests.distributed.tiny_training import Job, Report, build, learn, moved
 
 
@@ -76,10 +76,12 @@ def read_back(grid: Grid, job: Job) -> dict[str, Tensor]:
     return factors(grid, build(grid, job), job)
 
 
-def learner(grid: Grid, path: Path, name: str, lora: LoraSettings | None) -> Learner:
+def worker(grid: Grid, path: Path, name: str, lora: LoraSettings | None) -> SupervisedWorker:
     """A rank of a supervised stage."""
     config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32", lora=lora), layout=grid.layout)
-    rank = Learner(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(OBJECTIVES[name], OptimizerSettings(lr=1e-3), updates=3))
+    rank = SupervisedWorker(
+        grid.rank, RankSettings.of(config, grid.layout), TrainSpec(OBJECTIVES[name], OptimizerSettings(lr=1e-3), updates=3)
+    )
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     return rank
@@ -87,12 +89,12 @@ def learner(grid: Grid, path: Path, name: str, lora: LoraSettings | None) -> Lea
 
 def memorised(grid: Grid, path: Path, lora: LoraSettings | None, steps: int) -> list[float]:
     """The loss of each of so many steps on the same texts."""
-    rank, texts = learner(grid, path, "sft", lora), plan(OBJECTIVES["sft"], grid.dp_size)
+    rank, texts = worker(grid, path, "sft", lora), plan(OBJECTIVES["sft"], grid.dp_size)
     return [scalars(rank.train(texts))["sft/loss"] for _ in range(steps)]
 
 
 def supervised(grid: Grid, path: Path, name: str, lora: LoraSettings) -> list[dict[str, Metric]]:
     """Held-out numbers of a supervised stage, a step, held-out numbers."""
-    objective, rank = OBJECTIVES[name], learner(grid, path, name, lora)
+    objective, rank = OBJECTIVES[name], worker(grid, path, name, lora)
     held_out = plan(objective, grid.dp_size, seed=5)
     return [rank.measure(held_out), rank.train(plan(objective, grid.dp_size)), rank.measure(held_out)]

@@ -14,7 +14,7 @@ from megarl.models.description import ModelDescription
 from megarl.observe.metrics import merge, scalars
 from tests.distributed.checkpoint_work import plain_tensors, resume, resume_from_memory, train_and_save
 from tests.distributed.lora_work import beside_fused_layers, factor_gradients, memorised, read_back, saved, scores, supervised
-from tests.distributed.test_learner import counted
+from tests.distributed.test_supervised_worker import counted
 from tests.distributed.tiny_families import Make, layouts
 from tests.distributed.tiny_training import BY_GRADIENTS, Job, Report, assert_same_gradients, gradients, make_checkpoint
 from tests.rank_pool import Pool, RankError
@@ -216,7 +216,8 @@ def test_the_supervised_stages_train_adapters(pool: Pool, path: Path, name: str)
     ranks = pool.run(supervised, LAYOUTS["tp2_ep2"], path, name, LORA)
     many = [merge(rank[step] for rank in ranks) for step in range(3)]
     for index, metrics in enumerate(one):
-        wanted = pytest.approx(counted(metrics), rel=1e-5 if index < 2 else 1e-3, abs=1e-6 if index < 2 else 1e-4)  # as in test_learner
+        rel, distance = (1e-5, 1e-6) if index < 2 else (1e-3, 1e-4)  # as in test_supervised_worker
+        wanted = pytest.approx(counted(metrics), rel=rel, abs=distance)
         assert counted(many[index]) == wanted
     before, update, after = map(scalars, one)
     role = "rm" if name == "rm" else "actor"

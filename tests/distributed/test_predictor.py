@@ -21,12 +21,12 @@ from megarl.parallel.backend import choose
 from megarl.parallel.export import save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.predictor import with_second_targets
-from megarl.ranks.learner import Learner, TrainSpec
 from megarl.ranks.megatron_worker import RankSettings
+from megarl.ranks.supervised_worker import SupervisedWorker, TrainSpec
 from tests.distributed.checkpoint_work import resume, train_and_save
 from tests.distributed.predictor_models import FAMILIES, with_predictor
 from tests.distributed.test_export import stored
-from tests.distributed.test_learner import OBJECTIVES, plan
+from tests.distributed.test_supervised_worker import OBJECTIVES, plan
 from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import BY_GRADIENTS, Job, Report, build, exported, global_batch, gradients, learn, train
 from tests.rank_pool import Pool
@@ -287,7 +287,9 @@ def practise(grid: Grid, path: Path, steps: int) -> list[dict[str, float]]:
     """The metrics of some steps of supervised training on the same texts, then those of a look at them without training."""
     settings = ModelSettings(path=path, dtype="float32", mtp="train")
     config = RunSettings(name="x", model=settings, layout=grid.layout)
-    rank = Learner(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(OBJECTIVES["sft"], OptimizerSettings(lr=3e-3), steps))
+    rank = SupervisedWorker(
+        grid.rank, RankSettings.of(config, grid.layout), TrainSpec(OBJECTIVES["sft"], OptimizerSettings(lr=3e-3), steps)
+    )
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     texts = plan(OBJECTIVES["sft"], grid.dp_size)

@@ -24,7 +24,7 @@ from megarl.cluster.reserve import release
 from megarl.cluster.server import ProcessStalled
 from megarl.cluster.session import ray_session
 from megarl.config import EvalConfig, Layout, PairsConfig, RunSettings, TrainConfig, ValueConfig, load
-from megarl.driver import learners
+from megarl.driver import supervised_group
 from megarl.driver.device_turns import Turns
 from megarl.driver.engines import Engines, EngineStarter, playing, start_engines
 from megarl.driver.model_groups import ModelGroups, build_groups, rl_spec
@@ -39,9 +39,9 @@ from megarl.loops.value import learn_values
 from megarl.observe import report
 from megarl.observe.restarts import Restarts
 from megarl.observe.run import Run
-from megarl.ranks.learner import Learner
 from megarl.ranks.megatron_worker import MegatronWorker, RankSettings
 from megarl.ranks.model_worker import ModelWorker
+from megarl.ranks.supervised_worker import SupervisedWorker
 from megarl.resume.recovery import newest, recovering
 from megarl.resume.saving import resume_point
 from megarl.step import context
@@ -131,9 +131,9 @@ class Lab:
         with in_this_session(), pytest.MonkeyPatch.context() as patch:
             if not picture:
                 without_picture(patch)
-            patch.setattr(learners, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
-            patch.setattr(learners, "start_ranks", play)
-            patch.setattr(learners, "must_move", lambda config, places: False)
+            patch.setattr(supervised_group, "reserve_workers", lambda config, kinds: [[None] * kind.processes for kind in kinds])
+            patch.setattr(supervised_group, "start_ranks", play)
+            patch.setattr(supervised_group, "must_move", lambda config, places: False)
             for stage in (pairs, eval_stage):
                 patch.setattr(stage, "start_engines", engines_of)
             with self._returned(played):
@@ -257,7 +257,7 @@ def _played(name: str) -> Callable[..., Any]:
     return lambda player, *arguments: getattr(player.part, name)(*arguments)
 
 
-for _name in {name for kind in (ModelWorker, Learner) for name in dir(kind) if not name.startswith("_")}:
+for _name in {name for kind in (ModelWorker, SupervisedWorker) for name in dir(kind) if not name.startswith("_")}:
     setattr(Player, _name, _played(_name))
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checks.memory import check_fits
 from megarl.cli import main
 from megarl.cluster.process_kinds import demand
-from megarl.config import DpoConfig, RunSettings, SftConfig, TrainConfig, load, optimizers
+from megarl.config import DpoConfig, RunSettings, SftConfig, TrainConfig, load
 from tests.unit.data.written import written
 from tests.unit.examples.test_configurations import QWEN3_30B_A3B, write_headers
 from tools.make_tiny_model import build
@@ -141,7 +141,7 @@ def test_of_30_b_it_writes_what_fits(
     if isinstance(config, TrainConfig):
         together = config.placement.engines == "shared"
         assert config.sync.transport == ("cuda_ipc" if together else "nccl") and together == (gpus == 8)
-        assert (optimizers(config)["optimizer"].offloaded == 1) == (gpus * gb < 550), "so many weights, gradients and Adam take"
+        assert (config.optimizers["optimizer"].offloaded == 1) == (gpus * gb < 550), "so many weights, gradients and Adam take"
     [note] = re.findall(r"^layout:  # of megarl plan, for (.*)$", (folder / "own.yaml").read_text(), re.MULTILINE)
     assert re.match(rf"{gpus} GPUs of {gb} GB: the fullest rank needs \d+\.\d GB", note)
 

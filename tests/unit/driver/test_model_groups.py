@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megarl.config import TrainConfig, ValueConfig, load, total_steps
+from megarl.config import TrainConfig, ValueConfig, load
 from megarl.driver.model_groups import rl_spec
 from tests.e2e.job import RL
 
@@ -13,4 +13,4 @@ def test_the_critic_s_schedule_ends_with_the_run_that_it_is_trained_in(tmp_path:
     own = ["algorithm.type=vapo", "critic={pretrain_steps: 5, epochs: 3}", "train.steps=20", "train.mini_batches=2"]
     for root, steps in ((TrainConfig, 25), (ValueConfig, 5)):
         config = load(tmp_path / "job.yaml", own, root)
-        assert (total_steps(config), rl_spec(config, ("policy", "critic")).critic_updates) == (steps, 3 * 2 * steps)
+        assert (config.total_steps, rl_spec(config, ("policy", "critic")).critic_updates) == (steps, 3 * 2 * steps)

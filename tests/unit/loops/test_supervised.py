@@ -56,7 +56,7 @@ def learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy: Sequence[float], *overrides: str
 ) -> tuple[Path, Mapping[str, float]]:
     """A run's directory, and the numbers of the model that it leaves."""
-    monkeypatch.setattr(learning, "start_learners", lambda *_, **__: Counting(accuracy))
+    monkeypatch.setattr(learning, "start_supervised", lambda *_, **__: Counting(accuracy))
     (tmp_path / "job.yaml").write_text(RM.format(runs=tmp_path))
     config = load(tmp_path / "job.yaml", list(overrides), RmConfig)
     plan: Any = SimpleNamespace(tokens=8)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megarl.checks.memory import check_fits, warnings
 from megarl.cli import main
-from megarl.config import ConfigError, Layout, ModelSettings, SftConfig, TrainConfig, load, optimizers
+from megarl.config import ConfigError, Layout, ModelSettings, SftConfig, TrainConfig, load
 from megarl.models.description import ModelDescription
 from megarl.models.hf import stack_of
 from megarl.plan.activations import MicroBatchShape, layer_bytes
@@ -140,7 +140,7 @@ def test_pinned_copies_of_an_offloaded_optimizer_take_powers_of_two() -> None:
 
 def test_an_optimizer_in_host_memory_takes_its_time(published: Path) -> None:
     one_node = load(EXAMPLES / "qwen3_30b_a3b/one_node_80gb.yaml", [f"model.path={published / 'Qwen3-30B-A3B'}"], TrainConfig)
-    assert optimizers(one_node)["optimizer"].offloaded == 1
+    assert one_node.optimizers["optimizer"].offloaded == 1
     on_gpus = one_node.model_copy(update={"optimizer": one_node.optimizer.model_copy(update={"megatron": {}})})
     (away, there), updates = (
         (planned(config, 8).times for config in (one_node, on_gpus)),

@@ -8,7 +8,7 @@ import pytest
 from megarl.checks.memory import check_fits
 from megarl.cli import main
 from megarl.cluster.process_kinds import demand
-from megarl.config import ConfigError, DpoConfig, Layout, RunSettings, SftConfig, TrainConfig, load, optimizers
+from megarl.config import ConfigError, DpoConfig, Layout, RunSettings, SftConfig, TrainConfig, load
 from megarl.plan.devices import DEVICES, GB
 from megarl.plan.facts import facts
 from megarl.plan.forward import Pipeline, stage_seconds
@@ -44,7 +44,7 @@ def test_layouts_for_too_few_gpus_are_ones_that_a_check_takes(path: str, gpus: i
         check_fits(anew)
         assert (anew.placement.engines, anew.sync.transport) == ("shared", "cuda_ipc")
         assert sum(kind.processes for kind in demand(anew)) == gpus == anew.rollout.replicas * anew.rollout.devices
-        assert optimizers(anew)["optimizer"].offloaded == offloaded
+        assert anew.optimizers["optimizer"].offloaded == offloaded
 
 
 def test_where_nothing_fits_the_nearest_layout_says_what_it_needs(path: str, capsys: pytest.CaptureFixture[str]) -> None:

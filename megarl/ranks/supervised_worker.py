@@ -82,7 +82,7 @@ def mini_batch(
     )
 
 
-class Learner(MegatronWorker):
+class SupervisedWorker(MegatronWorker):
     """One rank of the trained model: a language model (role "actor"), or a reward model (role "rm").
 
     Args:

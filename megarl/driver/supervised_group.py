@@ -15,11 +15,11 @@ from megarl.config import RunSettings
 from megarl.driver.rank_group import must_move, reserve_workers, start_ranks
 from megarl.driver.trained_groups import TrainedGroups
 from megarl.observe.metrics import Metric, merge
-from megarl.ranks.learner import MODEL, Learner, MiniBatch, TrainSpec
+from megarl.ranks.supervised_worker import MODEL, MiniBatch, SupervisedWorker, TrainSpec
 
 
 @dataclass
-class Learners(TrainedGroups):
+class SupervisedGroup(TrainedGroups):
     """The driver's handle to the ranks, which together hold one model."""
 
     config: RunSettings
@@ -37,7 +37,7 @@ class Learners(TrainedGroups):
         if moved:
             release(self.places)
             [self.places] = reserve_workers(self.config, demand(self.config))
-        self.group = start_ranks(Learner, self.config, self.config.layout, self.places, self.spec, blank=not beginning)
+        self.group = start_ranks(SupervisedWorker, self.config, self.config.layout, self.places, self.spec, blank=not beginning)
         return moved
 
     def train(self, plan: MiniBatch) -> dict[str, Metric]:
@@ -61,7 +61,7 @@ class Learners(TrainedGroups):
         self.group.call("save", directory, timeout_s=self.timeout_s)
 
 
-def start_learners(config: RunSettings, spec: TrainSpec, *, blank: bool = False) -> Learners:
+def start_supervised(config: RunSettings, spec: TrainSpec, *, blank: bool = False) -> SupervisedGroup:
     """Start the ranks of `config.layout` and build the models.
 
     Args:
@@ -70,4 +70,4 @@ def start_learners(config: RunSettings, spec: TrainSpec, *, blank: bool = False)
         blank: a checkpoint is loaded next.
     """
     [places] = reserve_workers(config, demand(config))
-    return Learners(config, spec, places, start_ranks(Learner, config, config.layout, places, spec, blank=blank))
+    return SupervisedGroup(config, spec, places, start_ranks(SupervisedWorker, config, config.layout, places, spec, blank=blank))

@@ -18,8 +18,8 @@ from megarl.observe.metrics import Metric, merge, scalars
 from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import likeliest
-from megarl.ranks.learner import Learner, MiniBatch, TrainSpec, mini_batch
 from megarl.ranks.megatron_worker import RankSettings
+from megarl.ranks.supervised_worker import MiniBatch, SupervisedWorker, TrainSpec, mini_batch
 from tests.distributed.tiny_training import TINY, make_checkpoint
 from tests.rank_pool import Pool
 from tests.rows import rows
@@ -62,10 +62,10 @@ def plan(objective: Objective, dp: int, seed: int = 4) -> MiniBatch:
     return mini_batch(objective, samples(seed), [0.3 * (n // 2) for n in range(2 * PAIRS)], dp, CAPACITY)
 
 
-def learner(grid: Grid, path: Path, objective: Objective) -> Learner:
+def worker(grid: Grid, path: Path, objective: Objective) -> SupervisedWorker:
     """The real actor on a rank of the pool, whose grid is there already."""
     config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
-    rank = Learner(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(objective, OptimizerSettings(lr=1e-4), updates=3))
+    rank = SupervisedWorker(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(objective, OptimizerSettings(lr=1e-4), updates=3))
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     return rank
@@ -76,7 +76,7 @@ def learn(grid: Grid, path: Path, names: Sequence[str]) -> dict[str, list[dict[s
     found = {}
     for name in names:
         objective = OBJECTIVES[name]
-        rank, held_out = learner(grid, path, objective), plan(objective, grid.dp_size, seed=5)
+        rank, held_out = worker(grid, path, objective), plan(objective, grid.dp_size, seed=5)
         steps = [rank.measure(held_out), rank.train(plan(objective, grid.dp_size)), rank.measure(held_out)]
         found[name] = steps
     return found
@@ -116,7 +116,7 @@ def test_metrics_and_gradient_are_independent_of_the_layout(
 
 def practise(grid: Grid, path: Path) -> dict[str, list[dict[str, Metric]]]:
     """Of each objective: two steps on the same mini-batch."""
-    ranks = {name: learner(grid, path, objective) for name, objective in OBJECTIVES.items()}
+    ranks = {name: worker(grid, path, objective) for name, objective in OBJECTIVES.items()}
     return {name: [rank.train(plan(OBJECTIVES[name], 1)) for _ in range(2)] for name, rank in ranks.items()}
 
 
@@ -155,7 +155,7 @@ def test_a_scored_batch_feeds_every_token_and_judges_the_last() -> None:
 
 def scores(grid: Grid, path: Path, target: Path) -> list[float]:
     """Trains a reward model a little, saves it, and gives the score of each sample."""
-    rank = learner(grid, path, BradleyTerry())
+    rank = worker(grid, path, BradleyTerry())
     rank.train(plan(BradleyTerry(), grid.dp_size))
     rank.save(target)
     batch = pack_scored(samples())

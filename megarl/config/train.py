@@ -1,21 +1,20 @@
-"""The configuration tree of each verb that trains."""
+"""The configuration of reinforcement learning."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from megarl.algorithms import Algorithm, Dpo, PreferenceLoss
-from megarl.algorithms.ops import Averaging
-from megarl.config.data import DataSettings, EvalSet, PreferenceData, SftData, check_sets
+from megarl.algorithms import Algorithm
+from megarl.config.data import DataSettings, EvalSet, check_sets
 from megarl.config.environment import EnvironmentSettings
-from megarl.config.model import CriticSettings, DistillationSettings, Layout, OptimizerSettings, Placement, RewardModelOptimizer
+from megarl.config.model import CriticSettings, DistillationSettings, Layout, OptimizerSettings, Placement
 from megarl.config.rewards import RewardSettings, SumReward, model_of
 from megarl.config.rollout import SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
-from megarl.config.run import RunSettings, TrainingSettings
-from megarl.config.section import BatchSize, Passes, Section, Steps, StepsOrNone
+from megarl.config.run import TrainingSettings
+from megarl.config.section import Passes, Section, Steps
 from megarl.errors import refuse_all
 
 
@@ -89,6 +88,18 @@ class TrainConfig(TrainingSettings):
     """Experts of an MoE model: replay and metrics."""
     train: StepSettings
     """One step, and how often evaluations take place."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.train.steps + (0 if self.critic is None else self.critic.pretrain_steps)
+
+    @property
+    def steps_key(self) -> str | None:
+        return "train.steps"
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerSettings]:
+        return {"optimizer": self.optimizer} | ({} if self.critic is None else {"critic.optimizer": self.critic.optimizer})
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:
@@ -389,122 +400,13 @@ class TrainConfig(TrainingSettings):
             )
 
 
-class LearnSettings(Section):
-    """The steps of a supervised stage, and how often it is evaluated on its held-out data."""
-
-    steps: StepsOrNone
-    """Steps of the stage; 0: only evaluate model.path on the held-out data."""
-    batch_size: BatchSize = 64
-    """Responses, or pairs of responses, in one step."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Maximum number of tokens in one micro-batch on one context-parallel group."""
-    max_tokens: PositiveInt = 2048
-    """Maximum length of prompt + response, in tokens."""
-    eval_every: NonNegativeInt = 0
-    """Steps between two evaluations; 0: only before the first and after the last step."""
-    patience: NonNegativeInt = 0
-    """End the stage after this many evaluations in a row without an improvement, with the model of the best one; 0: take all steps."""
-
-
 class ValueConfig(TrainConfig):
     """`megarl value`: only the critic of an RL run is trained. train.steps is ignored."""
 
-
-class LearnConfig(TrainingSettings):
-    """The settings that the supervised stages have in common."""
-
-    section: ClassVar[str]  # the key of the stage's LearnSettings
+    @property
+    def total_steps(self) -> int:
+        return 0 if self.critic is None else self.critic.pretrain_steps
 
     @property
-    def learn(self) -> LearnSettings:
-        """The stage's own section."""
-        return getattr(self, self.section)
-
-    @model_validator(mode="after")
-    def _patience_has_evaluations(self) -> LearnConfig:
-        if self.learn.patience and not self.learn.eval_every:
-            raise ValueError(
-                f"{self.section}.patience={self.learn.patience}: {self.section}.eval_every=0 runs no evaluations during training"
-            )
-        return self
-
-
-class SftSettings(LearnSettings):
-    """The steps of supervised training."""
-
-    aggregation: Averaging = "token-mean"
-
-
-class SftConfig(LearnConfig):
-    """`megarl sft`: supervised training on response tokens."""
-
-    section: ClassVar[str] = "sft"
-    optimizer: OptimizerSettings = OptimizerSettings()
-    """Optimizer of the model."""
-    data: SftData
-    """Demonstrations."""
-    sft: SftSettings
-    """The stage's steps."""
-
-    @model_validator(mode="after")
-    def _patience_has_data(self) -> SftConfig:
-        if self.sft.patience and self.data.eval is None:
-            raise ValueError(f"sft.patience={self.sft.patience}: there is no data.eval to measure on")
-        return self
-
-
-class RmSettings(LearnSettings):
-    """The steps of a reward model."""
-
-    centre: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of (score of the better response + score of the other)^2, which centres the scores around 0 (arXiv:2312.09244: 0.01)."""
-
-
-class RmConfig(LearnConfig):
-    """`megarl rm`: a reward model trained on pairs, starting from a language model (with a fresh head) or from a reward model."""
-
-    section: ClassVar[str] = "rm"
-    optimizer: RewardModelOptimizer = RewardModelOptimizer()
-    """Optimizer of the model."""
-    data: PreferenceData
-    """Pairs."""
-    rm: RmSettings
-    """The stage's steps."""
-
-
-class DpoConfig(LearnConfig):
-    """`megarl dpo`: a policy trained on pairs, with the initial policy (`model.path`) as the reference."""
-
-    section: ClassVar[str] = "dpo"
-    optimizer: OptimizerSettings = OptimizerSettings()
-    """Optimizer of the policy."""
-    algorithm: PreferenceLoss = Dpo()
-    """The preference loss, by its `type` (default: dpo), and its settings."""
-    data: PreferenceData
-    """Pairs."""
-    dpo: LearnSettings
-    """The stage's steps."""
-
-
-def total_steps(config: RunSettings) -> int:
-    """Return the total number of steps of a run: those of value pretraining, and those of the policy unless only the critic is trained."""
-    if isinstance(config, TrainConfig):
-        pretraining = 0 if config.critic is None else config.critic.pretrain_steps
-        return pretraining + (0 if isinstance(config, ValueConfig) else config.train.steps)
-    return config.learn.steps if isinstance(config, LearnConfig) else 0
-
-
-def steps_key(config: TrainingSettings) -> str | None:
-    """Return the key of the number of a run's steps, which may grow when it resumes; None if no such key may."""
-    if isinstance(config, ValueConfig):
+    def steps_key(self) -> str | None:
         return None
-    return f"{config.section}.steps" if isinstance(config, LearnConfig) else "train.steps"
-
-
-def optimizers(config: RunSettings) -> dict[str, OptimizerSettings]:
-    """Return the optimizers of a run, by their keys."""
-    if isinstance(config, SftConfig | RmConfig | DpoConfig):
-        return {"optimizer": config.optimizer}
-    if not isinstance(config, TrainConfig):
-        return {}
-    return {"optimizer": config.optimizer} | ({} if config.critic is None else {"critic.optimizer": config.critic.optimizer})
