@@ -71,7 +71,7 @@ NODES, RAY = "test_a_lost or test_a_killed or test_an_engine or cut_off", "gcs_s
 # The seconds were measured beside other work (2026-11-26, commit b7ba0040), so that an idle machine takes fewer. Those of chaos, faults,
 # Slurm's jobs, hanging disks, steps, the own task and the examples are guesses so far, as is most of tests/unit.
 PARTS: tuple[tuple[Proof, ...], ...] = (
-    (Proof("chaos", 900), _distributed(400, "predictor")),
+    (Proof("chaos", 900), _distributed(400, "predictor"), _distributed(90, "split_episodes")),
     (
         _tests(700, FAULTS, name="faults-two-ranks", words="any_process[tp2- or shares or two_ranks"),
         _tests(700, FAULTS, name="faults-recovery", words="start_again"),
@@ -89,6 +89,8 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"),
         _distributed(70, "supervised_worker"),
         _distributed(40, "saving"),
+        _tests(60, "tests/e2e/test_sync.py"),
+        _distributed(20, "lifetime"),
     ),
     (
         _tests(600, FAULTS, name="faults-killed", words="(any_process[one- and not SIGSTOP) or helper"),
@@ -98,9 +100,8 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     ),
     (
         _tests(1100, SLURM, name="slurm-nodes", words=NODES),
-        _tests(120, "tests/e2e/test_routing.py"),
+        _tests(190, "tests/e2e/test_routing.py"),
         _distributed(60, "plan"),
-        _distributed(90, "split_episodes"),
         _distributed(60, "teachers"),
     ),
     (
@@ -109,6 +110,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(170, "tests/e2e/test_clock.py"),
         _distributed(90, "algorithm_layouts"),
         _distributed(45, "families"),
+        _distributed(45, "checkpoint"),
     ),
     (
         _tests(570, "tests/e2e/test_kills.py"),
@@ -137,18 +139,15 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(120, "family_weights"),
     ),
     (
-        _tests(360, "tests/engines"),
+        _tests(440, "tests/engines"),
         _tests(360, "tests/examples"),
         _distributed(360, "replayed_steps"),
-        _distributed(45, "checkpoint"),
         _distributed(25, "value_model"),
         _distributed(240, "megatron_checkpoints"),
     ),
     (
         _tests(1200, "tests/e2e/test_soak.py"),
-        _tests(150, "tests/e2e/test_distillation.py"),
-        _tests(60, "tests/e2e/test_sync.py"),
-        _distributed(20, "lifetime"),
+        _tests(220, "tests/e2e/test_distillation.py"),
     ),
 )
 PROOFS = {proof.name: proof for part in PARTS for proof in part}

@@ -21,8 +21,11 @@ JITTERED = (*SHORT, "sync.logprob_gap=1.0", "routing.alarm=0.02", "routing.sampl
 
 
 REPLAYED = [
-    *((family, "r3") for family in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "ernie4_5_moe", "granitemoe", "nemotron_h")),
-    *((family, "r2") for family in ("moonlight", "gpt_oss", "ernie4_5_moe", "granitemoe")),
+    *(
+        (family, "r3")
+        for family in ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "qwen3_next", "ernie4_5_moe", "granitemoe", "nemotron_h")
+    ),
+    *((family, "r2") for family in ("moonlight", "gpt_oss", "qwen3_next", "ernie4_5_moe", "granitemoe", "nemotron_h")),
 ]
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.config import ConfigError
-from megarl.engines.generate import Sampling, TokenPrompt
+from megarl.engines.engine import Setup
+from megarl.engines.generate import Generated, Sampling, TokenPrompt
 from megarl.engines.registry import check_engine
 from megarl.models.description import ModelDescription
 from megarl.models.hf import Checkpoint
@@ -16,8 +17,8 @@ from megarl.sync.fingerprint import compare
 from megarl.upstream.expect import expect
 from tests.engines.engine_host import Host
 from tests.engines.test_fp8 import digest_of
-from tests.engines.test_sleep import bits
-from tests.engines.test_updates import DP2_TP2_EP, EP2, ONE, SETTINGS, TWO, Layout, _check_update, _start, check_plan
+from tests.engines.test_sleep import CACHE_MB, bits, memory_mb
+from tests.engines.test_updates import DP2_TP2_EP, EP2, ONE, SETTINGS, TWO, Corruptible, Layout, _check_update, _start, check_plan
 from tests.engines.transformers_reference import PROMPTS, TIMEOUT_S, Trainer, generate, logp
 from tests.published_form import published
 from tests.rows import rows
@@ -27,14 +28,15 @@ from tools.make_tiny_model import build, has_experts
 SIZES = {"layers": 2, "hidden": 128, "experts": 8, "expert_hidden": 64}
 DEEP = {"nemotron_h": {"layers": 4}}  # families of which fewer layers are not a layer of each kind
 SAMPLING = Sampling(n=1, temperature=0.0, max_tokens=4, seed=0)
+SAMPLED = Sampling(n=4, temperature=1.0, max_tokens=24, seed=3)
 FUSED = "model.layers.1.self_attn.qkv_proj.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-def other(path: Path, family: str) -> Any:
+def other(path: Path, family: str, seed: int = 2) -> Any:
     """transformers' model of another seed, sharper than the one that the engine starts with."""
     _restore_configurations()
-    build(path, **{**SIZES, **DEEP.get(family, {})}, seed=2, family=family, initializer_range=0.12)
+    build(path, **{**SIZES, **DEEP.get(family, {})}, seed=seed, family=family, initializer_range=0.12)
     return transformers_model(path).eval()
 
 
@@ -277,6 +279,52 @@ async def _stacked(tmp_path: Path, layout: Layout, dtype: str) -> None:
 def test_sinks_and_the_biases_of_stacked_experts_follow_updates_and_sleep(host: Host, tmp_path: Path, layout: Layout, dtype: str) -> None:
     """On each layout of an engine; a changed sink or bias is named, also where only the kernel reads it."""
     host.run(_stacked, tmp_path, layout, dtype)
+
+
+HYBRID = ("qwen3_next", "qwen3_5", "nemotron_h")  # families whose layers have a state beside a cache of keys and values
+
+
+def _said(generated: list[Generated]) -> tuple[list[bytes], Tensor]:
+    """The tokens of each sample, and the log-probs of all."""
+    samples = [sample for answer in generated for sample in answer.samples]
+    return [sample.tokens.tobytes() for sample in samples], torch.cat([torch.from_numpy(sample.rollout_logp) for sample in samples])
+
+
+async def _states(tmp_path: Path, family: str) -> None:
+    build(tmp_path / "model", **{**SIZES, **DEEP.get(family, {})}, seed=1, family=family)
+    model, tensors = other(tmp_path / "other", family), stored(tmp_path / "other")
+    third = other(tmp_path / "third", family, seed=3)
+    engine = Corruptible("engine 0")
+    settings = SETTINGS.model_copy(update={"kv_cache_mb": CACHE_MB})
+    pids = await engine.start(Setup(tmp_path / "model", "float32", settings, 1, gpu=False, report_experts=True, sleeps=True))
+    trainer = Trainer(engine, "shm")
+    try:
+        await _check_update(engine, trainer, model, tensors)
+        held, (tokens, logp) = await engine.fingerprints(TIMEOUT_S), _said(await generate(engine, PROMPTS, SAMPLED))
+        for keep_weights in (True, False, True):
+            awake_mb = memory_mb(pids)
+            await engine.sleep(TIMEOUT_S, keep_weights=keep_weights)
+            assert awake_mb - memory_mb(pids) >= CACHE_MB
+            await engine.wake("weights", TIMEOUT_S)
+            if not keep_weights:
+                await trainer.update(tensors)
+            await engine.wake("kv_cache", TIMEOUT_S)
+            assert await engine.fingerprints(TIMEOUT_S) == held
+            tokens_again, logp_again = _said(await generate(engine, PROMPTS, SAMPLED))
+            assert tokens_again == tokens and float((logp_again - logp).abs().max()) <= 1e-5
+        await engine.sleep(TIMEOUT_S, keep_weights=False)
+        await engine.wake("weights", TIMEOUT_S)
+        await engine.wake("kv_cache", TIMEOUT_S)
+        await _check_update(engine, trainer, third, stored(tmp_path / "third"))
+    finally:
+        trainer.close()
+        await engine.close()
+
+
+@pytest.mark.parametrize("family", rows(HYBRID, ()))
+def test_states_are_free_while_an_engine_sleeps_and_nothing_else_changes(host: Host, tmp_path: Path, family: str) -> None:
+    """Of gated delta nets and Mamba mixers, as keys and values; with the weights kept, or dropped and sent again."""
+    host.run(_states, tmp_path, family)
 
 
 async def _spread(tmp_path: Path, family: str, layout: Layout, dtype: str) -> None:
