@@ -28,11 +28,13 @@ class TeacherServer:
 
         self._model, self._tokenizer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), load_tokenizer(path)
         self.bodies: list[dict[str, Any]] = []
+        self.room: int | None = None  # the most tokens of a prompt and its answer, which it tells
         self._lock, outer = threading.Lock(), self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._send(200, {"data": [{"id": NAME}, {"id": "other"}]})
+                room = {} if outer.room is None else {"max_model_len": outer.room}
+                self._send(200, {"data": [{"id": NAME, **room}, {"id": "other"}]})
 
             def do_POST(self) -> None:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

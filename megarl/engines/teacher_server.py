@@ -1,12 +1,13 @@
 """A teacher behind an OpenAI-compatible server that returns prompt_logprobs, as vLLM's does.
 
-    GET  <url>/models         {"data": [{"id": "MODEL"}, ...]}
+    GET  <url>/models         {"data": [{"id": "MODEL", "max_model_len": 4096}, ...]}
     POST <url>/completions    {"model": "MODEL", "prompt": [12, 7, ...], "prompt_logprobs": K, "max_tokens": 1, "temperature": 0}
 
     {"choices": [{"prompt_logprobs": [null, {"7": {"logprob": -0.5}, "3": {"logprob": -1.25}, ...}, ...]}]}
 
 One entry for each token of the prompt: null for the first, and for each other one the log-probs, by token id, of the token itself and of
-the K likeliest, at temperature 1. vLLM's server allows K up to its --max-logprobs, 20 by default.
+the K likeliest, at temperature 1. vLLM's server allows K up to its --max-logprobs, 20 by default, and prompts that leave room for the one
+token of the answer in its max_model_len, which other servers need not tell.
 
 Axes: T tokens that have tokens before them, C = 1 + K.
 """
@@ -63,7 +64,8 @@ def score(server: Server, settings: TeacherServer, key: str, texts: Sequence[Seq
 
 
 def check_server(settings: TeacherServer, key: str, policy: Path, named: int, longest: int) -> None:
-    """Check that a server has the model, that its tokenizer gives a text the policy's tokens, and that it returns prompt_logprobs.
+    """Check that a server has the model, that the longest context fits, that its tokenizer gives a text the policy's tokens, and that it
+    returns prompt_logprobs.
 
     Args:
         settings: the server's settings.
@@ -87,9 +89,14 @@ def check_server(settings: TeacherServer, key: str, policy: Path, named: int, lo
         return exchange(place, question, settings.timeout_s, f"{key}.timeout_s={settings.timeout_s:g}", Round())
 
     try:
-        names = ask(models, HttpQuestion(None, REST, "its models", _model_names))
-        if settings.model not in names:
-            raise ConfigError(f"{key}.model: {settings.model!r} is not among the models of {settings.url}: {', '.join(names)}")
+        room_of = ask(models, HttpQuestion(None, REST, "its models", _rooms))
+        if settings.model not in room_of:
+            raise ConfigError(f"{key}.model: {settings.model!r} is not among the models of {settings.url}: {', '.join(room_of)}")
+        if (room := room_of[settings.model]) <= longest:
+            raise ConfigError(
+                f"{key}: {settings.model} at {settings.url} takes {room:.0f} tokens (max_model_len), and the longest context has {longest} "
+                "(rollout.max_prompt_tokens + rollout.max_response_tokens), with 1 more for the answer"
+            )
         theirs = ask(server, _text_question(settings.model, text, len(own)))
         if theirs not in (own[1:], own):  # the latter of a server that begins every text with a special token
             place = next((n for n, (a, b) in enumerate(zip(theirs, own[1:], strict=False)) if a != b), min(len(theirs), len(own) - 1))
@@ -152,8 +159,9 @@ def _entries(answer: bytes) -> list[dict[int, float]]:
     return logprobs
 
 
-def _model_names(answer: bytes) -> list[str]:
+def _rooms(answer: bytes) -> dict[str, float]:
+    """Return the most tokens of a prompt and its answer for each model, infinity where the server does not say."""
     try:
-        return [str(one["id"]) for one in json.loads(answer)["data"]]
-    except (ValueError, RecursionError, LookupError, TypeError):
+        return {str(one["id"]): float(one.get("max_model_len") or math.inf) for one in json.loads(answer)["data"]}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         raise PermanentFault(f"the answer is no list of models: {answer[:60]!r}") from None

@@ -91,7 +91,7 @@ def test_a_server_that_does_not_score_is_named(model: Path, change: Any, said: s
 
 
 def test_a_server_is_checked_before_the_start(model: Path, tmp_path: Path) -> None:
-    """Its models, its tokenizer by what it makes of a text, and its log-probs."""
+    """Its models, their room, its tokenizer by what it makes of a text, and its log-probs."""
     other = tmp_path / "other"
     build(other, layers=1, hidden=128, experts=2, expert_hidden=32, seed=1, family="qwen3", vocab_size=128)
     text = (other / "tokenizer.json").read_text()
@@ -99,6 +99,13 @@ def test_a_server_is_checked_before_the_start(model: Path, tmp_path: Path) -> No
         check_server(settings(server), KEY, model, K, 64)
         with pytest.raises(ConfigError, match=rf"^distillation\.server\.model: 'm' is not among .* {server.url}: teacher, other$"):
             check_server(settings(server, model="m"), KEY, model, K, 64)
+        server.room = 65
+        check_server(settings(server), KEY, model, K, 64)
+        server.room = 64
+        room = r"takes 64 tokens \(max_model_len\), and the longest context has 64 \(rollout\..*\), with 1 more for the answer$"
+        with pytest.raises(ConfigError, match=rf"^distillation\.server: teacher at {server.url} {room}"):
+            check_server(settings(server), KEY, model, K, 64)
+        server.room = None
         (other / "tokenizer.json").write_text(swapped(text))
         with pytest.raises(ConfigError, match=r"^distillation\.server: the tokenizer of teacher at http\S+ differs from that of"):
             check_server(settings(server), KEY, other, K, 64)
