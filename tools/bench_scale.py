@@ -30,7 +30,7 @@ from megarl.host.shared_memory import mapped
 from megarl.models.hf_writer import ShardWriter
 from megarl.parallel.checkpoint.dcp import write_metadata
 from megarl.parallel.checkpoint.index import Location, Shard, read_index
-from megarl.parallel.checkpoint.sharded import STATES
+from megarl.parallel.slices import STATES
 from megarl.ranks.step_plan import StepPlan, split_step
 from megarl.sync.fingerprint import Fingerprinter, compare
 from megarl.sync.receive import Inventory

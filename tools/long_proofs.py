@@ -110,7 +110,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(170, "tests/e2e/test_clock.py"),
         _distributed(90, "algorithm_layouts"),
         _distributed(45, "families"),
-        _distributed(45, "checkpoint"),
+        _distributed(90, "checkpoint"),
     ),
     (
         _tests(570, "tests/e2e/test_kills.py"),
@@ -121,6 +121,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(60, "images"),
         _distributed(90, "image_steps"),
         _distributed(60, "kept_steps"),
+        _distributed(100, "muon"),
     ),
     (
         _tests(430, "tests/unit"),

@@ -104,6 +104,8 @@ def check_lora(config: RunSettings, settings: LoraSettings, model: ModelDescript
     for field, reason in _NOT_WITH_LORA.items():
         if config.model.megatron.get(field):
             raise ConfigError(f"model.megatron.{field}=True: not with model.lora: {reason}")
+    for key in (key for key, optimizer in config.optimizers.items() if optimizer.muon is not None):
+        raise ConfigError(f"{key}.muon: not with model.lora, whose factors are no matrices to be orthogonalised")
     if rate := config.model.megatron.get("moe_router_bias_update_rate"):
         raise ConfigError(
             f"model.megatron.moe_router_bias_update_rate={rate}: model.lora trains adapters alone, and no checkpoint has the biases"

@@ -47,6 +47,7 @@ from megarl.config.model import (
     LoraSettings,
     ModelSettings,
     Mtp,
+    MuonSettings,
     OptimizerSettings,
     TeacherEngines,
     TeacherServer,

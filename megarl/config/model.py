@@ -128,8 +128,26 @@ class Layout(Section):
         return self
 
 
+class MuonSettings(Section):
+    """Muon for the matrices of linear layers and experts; AdamW has embeddings, output layer, head, norms, biases and a vision tower."""
+
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate of the matrices, with the schedule of `optimizer.lr`; null: `optimizer.lr`."""
+    momentum: Beta = 0.95
+    """Decay rate of the matrices' only moment."""
+    nesterov: bool = True
+    """Orthogonalise the mean of gradient and moment, weighted by momentum, instead of the moment."""
+    ns_steps: Annotated[int, Field(gt=0, le=100)] = 5
+    """Newton-Schulz steps, each a polynomial of degree 5 (arithmetic in model.dtype)."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor on the orthogonal update of a matrix [out, in]. match_rms_adamw: 0.2 sqrt(max(out, in)), so that AdamW's learning rate and
+    weight decay suit it (Moonlight, arXiv:2502.16982). original: sqrt(max(1, out / in)), which needs a much larger `lr`."""
+    routers: bool = False
+    """Routers' matrices, too; otherwise they are AdamW's."""
+
+
 class OptimizerSettings(Section):
-    """AdamW through Megatron's distributed optimizer."""
+    """AdamW through Megatron's distributed optimizer, alone or with Muon."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate, reached at the end of the warm-up."""
@@ -151,6 +169,8 @@ class OptimizerSettings(Section):
     """wsd: the share of all steps over which the learning rate decays."""
     anneal: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """wsd: the shape of the decay."""
+    muon: MuonSettings | None = None
+    """Update matrices by Muon; null: AdamW updates everything."""
     megatron: dict[str, Any] = {}
     """Any fields of megatron.core's OptimizerConfig; names and types are checked. `{optimizer_cpu_offload: true,
     optimizer_offload_fraction: 1.0}` keeps the moments in host memory."""
@@ -164,14 +184,14 @@ class OptimizerSettings(Section):
 
 
 class CriticOptimizer(OptimizerSettings):
-    """AdamW of the critic."""
+    """Optimizer of the critic."""
 
     lr: Annotated[float, Field(gt=0)] = 2e-6
     """Peak learning rate, reached at the end of the warm-up."""
 
 
 class RewardModelOptimizer(OptimizerSettings):
-    """AdamW of a reward model."""
+    """Optimizer of a reward model."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate, reached at the end of the warm-up."""
@@ -183,7 +203,7 @@ class CriticSettings(Section):
     path: Place | None = None
     """The backbone, and the head too if this is a reward model or an earlier critic. null: `model.path` with a fresh head."""
     optimizer: CriticOptimizer = CriticOptimizer()
-    """The critic's own AdamW."""
+    """The critic's own optimizer."""
     aggregation: Averaging = "token-mean"
     loss_coef: PositiveFloat = 0.5
     """Factor on the squared error of the value loss."""

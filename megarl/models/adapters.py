@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
 from megarl.models.family import HeadKind
-from megarl.models.weight_map import INDEXER, Weight, is_linear
+from megarl.models.weight_map import Weight, is_matrix
 from megarl.models.weight_ops import QKV, Fused, GateUp, Op, Plain, Sections, Shape
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ PEFT = "base_model.model."  # begins the names in PEFT's files
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_FOLDER = "adapter"  # in the directory of the merged model
 _OPS = (Plain, QKV, GateUp, Fused, Sections)  # between the matrices and Megatron's parameter
-_DELTA_NET = (".in_proj.weight", ".out_proj.weight")  # linear layers that no fp8 engine quantises
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def check_targets(model: ModelDescription, settings: LoraSettings, head: HeadKin
     family = model.config["model_type"]
     if family not in PROVEN:
         raise ConfigError(f"model.lora: not supported for {family}; it is for {', '.join(PROVEN)}")
-    linear = [one for one in model.mappings(head) if _is_linear(one.megatron)]
+    linear = [one for one in model.mappings(head) if is_matrix(one.megatron)]
     known = {_group(one.megatron) for one in linear} | {_leaf(name) for one in linear for name in one.hf}
     for target in settings.targets or ():
         if target not in known:
@@ -130,7 +129,7 @@ def adapted_matrices(name: str, hf: Sequence[str], settings: LoraSettings) -> li
         hf: the names of its matrices.
         settings: the section `model.lora`.
     """
-    if not _is_linear(name):
+    if not is_matrix(name):
         return []
     targets = settings.targets
     return [index for index, one in enumerate(hf) if targets is None or _group(name) in targets or _leaf(one) in targets]
@@ -230,10 +229,6 @@ def target_names(model: ModelDescription, settings: LoraSettings) -> list[str]:
     """The names of all adapted modules."""
     parts = adapted(model, settings).values()
     return sorted({target_of(weight, one) for weight, factors in parts for one in factors})
-
-
-def _is_linear(name: str) -> bool:
-    return (is_linear(name) or name.endswith(_DELTA_NET)) and INDEXER not in name
 
 
 def _group(name: str) -> str:

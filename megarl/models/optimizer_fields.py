@@ -6,7 +6,7 @@ from typing import Any
 from megarl.config import ConfigError, OptimizerSettings
 from megarl.models.upstream_fields import check_values, fields_of
 
-_ADAMW = "the optimizer is AdamW, distributed over the ranks"
+_ADAMW = "the optimizer is AdamW, distributed over the ranks, with optimizer.muon for matrices"
 _PRECISION = "set by model.dtype"
 _NARROW = "checkpoints store main weights and moments in float32 only"
 _FSDP = "weights are complete on every replica; layout splits them"
@@ -27,6 +27,11 @@ OPTIMIZER = {
             ("adam_eps", "eps"),
             ("clip_grad", "clip_grad"),
             ("overlap_param_gather", "ddp.overlap_param_gather"),
+            ("muon_momentum", "muon.momentum"),
+            ("muon_nesterov", "muon.nesterov"),
+            ("muon_num_ns_steps", "muon.ns_steps"),
+            ("muon_scale_mode", "muon.adjust_lr"),
+            ("muon_extra_scale_factor", "muon.adjust_lr"),
         )
     },
     **_because(_ADAMW, "optimizer", "use_distributed_optimizer", "use_layer_wise_distributed_optimizer"),
@@ -35,8 +40,7 @@ OPTIMIZER = {
     **{
         f"{kind}_{name}": _ADAMW
         for kind, names in {
-            "muon": "momentum split_qkv nesterov scale_mode fp32_matmul_prec num_ns_steps tp_mode extra_scale_factor "
-            "coefficient_type scalar_optimizer",
+            "muon": "split_qkv fp32_matmul_prec tp_mode coefficient_type scalar_optimizer",
             "adaptive_muon": "moment2_method beta2 eps",
             "lion": "beta1 beta2",
             "soap": "shampoo_beta precondition_frequency use_kl_shampoo",
@@ -117,6 +121,8 @@ def check_optimizer(key: str, settings: OptimizerSettings) -> None:
     for name, given, fields, owned, what in mappings:
         if given:
             check_values(f"{key}.{name}", given, fields(), owned, what)
+    if settings.megatron.get("optimizer_cpu_offload") and settings.muon is not None:
+        raise ConfigError(f"{key}.megatron.optimizer_cpu_offload=True: not with {key}.muon, which updates matrices on their ranks")
     if settings.megatron.get("optimizer_cpu_offload") and not settings.offloaded:
         raise ConfigError(
             f"{key}.megatron.optimizer_cpu_offload=True: optimizer_offload_fraction=0, Megatron's default, offloads nothing; 1.0 all"

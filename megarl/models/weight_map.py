@@ -71,3 +71,18 @@ def is_linear(name: str) -> bool:
     *_, module, parameter = name.split(".")
     # Published fp8 checkpoints have an indexer's weights of heads in bfloat16.
     return module.startswith("linear_") and not name.startswith(VISION) and module != "linear_weights_proj" and parameter == "weight"
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a parameter of this name is the matrix of a trained linear layer of the language model, or of an expert.
+
+    Beside those of `is_linear` these are the projections of delta nets, Mamba mixers and multi-token prediction, which no fp8 engine
+    quantises.
+    """
+    others = (".in_proj.weight", ".out_proj.weight", ".eh_proj.weight")
+    return (is_linear(name) or name.endswith(others)) and INDEXER not in name and not name.startswith(VISION)
+
+
+def is_router(name: str) -> bool:
+    """Whether a parameter of this name is the matrix of a router of experts."""
+    return name.endswith(".mlp.router.weight")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megarl.lazy_torch import Tensor, torch
@@ -89,6 +89,11 @@ class Op(ABC):
     def pieces(self) -> dict[str, Op]:
         """The tensors of Megatron's checkpoints that hold the parameter, by what they add to its name; in order, they are its rows."""
         return {"": self}
+
+    @property
+    def projections(self) -> Op:
+        """The conversion between the packed tensor and the matrices [out, in] that it consists of, however checkpoints store them."""
+        return self
 
     def parameter(self, chunk: Tensor) -> Tensor:
         """Return a rank's parameter, given its chunk of the packed tensor: the leading axes merged into one."""
@@ -227,6 +232,10 @@ class Interleaved(Op):
     def dim(self) -> int | None:
         return len(self.rest)
 
+    @property
+    def projections(self) -> Op:
+        return GateUp(self.ffn, *self.rest) if self.rest else self
+
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].unflatten(-1, (-1, 2)).movedim(-1, 0).movedim(-1, 1)
 
@@ -250,6 +259,10 @@ class GateUpColumns(Op):
     @property
     def packed_shape(self) -> Shape:
         return (2, self.ffn, self.hidden)
+
+    @property
+    def projections(self) -> Op:
+        return GateUp(self.ffn, self.hidden)
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].t().unflatten(0, (2, -1))
@@ -280,6 +293,10 @@ class Transposed(Op):
     @property
     def packed_shape(self) -> Shape:
         return (self.rows, self.columns)
+
+    @property
+    def projections(self) -> Op:
+        return Plain((self.rows, self.columns), 1)
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].t()
@@ -334,6 +351,10 @@ class Fused(Op):
     def _rows(self) -> list[int]:
         return [shape[0] for shape in self.parts.shapes]
 
+    @property
+    def projections(self) -> Op:
+        return self.parts.projections
+
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return self.parts.pack(tensors[0].split(self._rows))
 
@@ -373,6 +394,10 @@ class Sections(Op):
     @property
     def pieces(self) -> dict[str, Op]:
         return {f".{kind}": Plain((self.groups * width, *self.rest), 0) for kind, width in self.kinds}
+
+    @property
+    def projections(self) -> Op:
+        return replace(self, counts=(1,) * len(self.kinds), interleaved=False)
 
     @property
     def _rows(self) -> list[int]:

@@ -1,11 +1,12 @@
-"""AdamW through Megatron's distributed optimizer: gradient buffers, clipping, the learning rate."""
+"""AdamW, and Muon, through Megatron's distributed optimizer: gradient buffers, clipping, the learning rate."""
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -13,6 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR, ChainedOptimizer
 from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP as PREDICTOR
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
@@ -22,6 +24,8 @@ from megarl.config import OptimizerSettings
 from megarl.observe.metrics import Mean, Metric
 from megarl.parallel.backend import choose
 from megarl.parallel.build import sum_in_buffers
+from megarl.parallel.muon import Matrices, MuonBesideAdam
+from megarl.parallel.slices import MUON
 from megarl.parallel.weights import unwrap
 
 STYLES = {"linear": "linear", "cosine": "cosine", "wsd": "WSD", "inverse_sqrt": "inverse-square-root"}  # Megatron's names
@@ -108,6 +112,11 @@ class Trainable:
         self._settings, self._total = settings, total_steps
         self._predicts = any(unwrap(chunk).predicts for chunk in chunks)
 
+    @property
+    def muon(self) -> bool:
+        """Whether Muon updates the matrices."""
+        return self._settings.muon is not None
+
     def gradients(self) -> list[Tensor]:
         """The gradient buffers; `zero_grad` zeroes them before they are next read."""
         return [buffer.grad_data for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -138,7 +147,7 @@ class Trainable:
 
     @torch.no_grad()
     def step(self) -> StepInfo:
-        """Take one AdamW step with the buffered gradients, clipped. Collective.
+        """Take one step of the optimizer with the buffered gradients, clipped. Collective.
 
         If the gradient is not finite, nothing changes: no weight, no moment, no step count.
         """
@@ -149,7 +158,7 @@ class Trainable:
         if not math.isfinite(norm + (own or 0.0)):
             return StepInfo(norm, rate, skipped=True, predictor_norm=own)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * (group["max_lr"] / self._settings.lr)
             group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
         for part in self.optimizer.chained_optimizers:
             parameters = defaultdict[str | None, list[Tensor]](list)
@@ -163,13 +172,16 @@ class Trainable:
         return StepInfo(norm, rate, skipped=False, predictor_norm=own)
 
 
-def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings, total_steps: int) -> Trainable:
+def make_trainable(
+    chunks: Sequence[MegatronModule], settings: OptimizerSettings, total_steps: int, matrices: Mapping[Tensor, Matrices] | None = None
+) -> Trainable:
     """Wrap this rank's loaded chunks for training. Collective. Load the weights first: the optimizer copies them to float32.
 
     Args:
         chunks: from `build.build_chunks`, with grad.
         settings: the optimizer settings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        matrices: the parameters that Muon updates (`muon.matrices_of`), if it does.
 
     Returns:
         The chunks in data-parallel wrappers, which hold the gradients in float32, and their optimizer.
@@ -194,8 +206,16 @@ def make_trainable(chunks: Sequence[MegatronModule], settings: OptimizerSettings
     )
     # Vectors (norms) are not decayed.
     overrides = get_standard_config_overrides(optimizer_config)
+    assert (settings.muon is None) == (matrices is None)
+    if settings.muon is not None and matrices is not None:
+        key = ParamKey(predicate=ParamPredicate(MUON, matrices.__contains__))
+        own: Any = {MUON: True, "max_lr": settings.muon.lr or settings.lr}  # Megatron allows `optimizer` only where it builds Muon itself
+        overrides[key] = own
     optimizer = get_megatron_optimizer(optimizer_config, wrapped, config_overrides=overrides, use_gloo_process_groups=False)
     choose().fuse_optimizer(optimizer)
+    if settings.muon is not None and matrices is not None:
+        for part in (part for part in optimizer.chained_optimizers if not part.is_stub_optimizer):
+            part.optimizer = MuonBesideAdam(part, matrices, settings.muon)
     config.finalize_model_grads_func = finalize_model_grads
     # float32 and bfloat16 need no loss scale. Megatron's (1 here) is a method of the optimizer, whose weight shards are views with an
     # autograd graph: a model that references its optimizer is never freed, because the cycle passes through C++ (see

@@ -12,7 +12,7 @@ from megarl.config import Layout, LoraSettings
 from megarl.models.adapters import adapted_matrices, factor_ops
 from megarl.models.description import ModelDescription
 from megarl.models.family import HeadKind
-from megarl.models.weight_map import OUTPUT, VISION, WeightMapping, is_frozen
+from megarl.models.weight_map import OUTPUT, VISION, WeightMapping, is_frozen, is_matrix
 
 ALIGNED, BUCKET = 64, 128  # elements: alignment of each parameter in Megatron's buffer, and what the buffer's end is a multiple of
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -29,6 +29,8 @@ class ChunkParameters:
     experts: SizeCounts
     buffers: int = 0  # float32 elements that are not parameters
     frozen: int = 0  # elements of parameters that are never trained
+    dense_matrices: int = 0  # elements of those among the dense parameters that Muon would update
+    expert_matrices: int = 0  # and among the experts
 
     @property
     def elements(self) -> int:
@@ -120,7 +122,7 @@ def _chunk(
     last: bool,
     tower: bool,
 ) -> ChunkParameters:
-    dense, routed, buffers, frozen = list[tuple[int, int]](), list[tuple[int, int]](), 0, 0
+    dense, routed, buffers, frozen, matrices = list[tuple[int, int]](), list[tuple[int, int]](), 0, 0, [0, 0]
     for one in mappings:
         if "{layer}" in one.megatron:
             times = len(layers) if one.layers is None else sum(layer in one.layers for layer in layers)
@@ -144,7 +146,10 @@ def _chunk(
             frozen += prod(one.op.packed_shape) * times
         else:
             dense.append((prod(one.op.shard_shape(layout.tp)), times))
-    return ChunkParameters(tuple(dense), tuple(routed), buffers, frozen)
+        if is_matrix(one.megatron) and (routed if expert else dense):
+            size, count = (routed if expert else dense)[-1]
+            matrices[expert] += size * count
+    return ChunkParameters(tuple(dense), tuple(routed), buffers, frozen, *matrices)
 
 
 def replicas(layout: Layout) -> tuple[int, int]:

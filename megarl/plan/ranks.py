@@ -26,6 +26,7 @@ class PlannedModel:
     value: bool  # whether it has a scalar head
     micro_batch_tokens: int
     offloaded: float = 0.0  # share of the parameters whose moments are in host memory
+    muon: bool = False  # Muon updates its matrices
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ class _Model:
 
 def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, stage: int, work: Work) -> StageMemory:
     model_states = [
-        states(model.chunks[stage], layout, settings.dtype, trained=model.role.trained, offloaded=model.role.offloaded) for model in models
+        states(model.chunks[stage], layout, settings.dtype, role.offloaded, trained=role.trained, muon=role.muon)
+        for model in models
+        for role in [model.role]
     ]
     # The reference of a model with adapters is that model, without them.
     own = [state for model, state in zip(models, model_states, strict=True) if not _is_within(model, models, settings)]

@@ -39,8 +39,8 @@ def recomputed(config: RunSettings) -> RunSettings:
 
 
 def offloaded(config: RunSettings) -> RunSettings:
-    """Keep and update the moments of every optimizer in host memory; not for a model in float32, where a check refuses this."""
-    if config.model.dtype == "float32" or not config.cluster.gpus:
+    """Keep and update the moments of every optimizer in host memory; not of a model in float32 or of Muon, where a check refuses this."""
+    if config.model.dtype == "float32" or not config.cluster.gpus or any(one.muon for one in config.optimizers.values()):
         return config
 
     def away(settings: OptimizerSettings) -> OptimizerSettings:

@@ -9,7 +9,7 @@ from megarl.config import Layout
 from megarl.plan.parameters import ChunkParameters, SizeCounts, buffer_elements, count, replicas
 
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes
-MOMENTS = 8  # bytes per element: Adam's two moments in float32
+MOMENT = 4  # bytes per element of a moment, in float32: Adam has two, and Muon one
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class States:
         )
 
 
-def states(chunks: Sequence[ChunkParameters], layout: Layout, dtype: str, offloaded: float = 0.0, *, trained: bool) -> States:
+def states(
+    chunks: Sequence[ChunkParameters], layout: Layout, dtype: str, offloaded: float = 0.0, *, trained: bool, muon: bool = False
+) -> States:
     """Return what a rank holds of a model that is trained or frozen.
 
     Args:
@@ -40,22 +42,27 @@ def states(chunks: Sequence[ChunkParameters], layout: Layout, dtype: str, offloa
         dtype: the dtype of the weights.
         offloaded: share of the parameters whose moments are in host memory, beside pinned copies of the main weights and the gradients.
         trained: whether the model is trained, and so has gradients and an optimizer.
+        muon: whether Muon updates its matrices.
     """
-    chunk_states = [_chunk(chunk, layout, ITEM[dtype], offloaded, trained=trained) for chunk in chunks]
+    chunk_states = [_chunk(chunk, layout, ITEM[dtype], offloaded, trained=trained, muon=muon) for chunk in chunks]
     return sum(chunk_states, States(0))
 
 
-def _chunk(chunk: ChunkParameters, layout: Layout, item: int, offloaded: float, *, trained: bool) -> States:
+def _chunk(chunk: ChunkParameters, layout: Layout, item: int, offloaded: float, *, trained: bool, muon: bool) -> States:
     buffers = 4 * chunk.buffers
     if not trained:
         return States(chunk.elements * item + buffers)
     lengths = [buffer_elements(sizes, copies) for sizes, copies in zip((chunk.dense, chunk.experts), replicas(layout), strict=True)]
-    shares = sum(length // copies for length, copies in zip(lengths, replicas(layout), strict=True))
-    moments, away = shares * MOMENTS, round(shares * offloaded)
+    each = [length // copies for length, copies in zip(lengths, replicas(layout), strict=True)]
+    shares = sum(each)
+    # Of Muon's matrices the rank may have few: the slice of one rank is all embedding.
+    others = [count(chunk.dense) - chunk.dense_matrices, count(chunk.experts) - chunk.expert_matrices]
+    second = sum(map(min, each, others)) if muon else shares
+    moments, away = (shares + second) * MOMENT, round(shares * offloaded)
     copies = round(away * 2 * _pinned(chunk.dense + chunk.experts))
     main = shares * 4 if item < 4 else 0
     return States(
-        (sum(lengths) + chunk.frozen) * item + buffers, sum(lengths) * 4, moments - away * MOMENTS + main, away * MOMENTS + copies
+        (sum(lengths) + chunk.frozen) * item + buffers, sum(lengths) * 4, moments - away * 2 * MOMENT + main, away * 2 * MOMENT + copies
     )
 
 

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 from megarl.cluster.process_kinds import assign_roles
-from megarl.config import DpoConfig, RmConfig, RunSettings, SupervisedConfig, TrainConfig, model_of
+from megarl.config import DpoConfig, OptimizerSettings, RmConfig, RunSettings, SupervisedConfig, TrainConfig, model_of
 from megarl.engines.engine import SCORED_TOKENS, as_rollout
 from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
@@ -184,9 +184,17 @@ def _groups(config: RunSettings, models: Models) -> list[GroupMemory]:
     assert isinstance(config, SupervisedConfig)
     check_layout(models["model"], config.layout, config.model.megatron)
     tokens = config.supervised.micro_batch_tokens
-    away = config.optimizers["optimizer"].offloaded
+    optimizer = config.optimizers["optimizer"]
     roles = [
-        PlannedModel("model", models["model"], trained=True, value=isinstance(config, RmConfig), micro_batch_tokens=tokens, offloaded=away)
+        PlannedModel(
+            "model",
+            models["model"],
+            trained=True,
+            value=isinstance(config, RmConfig),
+            micro_batch_tokens=tokens,
+            offloaded=optimizer.offloaded,
+            muon=optimizer.muon is not None,
+        )
     ]
     if isinstance(config, DpoConfig) and config.algorithm.needs_reference:
         roles.append(PlannedModel("reference", models["model"], trained=False, value=False, micro_batch_tokens=tokens))
@@ -202,9 +210,17 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         if name == "critic" and config.critic is not None:
             tokens = config.critic.micro_batch_tokens or tokens
         trained = {"policy": "optimizer", "critic": "critic.optimizer"}.get(name)
-        away = config.optimizers[trained].offloaded if trained else 0.0
+        optimizer = config.optimizers[trained] if trained else OptimizerSettings()
         roles.append(
-            PlannedModel(name, model, trained is not None, value=name in ("critic", "reward"), micro_batch_tokens=tokens, offloaded=away)
+            PlannedModel(
+                name,
+                model,
+                trained is not None,
+                value=name in ("critic", "reward"),
+                micro_batch_tokens=tokens,
+                offloaded=optimizer.offloaded,
+                muon=optimizer.muon is not None,
+            )
         )
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,

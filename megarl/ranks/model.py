@@ -31,6 +31,7 @@ from megarl.parallel.checkpoint.state import ModelState
 from megarl.parallel.export import export_stacks, export_weights, print_of_base, save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.lora import factor_parameters, put_adapters, settings_of, without_adapters
+from megarl.parallel.muon import matrices_of
 from megarl.parallel.optimizer import StepInfo, Trainable, make_trainable
 from megarl.parallel.predictor import PredictorPass
 from megarl.parallel.routing import Routing, RoutingPass
@@ -112,7 +113,11 @@ class Model:
                 "base": print_of_base(self._modules, self.description, grid),
             }
             put_adapters(self._modules, self.description, lora, grid)
-        self._trainable: Trainable | None = make_trainable(self._modules, optimizer, updates) if optimizer is not None else None
+        self._trainable: Trainable | None = None
+        if optimizer is not None:
+            muon = optimizer.muon
+            matrices = None if muon is None else matrices_of(self._modules, self.description, grid, muon)
+            self._trainable = make_trainable(self._modules, optimizer, updates, matrices)
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
         self.routing = Routing(self.chunks, grid)
         self.topk = int(self._config.moe_router_topk) if self._config.num_moe_experts else 0  # experts per token; 0: a dense model

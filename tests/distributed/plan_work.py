@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megarl.batch import Batch, Sample, pack
-from megarl.config import ModelSettings, Mtp, OptimizerSettings
+from megarl.config import ModelSettings, Mtp, MuonSettings, OptimizerSettings
 from megarl.models.description import ModelDescription
 from megarl.parallel import schedule
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import logprob_entropy
+from megarl.parallel.muon import matrices_of
 from megarl.parallel.optimizer import Trainable, make_trainable
 from megarl.parallel.predictor import PredictorPass
 
@@ -36,6 +37,7 @@ class Case:
     recompute: Literal["none", "selective", "full"] = "none"
     micro_batches: int = 1
     mtp: Mtp = "drop"
+    muon: bool = False
 
     @property
     def settings(self) -> ModelSettings:
@@ -84,7 +86,9 @@ def _measure(grid: Grid, model: ModelDescription, case: Case) -> dict[str, int]:
     chunks = build_chunks(transformer_config(model, case.settings, grid.layout, choose()), model, choose(), grad=True)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.data.normal_(std=0.02)
-    policy = make_trainable(chunks, OptimizerSettings(lr=1e-3), total_steps=10)
+    muon = MuonSettings() if case.muon else None
+    matrices = None if muon is None else matrices_of(chunks, model, grid, muon)
+    policy = make_trainable(chunks, OptimizerSettings(lr=1e-3, muon=muon), 10, matrices)
     weights = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     known = {tensor.untyped_storage().data_ptr() for tensor in weights}
     predictor = PredictorPass(policy.chunks, grid, model.vocab, 0.1) if model.predicts else None

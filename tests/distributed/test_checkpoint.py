@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.distributed.checkpoint_work import Resumed, beside_extra_states, plai
 from tests.distributed.test_layouts import LAYOUTS
 from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import Job, make_checkpoint
-from tests.rank_pool import Pool
+from tests.rank_pool import Pool, RankError
 from tests.rows import rows
 
 STEPS = 2  # before the save, and after it
@@ -115,6 +116,41 @@ def test_sinks_and_biases_continue_on_another_layout(pool: Pool, save: Save, mak
     saved = save(job(path, LAYOUTS[before], LAYOUTS[after]), LAYOUTS[before])
     assert any("softmax_offset" in key for key in saved.tensors)
     assert_continues(pool, saved, LAYOUTS[after], tmp_path, rel=1e-6)
+
+
+def with_muon(job: Job, dtype: Literal["float32", "bfloat16"] = "float32") -> Job:
+    return replace(job, dtype=dtype, optimizer={"eps": 1e-3, "weight_decay": 0.1, "muon": {"lr": 0.01}})
+
+
+MUON = [("tp2_etp2_ep2", "float32"), ("pp2_vpp2", "float32"), ("ep4", "bfloat16"), ("dp2", "float32")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), rows(MUON, MUON[-1:]))
+def test_muon_resumes_exactly(pool: Pool, save: Save, path: Path, name: str, dtype: Literal["float32", "bfloat16"]) -> None:
+    """Bit for bit, from files and from memory; of a matrix there is one moment."""
+    saved = save(with_muon(job(path, LAYOUTS[name]), dtype), LAYOUTS[name])
+    keys, prefix = set(saved.tensors), "optimizer.state."
+    weights = {key.removeprefix(prefix + "param.") for key in keys if key.startswith(prefix + "param.")}
+    matrices = {key for key in weights if "linear_" in key and key.endswith(".weight")}
+    assert weights == {key for key in keys if not key.startswith(prefix)} and matrices
+    assert {key for key in weights if f"{prefix}exp_avg_sq.{key}" not in keys} == matrices
+    assert all(bool(saved.tensors[f"{prefix}exp_avg.{key}"].any()) for key in weights)
+    assert pool.run(resume, LAYOUTS[name], saved.job, saved.step) == saved.then
+    assert pool.run(resume_from_memory, LAYOUTS[name], saved.job, saved.step) == saved.then
+
+
+@pytest.mark.parametrize(("before", "after"), rows([*PAIRS, ("dp2", "tp2_ep2")], []))
+def test_muon_continues_on_another_layout(pool: Pool, save: Save, path: Path, tmp_path: Path, before: str, after: str) -> None:
+    layouts = {**LAYOUTS, "one": ONE}
+    saved = save(with_muon(job(path, layouts[before], layouts[after])), layouts[before])
+    assert_continues(pool, saved, layouts[after], tmp_path, rel=1e-5)
+
+
+def test_a_checkpoint_of_muon_is_not_one_of_adamw(pool: Pool, save: Save, path: Path) -> None:
+    plain = job(path, LAYOUTS["dp2"])
+    saved = save(with_muon(plain), LAYOUTS["dp2"])
+    with pytest.raises(RankError, match=r"was trained with Muon, and the model is without \(optimizer\.muon\)"):
+        pool.run(resume, LAYOUTS["dp2"], plain, saved.step)
 
 
 def test_bfloat16_keeps_its_float32_main_weights(pool: Pool, save: Save, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
             Case("qwen3_moe", HALF, "full"),
             Case("glm4_moe", HALF),
             Case("glm4_moe", mtp="train"),
+            *(Case("glm4_moe", muon=True), Case("qwen3_next", HALF, mtp="train", muon=True)),
             Case("nemotron_h"),
             Case("deepseek_v32"),
             Case("deepseek_v32", HALF, "selective"),
@@ -95,6 +96,7 @@ LAYOUTS: dict[str, tuple[Layout, list[Case]]] = {
         [
             *(Case("qwen3_moe", HALF), Case("deepseek_v3"), Case("qwen3_next", HALF), Case("nemotron_h", HALF)),
             Case("qwen3_next", mtp="train"),
+            Case("nemotron_h", HALF, muon=True),
         ],
     ),
     "tp2_etp2": (Layout(ranks=2, tp=2, etp=2), [Case("glm4_moe", HALF), Case("mixtral")]),
@@ -120,7 +122,7 @@ def test_planned_bytes_are_those_of_real_ranks(pool: Pool, name: str, long: bool
     measured = pool.run(measure, layout, DESCRIPTIONS, cases)
     for index, case in enumerate(cases):
         model = replace(DESCRIPTIONS[case.family], mtp=case.mtp)
-        role = PlannedModel("policy", model, trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES)
+        role = PlannedModel("policy", model, trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES, muon=case.muon)
         planned = plan_group([role], layout, case.settings, Work(LENGTH, case.micro_batches, 0, gpu=False))
         held = [rank[index] for rank in measured]
         for rank, real in enumerate(held):

@@ -12,7 +12,7 @@ from megarl.algorithms.objective import Objective
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
 from megarl.batch import Sample, pack_scored
-from megarl.config import Layout, ModelSettings, OptimizerSettings, RunSettings
+from megarl.config import Layout, ModelSettings, MuonSettings, OptimizerSettings, RunSettings
 from megarl.models import hf as directory
 from megarl.observe.metrics import Metric, merge, scalars
 from megarl.parallel.backend import choose
@@ -62,21 +62,22 @@ def plan(objective: Objective, dp: int, seed: int = 4) -> MiniBatch:
     return mini_batch(objective, samples(seed), [0.3 * (n // 2) for n in range(2 * PAIRS)], dp, CAPACITY)
 
 
-def worker(grid: Grid, path: Path, objective: Objective) -> SupervisedWorker:
+def worker(grid: Grid, path: Path, objective: Objective, muon: MuonSettings | None = None) -> SupervisedWorker:
     """The real actor on a rank of the pool, whose grid is there already."""
     config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
-    rank = SupervisedWorker(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(objective, OptimizerSettings(lr=1e-4), updates=3))
+    optimizer = OptimizerSettings(lr=1e-4, muon=muon)
+    rank = SupervisedWorker(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(objective, optimizer, updates=3))
     rank._backend, rank._grid = choose(), grid
     rank.build_models()
     return rank
 
 
-def learn(grid: Grid, path: Path, names: Sequence[str]) -> dict[str, list[dict[str, Metric]]]:
+def learn(grid: Grid, path: Path, names: Sequence[str], muon: MuonSettings | None = None) -> dict[str, list[dict[str, Metric]]]:
     """Of each objective: held-out numbers, a step, held-out numbers."""
     found = {}
     for name in names:
         objective = OBJECTIVES[name]
-        rank, held_out = worker(grid, path, objective), plan(objective, grid.dp_size, seed=5)
+        rank, held_out = worker(grid, path, objective, muon), plan(objective, grid.dp_size, seed=5)
         steps = [rank.measure(held_out), rank.train(plan(objective, grid.dp_size)), rank.measure(held_out)]
         found[name] = steps
     return found
@@ -112,6 +113,18 @@ def test_metrics_and_gradient_are_independent_of_the_layout(
                 objective,
                 index,
             )
+
+
+@pytest.mark.parametrize("name", rows(["dp3_uneven", "tp2_pp2"], []))
+def test_muon_learns_the_same_on_every_layout(pool: Pool, model: Path, one_rank: dict[str, list[dict[str, Metric]]], name: str) -> None:
+    """A language model and a reward model, whose head is AdamW's."""
+    names, muon = ["sft", "rm", "dpo"], MuonSettings(lr=1e-3)
+    [one], ranks = pool.run(learn, Layout(), model, names, muon), pool.run(learn, LAYOUTS[name][0], model, names, muon)
+    for objective in names:
+        for index, metrics in enumerate(one[objective]):
+            many, bound = counted(merge(rank[objective][index] for rank in ranks)), 1e-5 if index < 2 else 1e-3
+            assert many == pytest.approx(counted(metrics), rel=bound, abs=0.1 * bound), (objective, index)
+        assert counted(one[objective][2]) != counted(one_rank[objective][2]), "AdamW's"
 
 
 def practise(grid: Grid, path: Path) -> dict[str, list[dict[str, Metric]]]:

@@ -28,6 +28,7 @@ from megarl.parallel.build import build_chunks, transformer_config
 from megarl.parallel.grid import Grid, destroy_grid
 from megarl.parallel.logprobs import logprob_entropy
 from megarl.parallel.lora import adapters_of, put_adapters, put_factor
+from megarl.parallel.muon import matrices_of
 from megarl.parallel.optimizer import Trainable, make_trainable
 from megarl.parallel.packing import pack_micro
 from megarl.parallel.predictor import PredictorPass
@@ -144,7 +145,9 @@ def build(grid: Grid, job: Job) -> Trainable:
         put_adapters(chunks, model, job.lora, grid)
         if job.lora.init is None:
             stir(chunks, grid)
-    return make_trainable(chunks, OptimizerSettings(**{"lr": 1e-3, **job.optimizer}), total_steps=10)
+    optimizer = OptimizerSettings.model_validate({"lr": 1e-3, **job.optimizer})
+    matrices = None if optimizer.muon is None else matrices_of(chunks, model, grid, optimizer.muon)
+    return make_trainable(chunks, optimizer, 10, matrices)
 
 
 def stir(chunks: list[Any], grid: Grid) -> None:

@@ -91,6 +91,17 @@ def test_a_run_may_begin_with_the_weights_of_a_checkpoint(lab: Lab, straight: Jo
     assert_same(checkpoint, directory, "model")
 
 
+MUON = ("algorithm={type: ppo}", "critic={optimizer: {lr: 0.001, muon: {}}}", "optimizer.muon={lr: 0.002, routers: true}", "save.every=1")
+
+
+@pytest.mark.long
+def test_a_run_whose_policy_and_critic_have_muon_goes_on(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    straight, early = (Job(tmp_path / name, tiny_model, (*MUON, f"train.steps={steps}")) for name, steps in (("straight", 4), ("early", 2)))
+    lab.run(straight)
+    lab.run(early)
+    assert_same(lab.run(replace(early, overrides=straight.overrides)), straight, "model", "critic")
+
+
 def letters(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     """What the straight run's reward function says."""
     scores = [share_of_letters(prompt="", response=ask["response"], answer="", meta={}) for ask in body["samples"]]

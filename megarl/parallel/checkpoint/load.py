@@ -66,4 +66,7 @@ def _saved(step: SavedStep, name: str, model: ModelState) -> Mapping[str, Any]:
             raise ConfigError(f"checkpoint: {step.path / name}: {what} is {given!r}, and the model's is {value!r}")
     if model.trainable is not None and saved["optimizer"] is None:
         raise ConfigError(f"checkpoint: {step.path / name} holds no optimizer: it was saved as a frozen model")
+    if model.trainable is not None and model.trainable.muon != saved["optimizer"].get("muon", False):
+        given, own = ("with Muon", "without") if not model.trainable.muon else ("without Muon", "with it")
+        raise ConfigError(f"checkpoint: {step.path / name} was trained {given}, and the model is {own} (optimizer.muon)")
     return saved

@@ -286,7 +286,9 @@ def _left(deadline: float) -> float:
 
 def _description(model: ModelState) -> dict[str, Any]:
     trainable = model.trainable
-    optimizer = None if trainable is None else {"steps": trainable.steps, "adam_step": sharded.adam_step(trainable)}
+    optimizer = None
+    if trainable is not None:
+        optimizer = {"steps": trainable.steps, "adam_step": sharded.adam_step(trainable), **({"muon": True} if trainable.muon else {})}
     lora = {} if model.lora is None else {"lora": dict(model.lora)}
     return {**model.description.identity, "optimizer": optimizer, **lora, **({"mtp": True} if model.description.predicts else {})}
 

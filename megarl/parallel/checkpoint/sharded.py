@@ -12,11 +12,10 @@ buckets' padding, :1791 counts it).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
@@ -24,9 +23,9 @@ from torch import Tensor
 from megarl.models.te_names import to_te
 from megarl.parallel.grid import Grid
 from megarl.parallel.optimizer import Trainable
+from megarl.parallel.slices import BufferedParameter, buffered
 from megarl.parallel.weights import weight_buffers
 
-STATES = ("param", "exp_avg", "exp_avg_sq")  # of each parameter, in float32
 _EXTRA = "_extra_state"  # Transformer Engine's fp8 scales: pickled by Megatron, empty in bfloat16, left out
 
 Sharded = dict[str, Any]  # nested; its leaves are ShardedTensor or ShardedTensorFactory
@@ -86,7 +85,8 @@ def optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
     for one in _buffered(trainable):
         whole = _assembled(one)
         if whole is not None:
-            state[str(len(state))] = {name: _like(sharded[one.parameter], name, tensor) for name, tensor in zip(STATES, whole, strict=True)}
+            leaf = sharded[one.parameter]
+            state[str(len(state))] = {name: _like(leaf, name, tensor) for name, tensor in zip(one.states, whole, strict=True)}
     return state
 
 
@@ -100,9 +100,9 @@ def empty_optimizer_state(trainable: Trainable, model: Sharded) -> Sharded:
     state: Sharded = {}
     for number, one in enumerate(_held(trainable)):
         shape = one.parameter.shape
-        places = one.local() if one.whole else [torch.empty(shape.numel(), dtype=torch.float32) for _ in STATES]
+        places = one.local() if one.whole else [torch.empty(shape.numel(), dtype=torch.float32) for _ in one.states]
         state[str(number)] = {
-            name: _like(sharded[one.parameter], name, place.view(shape)) for name, place in zip(STATES, places, strict=True)
+            name: _like(sharded[one.parameter], name, place.view(shape)) for name, place in zip(one.states, places, strict=True)
         }
     return state
 
@@ -118,7 +118,7 @@ def put_optimizer(trainable: Trainable, state: Sharded, adam_step: int) -> None:
     """
     for number, one in enumerate(_held(trainable)):
         if not one.whole:
-            for name, mine in zip(STATES, one.local(), strict=True):
+            for name, mine in zip(one.states, one.local(), strict=True):
                 mine.copy_(state[str(number)][name].data.flatten()[one.begin : one.end])
     finish_optimizer(trainable, adam_step)
 
@@ -150,7 +150,7 @@ def start_optimizer(trainable: Trainable) -> None:
 def finish_optimizer(trainable: Trainable, adam_step: int) -> None:
     """Set Adam's step count, and the main weights if an offloaded optimizer has copies of them, after states were put in place."""
     for one in _held(trainable):
-        one.main.copy_(one.local()[0])
+        one.main.detach().copy_(one.local()[0])
     for part in _optimizers(trainable):
         for entry in part.optimizer.state.values():
             if "step" in entry:  # torch: a tensor for each parameter
@@ -170,67 +170,13 @@ def adam_step(trainable: Trainable) -> int:
     return max(steps, default=0)
 
 
-@dataclass(frozen=True)
-class _BufferedParameter:
-    """A parameter in the flat buffer of a distributed optimizer whose data-parallel ranks own equal slices of it."""
-
-    part: Any  # DistributedOptimizer of the dense or of the expert parameters
-    parameter: Tensor
-    owners: range  # data-parallel ranks that hold a piece
-    cuts: tuple[int, ...]  # where their pieces begin in the flattened parameter, and the end of the last
-
-    @property
-    def rank(self) -> int:
-        return self.part.data_parallel_group.rank()
-
-    @property
-    def held(self) -> bool:
-        return self.rank in self.owners
-
-    @property
-    def begin(self) -> int:
-        return self.cuts[self.rank - self.owners.start]
-
-    @property
-    def end(self) -> int:
-        return self.cuts[self.rank - self.owners.start + 1]
-
-    @property
-    def whole(self) -> bool:
-        """Whether this rank holds all of it."""
-        return self.held and len(self.owners) == 1
-
-    @property
-    def main(self) -> Tensor:
-        """This rank's piece of the main weights, flat, on the device."""
-        group, index = self.part.model_param_group_index_map[self.parameter]
-        return self.part.optimizer.param_groups[group]["params"][index].detach()
-
-    def local(self) -> list[Tensor]:
-        """This rank's piece of each of STATES, flat; moments that do not exist yet are zeros."""
-        group, index = self.part.model_param_group_index_map[self.parameter]
-        main = self.part.optimizer.param_groups[group]["params"][index]
-        moments = self.part.optimizer.state.get(main, {})
-        # An offloaded optimizer updates copies of its own (named by hybrid_optimizer.py:_sync_sub_optimizers_state_to_hdo).
-        found = [moments.get("master_param", main), *(moments[name] if name in moments else torch.zeros_like(main) for name in STATES[1:])]
-        assert all(tensor.dtype == torch.float32 and len(tensor) == self.end - self.begin for tensor in found)
-        return [tensor.detach() for tensor in found]
-
-
-def _buffered(trainable: Trainable) -> Iterator[_BufferedParameter]:
+def _buffered(trainable: Trainable) -> Iterator[BufferedParameter]:
     """Every parameter of the buffers that this rank shares, in the same order on all ranks that share them."""
     for part in _optimizers(trainable):
-        ranks = part.data_parallel_group.size()
-        for buffer in part.buffers:
-            for parameter, (start, end, bucket_id) in buffer.param_index_map.items():
-                bucket = buffer.buckets[bucket_id]
-                share, start, end = bucket.grad_data.numel() // ranks, start - bucket.offset, end - bucket.offset
-                owners = range(start // share, (end - 1) // share + 1)
-                inner = [owner * share - start for owner in owners[1:]]
-                yield _BufferedParameter(part, parameter, owners, (0, *inner, end - start))
+        yield from buffered(part)
 
 
-def _held(trainable: Trainable) -> list[_BufferedParameter]:
+def _held(trainable: Trainable) -> list[BufferedParameter]:
     """The buffered parameters of which this rank's slices hold a piece."""
     return [one for one in _buffered(trainable) if one.held]
 
@@ -245,23 +191,15 @@ def _counting(part: Any) -> list[dict[str, Any]]:
     return [group for one in getattr(part.optimizer, "sub_optimizers", [part.optimizer]) for group in one.param_groups]
 
 
-def _assembled(buffered: _BufferedParameter) -> list[Tensor] | None:
-    """Gather the whole parameter's STATES on the first of its owners, to which the others send their pieces. Returns None elsewhere."""
-    if not buffered.held:
+def _assembled(one: BufferedParameter) -> list[Tensor] | None:
+    """Gather the whole parameter's states on the first of its owners. Returns None elsewhere."""
+    if not one.held:
         return None
-    shape, first = buffered.parameter.shape, buffered.owners.start
-    if buffered.whole:
-        return [tensor.view(shape) for tensor in buffered.local()]  # what an offloaded optimizer holds stays in host memory
-    group, mine = buffered.part.data_parallel_group, torch.stack([tensor.to(buffered.main.device) for tensor in buffered.local()])
-    if buffered.rank != first:
-        dist.send(mine, group=group, group_dst=first)
-        return None
-    pieces = [mine]
-    for owner in buffered.owners[1:]:
-        begin, end = buffered.cuts[owner - first : owner - first + 2]
-        pieces.append(mine.new_empty(len(STATES), end - begin))
-        dist.recv(pieces[-1], group=group, group_src=owner)
-    return [tensor.view(shape) for tensor in torch.cat(pieces, dim=1)]
+    shape = one.parameter.shape
+    if one.whole:
+        return [tensor.view(shape) for tensor in one.local()]  # what an offloaded optimizer holds stays in host memory
+    whole_SN = one.gather(torch.stack([tensor.to(one.main.device) for tensor in one.local()]))
+    return None if whole_SN is None else [tensor.view(shape) for tensor in whole_SN]
 
 
 def _like(leaf: ShardedTensor | ShardedTensorFactory, name: str, data: Tensor) -> ShardedTensor | ShardedTensorFactory:

@@ -64,6 +64,8 @@ def test_every_alias_leads_to_a_key() -> None:
         ("model.use_remove_padding", " (always so: no batch has padding)"),
         ("algorithm.loss_mode", " (here it is algorithm.type)"),
         ("model.lora_rank", " (here it is model.lora.rank)"),
+        ("optimizer.muon_num_ns_steps", " (here it is optimizer.muon.ns_steps)"),
+        ("optimizer.use_muon", " (here it is optimizer.muon)"),
     ],
 )
 def test_an_unknown_key_gets_a_hint(tmp_path: Path, key: str, hint: str) -> None:

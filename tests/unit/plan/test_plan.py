@@ -132,6 +132,20 @@ def test_an_indexer_costs_weights_masks_and_time_and_no_optimizer(name: str) -> 
     assert chunk.frozen == sum(prod(shape) for key, shape in description_of(MODELS[name]).expected().items() if ".indexer." in key)
 
 
+def test_muon_keeps_one_moment_of_matrices() -> None:
+    """Of a rank whose slice is all embedding there are two of everything."""
+    chunk = ChunkParameters(dense=((1 << 20, 3), (1 << 10, 2)), experts=((1 << 21, 8),), dense_matrices=2 << 20, expert_matrices=8 << 21)
+    one, two = (states([chunk], Layout(ranks=ranks), "bfloat16", trained=True, muon=True) for ranks in (1, 4))
+    elements, others = (3 << 20) + (2 << 10) + (8 << 21), (1 << 20) + (2 << 10)
+    assert one.optimizer == 8 * elements + 4 * others
+    assert two.optimizer == 8 * elements // 4 + 4 * ((3 << 20) + (2 << 10)) // 4, "the slice of dense parameters, and no expert's"
+    model = description_of(MODELS["Qwen3-30B-A3B"])
+    [[whole]] = shards(model, "lm", Layout(), {})
+    parts = {name: prod(shape) for name, shape in model.expected().items()}
+    matrices = sum(size for name, size in parts.items() if name.endswith("_proj.weight"))
+    assert whole.dense_matrices + whole.expert_matrices == matrices > 0.9 * sum(parts.values())
+
+
 def test_pinned_copies_of_an_offloaded_optimizer_take_powers_of_two() -> None:
     chunk = ChunkParameters(dense=((1 << 20, 2),), experts=((3 << 20, 4),))  # 4 and 12 MiB in float32, for which torch takes 4 and 16
     host = states([chunk], Layout(), "bfloat16", 1.0, trained=True).host
