@@ -80,11 +80,12 @@ class Figure:
 
     def _read(self, runs: Path, place: str, seed: int) -> float:
         run, _, name = place.replace("{seed}", str(seed)).partition(": ")
-        if self.last is not None:
-            values = [row[name] for row in read_json_lines(runs / run / "metrics.jsonl") if name in row]
-            if not values:
+        metric, _, step = name.partition(" at ")
+        if step or self.last is not None:
+            rows = [row for row in read_json_lines(runs / run / "metrics.jsonl") if metric in row and step in ("", f"{row['step']:g}")]
+            if not rows:
                 raise InputError(f"{self.name}: {runs / run} has no metric {name}")
-            return fmean(values[-self.last :])
+            return fmean(row[metric] for row in rows[-(self.last or 1) :])
         evaluated = runs / run / "eval.json"
         path = evaluated if evaluated.is_file() else runs / run / "summary.json"
         figure: Any = json.loads(path.read_text())

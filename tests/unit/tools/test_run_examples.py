@@ -70,6 +70,7 @@ def example(name: str, limits: list[float], **spec: Any) -> Any:
         ({"of": "it: rate.after"}, 0.75),
         ({"of": "it: rate.after", "less": "it: rate.before"}, 0.5),
         ({"of": "it: kl", "last": 2}, 5.0),
+        ({"of": "it: kl at 3", "less": "it: kl at 1"}, 4.0),
         ({"of": "it: kl", "last": 2, "by": "it: target"}, 2.5),
     ],
 )
