@@ -22,7 +22,7 @@ megarl data calls.yaml --rows 1
 megarl sft sft.yaml name=sft optimizer.lr=3e-3 sft.steps=200 sft.batch_size=32
 megarl generate runs/sft/model "Capitals: cat" --n 4 --max-tokens 8
 
-megarl sft calls.yaml name=calls model.path=runs/sft/model optimizer.lr=3e-3 sft.steps=150 sft.batch_size=32
+megarl sft calls.yaml name=calls model.path=runs/sft/model optimizer.lr=3e-3 optimizer.decay=cosine sft.steps=300
 megarl eval eval.yaml name=eval-calls model.path=runs/calls/model environment.source='{type: tools, tools: [my_tools:upper]}' rollout.max_prompt_tokens=96 rollout.max_response_tokens=96
 megarl samples runs/eval-calls --most 2
 

@@ -2,9 +2,9 @@
 
     python examples/own_task/make.py DIRECTORY
 
-Leaves in DIRECTORY: tiny/ (Llama's shape, random weights; a byte is a token), prompts.jsonl (200), talks.jsonl (conversations to learn
-from), calls.jsonl (conversations in which the assistant thinks and calls the tool of my_tools.py), pairs.jsonl and pairs_heldout.jsonl
-(preferences). Nothing in it comes from megarl.
+Leaves in DIRECTORY: tiny/ (Llama's shape, random weights; a byte is a token, and so is each of a few phrases), prompts.jsonl (200),
+talks.jsonl (conversations to learn from), calls.jsonl (conversations in which the assistant thinks and calls the tool of my_tools.py),
+pairs.jsonl and pairs_heldout.jsonl (preferences). Nothing in it comes from megarl.
 """
 
 import json
@@ -18,6 +18,11 @@ from typing import Any
 PROMPTS, TALKS, CALLS, PAIRS, HELD_OUT = 200, 2000, 1000, 400, 64
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>", "<tool>"]
 TAGS = ["<tools>", "<think>", "</think>", "<tool_call>", "</tool_call>"]  # tokens, but text of a message as any other
+THOUGHT = "The tool does that."
+PHRASES = [  # tokens, so that texts are short and the letters in them are those of the word
+    *("upper(word): Writes a word in capitals. Form: ", "JSON", "Capitals: "),
+    *(THOUGHT, '{"name": "upper", "arguments": {"word": "', '"}}'),
+]
 CHAT = """\
 {%- if tools %}<tools>
     {%- for tool in tools %}
@@ -49,10 +54,10 @@ def make_model(out: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of a model that is written in no time
-    letters = [*SPECIAL, *TAGS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    letters = [*SPECIAL, *TAGS, *PHRASES, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pieces = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, merges=[]))
     pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    pieces.add_tokens(TAGS)
+    pieces.add_tokens([*TAGS, *PHRASES])
     pad, end, *others = SPECIAL
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=pieces, pad_token=pad, eos_token=end, extra_special_tokens=others, chat_template=CHAT
@@ -66,6 +71,7 @@ def make_model(out: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
+        initializer_range=0.08,  # about 1 / sqrt(hidden_size): with the default, 0.02, attention learns late where to look
         bos_token_id=None,
         eos_token_id=letters.index(end),
         pad_token_id=letters.index(pad),
@@ -102,7 +108,7 @@ def with_call(word: str) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": TOOL["name"], "arguments": {"word": word}}}
     return conversation(
         word,
-        {"role": "assistant", "reasoning_content": f"The word is {word}.", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "reasoning_content": THOUGHT, "content": None, "tool_calls": [call]},
         {"role": "tool", "content": word.upper()},
         {"role": "assistant", "content": word.upper()},
     )

@@ -101,8 +101,10 @@ def test_a_conversation_with_reasoning_and_a_call_is_read_and_learned_as_the_tem
         assert tokenizer.decode(one.tokens) == tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
         word, tokens, mask = row["messages"][-1]["content"].lower(), one.tokens[one.prompt_length :], one.loss_mask
         assert mask is not None
-        assert tokenizer.decode(tokens[mask]) == f"<think>The word is {word}.</think>{call_of(word)}<end>{word.upper()}<end>"
+        assert tokenizer.decode(tokens[mask]) == f"<think>{make.THOUGHT}</think>{call_of(word)}<end>{word.upper()}<end>"
         assert tokenizer.decode(tokens[~mask]) == f"<tool>{word.upper()}<assistant>"
+        pieces = tokenizer.convert_ids_to_tokens(one.tokens)
+        assert "".join(piece for piece in pieces if len(piece) == 1 and piece.islower()) == 2 * word, "others distract so small a model"
 
 
 def test_an_episodes_tool_schema_is_that_of_the_training_rows() -> None:
