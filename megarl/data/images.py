@@ -66,12 +66,13 @@ class ImageReader:
             return messages, []
         column = row.get(COLUMN)
         rest, images, total, changed = list(column if isinstance(column, list) else []), list[Image](), 0, list[Any]()
+        in_texts = bool(rest)  # whether `HERE` in a content that is a text stands for an image
         for number, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
             where = f"{place}: message {number}"
             if isinstance(content, str) and MARK in content:
                 raise ConfigError(f"{where}: its content has U+{ord(MARK):04X}, which stands for images here")
-            if isinstance(content, str) and rest and HERE in content and message.get("role") != "assistant":
+            if isinstance(content, str) and in_texts and HERE in content and message.get("role") != "assistant":
                 content = _parts_of(content)
             if not isinstance(content, list):
                 changed.append(message)
@@ -258,6 +259,18 @@ def check_folder(source: TableSource, reader: ImageReader | None, key: str) -> N
     """
     if reader is None and source.image_folder is not None:
         raise ConfigError(f"{key}.image_folder={source.image_folder}: the model sees no images, or reads none of this source")
+
+
+def shown(prompt: str | list[Message]) -> str | list[Message]:
+    """Return a prompt as others read it, with `HERE` in the place of each image's mark."""
+    if isinstance(prompt, str):
+        return prompt.replace(MARK, HERE)
+    return [{**message, "content": message["content"].replace(MARK, HERE)} if "content" in message else message for message in prompt]
+
+
+def shown_task(task: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a prompt's task (`Prompt.task`) as an environment gets it, `shown`."""
+    return None if task is None else {key: shown(value) if key == "prompt" else value for key, value in task.items()}
 
 
 def _part(part: Any, place: str) -> tuple[str, Any]:

@@ -13,14 +13,14 @@ import numpy as np
 from megarl.config import ConfigError, PromptFormat
 from megarl.data.answers import Answer
 from megarl.data.chat import Chat
-from megarl.data.images import HERE, ImageReader
+from megarl.data.images import ImageReader, shown
 from megarl.data.intake import Intake, TooLong
 from megarl.data.messages import ARGUMENTS, TOOLS, Message
 from megarl.data.rendering import Reply, continued, prompt_texts
 from megarl.data.rows import Row
 from megarl.data.template import ChatTemplate
 from megarl.data.tokenizer import check_known, check_size, encode, unended
-from megarl.images import MARK, PlacedImage
+from megarl.images import PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +38,7 @@ class Prompt:
     ids: Sequence[int] = field(repr=False)  # tokens of the whole prompt, 4 bytes each
     answer: Answer
     meta: dict[str, Any]  # reasoning-gym's metadata, or the other columns of the row
-    given: str | list[Message] = ""  # the question as in the source, with any messages before it
+    given: str | list[Message] = ""  # the question as in the source, with any messages before it; `MARK` stands for each image
     episode: int | None = None  # the seed of an episode, which the environment opens; there are then no tokens
     place: str = field(default="", repr=False, compare=False)  # the row's name in messages
     images: Sequence[PlacedImage] = ()  # in order; their tokens are among the prompt's
@@ -59,8 +59,13 @@ class Prompt:
         return self.id if self.episode is None else self.episode
 
     @property
+    def shown(self) -> str | list[Message]:
+        """`given` as others read it, with "<image>" for each image."""
+        return shown(self.given)
+
+    @property
     def task(self) -> dict[str, Any] | None:
-        """The parts of the prompt that are passed to an environment; None for an episode."""
+        """The parts of the prompt that are passed to an environment, once `shown_task` has written its images; None for an episode."""
         return None if self.episode is not None else {"prompt": self.given, "answer": self.answer, "meta": self.meta}
 
 
@@ -118,7 +123,8 @@ class Renderer:
             if len(tokens) > self.most:
                 raise TooLong(f"{row.place}: prompt of {len(tokens)} tokens is longer than {self.limit_key}={self.most}")
             placed = self.reader.placed(np.array(tokens), row.images, row.place) if self.reader is not None else ()
-            return Prompt(number, _shown(_text(row)), array("I", tokens), row.answer, row.meta, _given(row), place=row.place, images=placed)
+            ids, text = array("I", tokens), str(shown(_text(row)))
+            return Prompt(number, text, ids, row.answer, row.meta, _given(row), place=row.place, images=placed)
 
         items = self.intake.made(self._rendered(list(zip(rows, ids, strict=True))), sized)
         tokens = encode(self.tokenizer, [text for _, text in items], special=self.chat_template is None) if items else []
@@ -179,13 +185,8 @@ def _given(row: Row) -> str | list[Message]:
     """Return the prompt as in the source, or only the text if it is a single user message."""
     is_single = len(row.messages) == 1 and row.messages[0]["role"] == "user"
     if is_single or isinstance(row.prompt, str):
-        return _shown(_text(row))
-    return [{**message, "content": _shown(message["content"])} if "content" in message else message for message in row.prompt]
-
-
-def _shown(text: str) -> str:
-    """Return a text without the marks of images."""
-    return text.replace(MARK, HERE)
+        return _text(row)
+    return row.prompt
 
 
 def check_turn(row: Row) -> None:

@@ -143,12 +143,10 @@ class TurnTokens:
 
         Args:
             task: its parts, as in `Prompt.task`.
-            images: its images, for each of which its texts have `HERE`.
+            images: its images, for each of which its texts have `MARK`.
         """
         prompt, meta = task.get("prompt", ""), task.get("meta", {})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if images:
-            messages = [{**one, "content": one["content"].replace(HERE, MARK)} if "content" in one else one for one in messages]
         chat = self.template.chat(messages, PLACE, tools_of(meta, PLACE), arguments_of(meta, PLACE))
         return Dialogue(self, chat, [one.image for one in images])
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megarl.batch import Sample
+from megarl.data.images import shown_task
 from megarl.data.messages import arguments_of
 from megarl.data.spelled import unmarked
 from megarl.data.tokenizer import check_size, decode, encode, first_line
@@ -66,7 +67,7 @@ class AgentPlayer(Player):
 
     async def play(self, host: AgentHost) -> Played:
         """Play the whole episode. Raises what the engine raises."""
-        task = None if self.start.task is None else dict(self.start.task)
+        task = shown_task(self.start.task)
         playing = asyncio.create_task(host.play(self.start.seed, task, self))
         try:
             await asyncio.wait({playing, self._failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megarl.batch import Sample
+from megarl.data.images import shown_task
 from megarl.data.messages import arguments_of
 from megarl.data.turns import Dialogue, TurnTokens
 from megarl.engines.engine import Request, RolloutTimeout
@@ -38,7 +39,7 @@ class Start(TokenPrompt):
     """The start of an episode, shared by `sampling.n` episodes. Its tokens are empty if the environment has to write the opening."""
 
     seed: int  # of the environment
-    task: Mapping[str, Any] | None = None  # prompt, answer and meta from the data, for the environment
+    task: Mapping[str, Any] | None = None  # prompt, answer and meta from the data, as in `Prompt.task`
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class EnvironmentPlayer(Player):
         return self._played("stop" if whole else "length")
 
     async def _begin(self, episode: Episode) -> list[int]:
-        opening = await episode.reset(self.start.seed, None if self.start.task is None else dict(self.start.task))
+        opening = await episode.reset(self.start.seed, shown_task(self.start.task))
         task = self.start.task or {}
         if opening.messages is not None:
             arguments = arguments_of(task.get("meta", {}), "the row")

@@ -19,6 +19,7 @@ from megarl.config import (
     ToolsEnvironment,
     alone,
 )
+from megarl.data.images import shown_task
 from megarl.data.prompts import Prompt
 from megarl.data.template import render_chats
 from megarl.data.tokenizer import load_tokenizer
@@ -164,7 +165,7 @@ def check_episodes(settings: EnvironmentSettings | None, prompts: Sequence[Promp
         called = f"reset(seed={first.seed})"
         try:
             episode = host.open()
-            opening = await episode.reset(first.seed, first.task)
+            opening = await episode.reset(first.seed, shown_task(first.task))
             if opening.messages is None and writes_opening:
                 raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")
             if opening.messages is None:

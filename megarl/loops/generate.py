@@ -296,7 +296,7 @@ def _answered(speaker: Speaker, file: TextIO | None) -> Iterator[dict[str, Any]]
         part = prompts[first : first + PROMPTS]
         for prompt, responses in zip(part, speaker.responses(part), strict=True):
             for number, response in enumerate(responses):
-                row = {"prompt": prompt.given, "sample": number, **response}
+                row = {"prompt": prompt.shown, "sample": number, **response}
                 if file is not None:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 elif len(prompts) == n == 1:

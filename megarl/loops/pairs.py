@@ -134,7 +134,7 @@ def pairs_of(prompt: Prompt, replies: Sequence[Said], count: int, draw: random.R
     every = [(one, other) if one[1] > other[1] else (other, one) for one, other in combinations(once.values(), 2) if one[1] != other[1]]
     for better, worse in draw.sample(every, min(count, len(every))):
         own = {name: prompt.meta[name] for name in (TOOLS, ARGUMENTS) if prompt.meta.get(name) is not None}
-        yield {"prompt": prompt.given, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1], **own}
+        yield {"prompt": prompt.shown, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1], **own}
 
 
 def counted(rows: Sequence[dict[str, Any]], replies: Sequence[Said]) -> dict[str, Metric]:

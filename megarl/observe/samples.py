@@ -131,7 +131,7 @@ def record(prompt: Prompt, response: Response, score: Score, greedy: bool = Fals
     """
     played = response.episode
     return SampleRecord(
-        prompt=prompt.given or prompt.text if played is None else played.opening,
+        prompt=prompt.shown or prompt.text if played is None else played.opening,
         answer=text_of(prompt.answer),
         response=response.text if played is None else played.transcript,
         reward=score.value,

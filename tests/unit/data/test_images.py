@@ -84,7 +84,10 @@ def test_images_are_where_the_template_has_them_and_no_image_token_is_learned(pa
 def test_a_content_that_is_a_text_has_its_images_where_verl_writes_them(path: Path, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(picture(np.random.default_rng(1)))
     (tmp_path / "b").write_bytes(picture(np.random.default_rng(2)))
-    texts = {"messages": [{"role": "user", "content": "<image>x<image> y"}, {"role": "assistant", "content": "z"}], "images": ["a", "b"]}
+    texts: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "<image>x<image> y"}, {"role": "assistant", "content": "z"}],
+        "images": ["a", "b"],
+    }
     parts = asked({"type": "image", "image": "a"}, "x", {"type": "image", "image": "b"}, " y", answer="z")
     one, other, bare = load(path, tmp_path, [texts, parts, {**texts, "images": None}])
     assert np.array_equal(one.tokens, other.tokens) and one.images == other.images and not bare.images
@@ -94,6 +97,10 @@ def test_a_content_that_is_a_text_has_its_images_where_verl_writes_them(path: Pa
     ):
         with pytest.raises(ConfigError, match=rf"train\.jsonl:1: [^\n]*{message}"):
             load(path, tmp_path, [{**texts, "images": images}])
+    later = [*texts["messages"], {"role": "user", "content": "<image> again"}, {"role": "assistant", "content": "an <image>"}]
+    with pytest.raises(ConfigError, match=r"train\.jsonl:1: message 2: part 1: names no image, and the column 'images' has no more$"):
+        load(path, tmp_path, [{**texts, "messages": later}])
+    assert len(load(path, tmp_path, [{**texts, "messages": later}, texts], on_bad_row="drop")) == 1
 
 
 def test_positions_and_patches_are_those_of_transformers(path: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megarl.checks.other_models import check_seen
 from megarl.config import ConfigError, FileSource, SourceFormat, TrainConfig
 from megarl.config import load as load_config
 from megarl.data import large
-from megarl.data.images import ImageReader
+from megarl.data.images import ImageReader, shown_task
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -73,8 +73,11 @@ def test_a_prompt_has_each_token_of_its_images_once_and_says_where_they_are(path
 
 def test_verifiers_and_environments_get_texts_and_no_bytes(path: Path, tmp_path: Path) -> None:
     two, text, one = load(path, tmp_path / "rows.parquet", ROWS)
-    assert (two.given, two.text, two.meta) == ("a<image>b<image>c", "a<image>b<image>c", {})
-    assert one.given == [{"role": "system", "content": "s"}, {"role": "user", "content": "d<image>"}] and text.given == "no image"
+    assert (two.shown, two.text, two.meta) == ("a<image>b<image>c", "a<image>b<image>c", {})
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "d<image>"}]
+    assert one.shown == messages and text.shown == "no image"
+    assert shown_task(two.task) == {"prompt": "a<image>b<image>c", "answer": "1", "meta": {}}
+    assert shown_task(one.task) == {"prompt": messages, "answer": "3", "meta": {}}
 
 
 def test_prompts_of_a_large_file_are_those_of_a_small_one(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +116,12 @@ def test_images_for_agents_are_refused(path: Path, tmp_path: Path) -> None:
     [
         ({}, {"chat": False}, r":1: images need data\.chat=true$"),
         ({"images": [{"bytes": FILES[0]}] * 3}, {}, r":1: the column 'images' has 1 images that no part stands for$"),
+        ({"images": [{"bytes": FILES[0]}]}, {}, r":1: message 0: part 3: names no image, and the column 'images' has no more$"),
+        (
+            {"prompt": [{"role": role, "content": f"{role}<image>"} for role in ("system", "user")], "images": [{"bytes": FILES[0]}]},
+            {},
+            r":1: message 1: part 1: names no image, and the column 'images' has no more$",
+        ),
         ({"images": [{"bytes": b"GIF89a"}] * 2}, {}, r":1: message 0: part 1: the image is refused: "),
         (
             {"images": [{"bytes": square(64, 0)}] * 2},

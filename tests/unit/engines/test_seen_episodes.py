@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 from megarl.batch import Sample, pack
+from megarl.config import FileSource, SourceFormat
 from megarl.data.images import answer_reader
+from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.engines.engine import Request
@@ -66,16 +69,22 @@ def shown(*parts: str | bytes) -> list[dict[str, Any]]:
 
 
 def played(
-    path: Path, tokenizer: PreTrainedTokenizerBase, folder: Path, script: Sequence[str], questions: Sequence[Any], most: int = 2000
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    script: Sequence[str],
+    questions: Sequence[Any],
+    most: int = 2000,
+    start: Start = Start(0, [], 1),  # noqa: B008
 ) -> tuple[Played, list[Request]]:
-    """An episode that the environment opens."""
+    """An episode that the environment opens, or a prompt."""
     engine, world = Seeing(tokenizer, script), Shows(list(questions))
     turns = TurnTokens(tokenizer, reader=answer_reader(path, (None, None), most, "most", folder))
 
     def text_of(turn: Sample) -> str:
         return decode(tokenizer, turn.tokens[turn.prompt_length :].tolist(), finished=turn.finish_reason == "stop")
 
-    start, limits = Start(0, [], 1), Limits(prompt_tokens=500, response_tokens=2000, turns=9)
+    limits = Limits(prompt_tokens=500, response_tokens=2000, turns=9)
     [[one]] = asyncio.run(play(engine, world, turns, text_of, [start], Sampling(1, 1.0, 100, 0), limits, 60.0))  # type: ignore[arg-type]
     return one, engine.asked
 
@@ -113,6 +122,7 @@ BAD: dict[str, tuple[list[str | bytes], str]] = {
     "text": ([b"none"], "the image is refused: no image in one of the formats"),
     "many": ([picture(np.random.default_rng(1))] * 10_000, "images have "),
     "mark": (["a", MARK], "which stands for images here"),
+    "token": (["a<|image_pad|>"], "1 image tokens, and its 0 images have 0"),
 }
 
 
@@ -127,6 +137,28 @@ def test_a_bad_image_ends_its_episode(path: Path, tmp_path: Path, name: str) -> 
 def test_a_model_of_text_takes_no_images(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match="the model sees none"):
         TurnTokens(load_tokenizer(tiny_model)).opened(shown("a", picture(np.random.default_rng(1))))
+
+
+@pytest.mark.parametrize("rewriting", [False, True])
+def test_a_prompt_may_speak_of_images_beside_one(path: Path, tmp_path: Path, rewriting: bool) -> None:
+    """What a text has in common with the name of an image for environments stays text, in each context."""
+    tokenizer, file = load_tokenizer(path), picture(np.random.default_rng(1))
+    tokenizer.chat_template = REWRITING if rewriting else tokenizer.chat_template
+    url = shown(file)[0]["content"][0]["image"]
+    content = [{"type": "text", "text": "the tag <image> of "}, {"type": "image", "image": url}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": content}], "answer": ""}))
+    source, reader = (
+        FileSource(type="file", path=tmp_path / "rows.jsonl", answer_key="answer"),
+        answer_reader(path, (None, None), 500, "most"),
+    )
+    [prompt] = load_prompts(source, tokenizer, SourceFormat(), 500, "data.train", reader=reader)
+    start = Start(0, prompt.tokens, 0, prompt.task, images=prompt.images)
+    one, asked = played(path, tokenizer, tmp_path / "kept", ["[a] one", "two"], [shown("more?")], start=start)
+    assert one.error is None and one.turns == 2 and len(one.sample.starts) == rewriting
+    for request in asked:
+        assert [placed.image for placed in request.images] == [prompt.images[0].image]
+        text = decode(tokenizer, request.tokens, finished=False)
+        assert text.count("the tag <image> of <|vision_start|><|image_pad|>") == 1
 
 
 @pytest.mark.parametrize("rewriting", [False, True])
