@@ -24,6 +24,7 @@ from typing import Any
 from megarl.errors import Stopped
 from megarl.text.strict_json import MAX_LINE, lines_of, parse_json, read_json
 
+IMAGES = "images"  # folder of a run's directory with what environments have shown
 MOST_BYTES = 64 << 20  # of an image's file
 CACHED_BYTES = 1 << 28  # of images that a process keeps
 BATCH = 16  # Parquet rows that are decoded together: they may hold megabytes each

@@ -177,6 +177,11 @@ def verified(root: Path, skipped: Callable[[Entry], None]) -> Iterator[SavedStep
             skipped(entry)
 
 
+def finished_steps(root: Path) -> list[Path]:
+    """Return the step directories of `root` that were complete when they were written, unverified."""
+    return [path for path in _directories(root) if _STEP.fullmatch(path.name)] if root.is_dir() else []
+
+
 def _directories(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if is_step(path) and path.is_dir()]
 

@@ -43,7 +43,7 @@ class ImageReader:
         token: the model's image token.
         most: maximum number of tokens of a sample.
         limit_key: the setting that gives it, for messages.
-        folder: keeps images that no data file has; None: they are only checked.
+        folder: keeps images that no data file has, those of each step in a folder of its number; None: they are only checked.
     """
 
     def __init__(self, processor: ImageProcessor, token: int, most: int, limit_key: str, folder: Path | None = None) -> None:
@@ -100,8 +100,12 @@ class ImageReader:
             raise ConfigError(f"{place}: the column {COLUMN!r} has {len(rest)} images that no part stands for")
         return changed, images
 
-    def heard(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
+    def heard(self, messages: Sequence[Message], step: int = 0) -> tuple[list[Message], list[Image]]:
         """Return an environment's messages with marks in the place of images, and the images in order.
+
+        Args:
+            messages: the messages.
+            step: the step under which the images are kept.
 
         Raises:
             ConfigError: an image that is not taken, or too many tokens of images; the message is the environment's fault.
@@ -117,14 +121,14 @@ class ImageReader:
                     raise ConfigError(f"a text has U+{ord(MARK):04X}, which stands for images here")
                 texts.append(MARK if part["type"] == "image" else text)
                 if part["type"] == "image":
-                    images.append(self._kept(part["image"]))
+                    images.append(self._kept(part["image"], step))
                     total += images[-1].tokens
                 if total > self._most:
                     raise TooLong(f"{len(images)} images have {total} tokens, more than {self._limit_key}={self._most}")
             changed.append(message if isinstance(content, str) else {**message, "content": "".join(texts)})
         return changed, images
 
-    def _kept(self, value: Any) -> Image:
+    def _kept(self, value: Any, step: int) -> Image:
         try:
             data = held(value)
             if data is None:
@@ -132,7 +136,7 @@ class ImageReader:
             image = self.processor.read(data, ImageSource(""))
         except BadImage as error:
             raise ConfigError(f"the image is refused: {error}") from None
-        return image if self._folder is None else replace(image, source=kept_file(data, self._folder))
+        return image if self._folder is None else replace(image, source=kept_file(data, self._folder / str(step)))
 
     def filled(self, text: str, images: Sequence[Image], template: ChatTemplate) -> str:
         """Return a rendered text with what the template writes for its images in the place of their marks.

@@ -124,6 +124,7 @@ class TurnTokens:
         messages: Sequence[Message],
         arguments: Mapping[str, Any] = MappingProxyType({}),
         tools: Sequence[dict[str, Any]] | None = None,
+        step: int = 0,
     ) -> Dialogue:
         """Return the conversation that begins with these messages of an environment.
 
@@ -131,32 +132,35 @@ class TurnTokens:
             messages: the messages.
             arguments: the conversation's own arguments of the chat template.
             tools: the conversation's own schemas of tools.
+            step: the step under which the images of the environment are kept.
 
         Raises:
             ValueError: the template refuses them.
         """
-        texts, images = self.heard(messages)
-        return Dialogue(self, self.template.chat(texts, "the opening", None if tools is None else list(tools), arguments), images)
+        texts, images = self.heard(messages, step)
+        chat = self.template.chat(texts, "the opening", None if tools is None else list(tools), arguments)
+        return Dialogue(self, chat, images, step)
 
-    def prompted(self, task: Mapping[str, Any], images: Sequence[PlacedImage] = ()) -> Dialogue:
+    def prompted(self, task: Mapping[str, Any], images: Sequence[PlacedImage] = (), step: int = 0) -> Dialogue:
         """Return the conversation that begins with a prompt of the data.
 
         Args:
             task: its parts, as in `Prompt.task`.
             images: its images, for each of which its texts have `MARK`.
+            step: as of `opened`.
         """
         prompt, meta = task.get("prompt", ""), task.get("meta", {})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         chat = self.template.chat(messages, PLACE, tools_of(meta, PLACE), arguments_of(meta, PLACE))
-        return Dialogue(self, chat, [one.image for one in images])
+        return Dialogue(self, chat, [one.image for one in images], step)
 
-    def heard(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
-        """Return messages of an environment with marks in the place of their images, and these.
+    def heard(self, messages: Sequence[Message], step: int = 0) -> tuple[list[Message], list[Image]]:
+        """Return messages of an environment with marks in the place of their images, and these, which are kept under `step`.
 
         Raises ValueError for an image that is not taken.
         """
         if self.reader is not None:
-            return self.reader.heard(messages)
+            return self.reader.heard(messages, step)
         if any(isinstance(message.get("content"), list) for message in messages):
             raise ConfigError("it answers with parts that may be images, and the model sees none")
         return list(messages), []
@@ -204,10 +208,11 @@ class Dialogue:
         turns: makes such conversations.
         chat: the opening, as the chat template takes it.
         images: those for which it has marks.
+        step: the step under which further ones are kept.
     """
 
-    def __init__(self, turns: TurnTokens, chat: Chat, images: Sequence[Image] = ()) -> None:
-        self._turns, self._chat, self._images = turns, chat, list(images)
+    def __init__(self, turns: TurnTokens, chat: Chat, images: Sequence[Image] = (), step: int = 0) -> None:
+        self._turns, self._chat, self._images, self._step = turns, chat, list(images), step
         self._text: str | None = None  # of the context; None: the opening has not been rendered yet
 
     @property
@@ -240,7 +245,7 @@ class Dialogue:
         Raises:
             ValueError: the template refuses these messages, or leaves out one, or a part of one that is not the policy's.
         """
-        messages, images = self._turns.heard(messages)
+        messages, images = self._turns.heard(messages, self._step)
         self._turns.template.check_control(Chat(messages), PLACE)
         turn_text = self._written(tokens)
         if self._turns.reader is not None and MARK in turn_text:

@@ -169,24 +169,29 @@ class Engines:
                 if guarantee is not None:
                     note(f"the environment runs in a sandbox: {guarantee}")
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None) -> list[Response]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, experts: ExpertsWanted | None = None, step: int = 0
+    ) -> list[Response]:
         """Generate the responses to every prompt, in the order of the prompts.
 
         Args:
             prompts: the prompts, with their tokens.
             sampling: how many responses to generate per prompt, and how they are sampled.
             experts: which responses' routed experts to keep; None: none.
+            step: as of `wanted`.
         """
         self.take_turn()
         work, answers = self.work(), dict[Any, list[Response]]()
         with self.finishing(work):
             for number, prompt in enumerate(prompts):
-                work.ask(self.wanted(number, prompt, number, sampling, experts))
+                work.ask(self.wanted(number, prompt, number, sampling, experts, step))
             while work.open:
                 answers |= self.finished(work)
         return [response for number in range(len(prompts)) for response in answers[number]]
 
-    def wanted(self, key: Any, prompt: Prompt, number: int, sampling: Sampling, experts: ExpertsWanted | None = None) -> Wanted:
+    def wanted(
+        self, key: Any, prompt: Prompt, number: int, sampling: Sampling, experts: ExpertsWanted | None = None, step: int = 0
+    ) -> Wanted:
         """Make a request to a dispatcher for the responses to one prompt.
 
         Args:
@@ -195,10 +200,10 @@ class Engines:
             number: the prompt's number; with `sampling.seed` it determines the random draws, and the responses have it as `prompt`.
             sampling: how to sample; the engines' settings say which tokens may be drawn and what ends a response.
             experts: which responses' routed experts to keep; None: none.
+            step: the step that the responses are for, under which images of their environments are kept; 0: those that are always kept.
         """
-        return Wanted(
-            key, Start(number, prompt.tokens, prompt.seed, prompt.task, images=prompt.images), sampling.within(self.settings), experts
-        )
+        start = Start(number, prompt.tokens, prompt.seed, prompt.task, step, images=prompt.images)
+        return Wanted(key, start, sampling.within(self.settings), experts)
 
     def work(self) -> Dispatcher:
         """Return a dispatcher that takes prompts for the engines. It must be the engines' turn (`take_turn`)."""

@@ -40,6 +40,7 @@ class Start(TokenPrompt):
 
     seed: int  # of the environment
     task: Mapping[str, Any] | None = None  # prompt, answer and meta from the data, as in `Prompt.task`
+    step: int = 0  # the step that it was requested for, under which the images of the environment are kept; 0: for no step
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,11 @@ class EnvironmentPlayer(Player):
         task = self.start.task or {}
         if opening.messages is not None:
             arguments = arguments_of(task.get("meta", {}), "the row")
-            self._conversation = await self._rendered(self.tokens.opened, opening.messages, arguments)
+            self._conversation = await self._rendered(self.tokens.opened, opening.messages, arguments, None, self.start.step)
             context = await self._rendered(self._conversation.opening)
             self._images = [*(await self._rendered(self._conversation.placed, context))]
         elif self.start.tokens:
-            self._conversation = await self._rendered(self.tokens.prompted, task, self.start.images)
+            self._conversation = await self._rendered(self.tokens.prompted, task, self.start.images, self.start.step)
             context, self._images = self.start.tokens, [*self.start.images]
         else:
             raise EnvironmentFailed("bad return: reset returned nothing, and the data has no prompt")

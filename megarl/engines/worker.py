@@ -28,6 +28,7 @@ from megarl.engines.parts import added, whole
 from megarl.engines.responder import Responder
 from megarl.environments.hosts import Host, guarantee, host_of
 from megarl.host.network import choose_nccl_interface, interface_towards, reserved_ports
+from megarl.image_source import IMAGES
 from megarl.models.hf import end_tokens
 from megarl.response import EpisodeSummary, Response
 from megarl.sync.fingerprint import Print
@@ -48,9 +49,6 @@ class ExpertsWanted:
     def of(self, number: int) -> bool:
         """Whether to keep the experts of a call's response `number`, from 0: ceil(n x share) of the first n, so always the first."""
         return ceil((number + 1) * self.share) > ceil(number * self.share)
-
-
-IMAGES = "images"  # folder of the run's directory with what environments have shown
 
 
 @dataclass(frozen=True)

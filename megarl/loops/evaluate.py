@@ -54,7 +54,7 @@ def evaluate(when: str, sets: Sequence[HeldOut], engines: Engines, reward: Rewar
     results, metrics = list[SetResult](), list[dict[str, Metric]]()
     for one in sets:
         with run.phase("eval"):
-            result, set_metrics, records = _ask(one, engines, reward, run, seed)
+            result, set_metrics, records = _ask(one, engines, reward, run, seed, step)
         results.append(result)
         metrics.append(
             {name.replace("eval/", f"eval/{one.name}{'_base' if when == 'base' else ''}/", 1): x for name, x in set_metrics.items()}
@@ -63,14 +63,15 @@ def evaluate(when: str, sets: Sequence[HeldOut], engines: Engines, reward: Rewar
     return run.evaluated(when, results, merge(metrics), step)
 
 
-def _ask(one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int) -> tuple[SetResult, dict[str, Metric], list[SampleRecord]]:
+def _ask(
+    one: HeldOut, engines: Engines, reward: Reward, run: Run, seed: int, step: int
+) -> tuple[SetResult, dict[str, Metric], list[SampleRecord]]:
     """Evaluate one set; return its estimates, further metrics and the responses."""
     kinds = [(one.n, one.temperature)] + ([(1, 0.0)] if one.greedy else [])
     judged = []
     for n, temperature in kinds:
-        responses = engines.generate(
-            one.prompts, Sampling(n, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP, one.number))
-        )
+        sampling = Sampling(n, temperature, engines.settings.max_response_tokens, call_seed(seed, EVAL_STEP, one.number))
+        responses = engines.generate(one.prompts, sampling, step=step)
         judged.append(Judged(responses, reward.scores(one.prompts, responses)))
         run.failures(judged[-1].scores)
     score_Pn = [list[float | None]() for _ in one.prompts]

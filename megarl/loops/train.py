@@ -15,6 +15,7 @@ from megarl.observe.metrics import Metric
 from megarl.resume.finished import has_finished
 from megarl.resume.recovery import newest, recovering
 from megarl.resume.saving import Checkpoints, ResumePoint, every, resume_point
+from megarl.resume.shown_images import ShownImages
 from megarl.step.context import RunContext, open_context
 from megarl.step.groups import reference_scale
 from megarl.step.logprob_gap import check_gap
@@ -63,6 +64,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
     """
     config, run, models, engines = ctx.config, ctx.run, ctx.models, ctx.engines
     state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "train", run, models)
+    images = ShownImages(run.directory)
     if resume is not None:
         checkpoints.load(resume, state)
     elif config.model.base is not None:
@@ -89,6 +91,7 @@ def learn(ctx: RunContext, data: Data, resume: ResumePoint | None) -> None:
                 metrics = train_step(ctx, state, source)
             run.log(state.step, metrics)
             checkpoints.after_step(state)
+            images.after_step(state.step, state.oldest)
         checkpoints.finish()
 
         with run.phase("save"):

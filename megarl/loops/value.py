@@ -12,6 +12,7 @@ from megarl.observe.metrics import Metric
 from megarl.ranks.step_plan import Group
 from megarl.resume.finished import has_finished
 from megarl.resume.saving import Checkpoints, ResumePoint, every
+from megarl.resume.shown_images import ShownImages
 from megarl.step.context import RunContext
 from megarl.step.groups import RolloutCollector, finish, reference_scale
 from megarl.step.metrics import scale_metrics
@@ -42,6 +43,7 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
     """
     config, run = ctx.config, ctx.run
     state, checkpoints = TrainState(config, data.train, ctx.models.stages), Checkpoints(config, "value", run, ctx.models)
+    images = ShownImages(run.directory)
     if resume is not None:
         checkpoints.load(resume, state)
     with run.phase("sync"):
@@ -61,6 +63,7 @@ def learn_values(ctx: RunContext, data: Data, resume: ResumePoint | None) -> Non
                 metrics |= measure(ctx, held_out, state.kl_coef)
             run.log(state.step, metrics)
             checkpoints.after_step(state)
+            images.after_step(state.step, state.oldest)
         checkpoints.finish()
         with run.phase("save"):
             ctx.models.save("critic", run.directory / "critic")

@@ -143,7 +143,7 @@ class Flow:
         sampling = Sampling(
             rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, call_seed(self._ctx.config.seed, step)
         )
-        self._work.ask(self._ctx.engines.wanted(group.asked, group.prompt, number, sampling, self._ctx.models.experts))
+        self._work.ask(self._ctx.engines.wanted(group.asked, group.prompt, number, sampling, self._ctx.models.experts, step))
 
     def _gather(self, *, ranks_wait: bool) -> None:
         """Assign arrived responses to their groups. `ranks_wait`: the ranks are idle, so a reward model can read the responses."""

@@ -159,10 +159,10 @@ class RolloutCollector:
             seed = call_seed(ctx.config.seed, self._step, number // wanted)
             sampling = Sampling(rollout.samples_per_prompt, rollout.temperature, rollout.max_response_tokens, seed)
             self._asked[number] = place, prompt
-            self.work.ask(engines.wanted((number, False), prompt, number % wanted, sampling, ctx.models.experts))
+            self.work.ask(engines.wanted((number, False), prompt, number % wanted, sampling, ctx.models.experts, self._step))
             if ctx.config.algorithm.needs_greedy:
                 greedy = replace(sampling, n=1, temperature=0.0)
-                self.work.ask(engines.wanted((number, True), prompt, number % wanted, greedy))
+                self.work.ask(engines.wanted((number, True), prompt, number % wanted, greedy, step=self._step))
             self.buffer.asked += 1
 
     def _score(self, ready: Sequence[int]) -> None:

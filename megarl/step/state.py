@@ -62,6 +62,12 @@ class TrainState:
         self.pretraining = ValuePretraining(config.critic)
         self._algorithm, self._prompts, self._stages = config.algorithm, prompts, stages
 
+    @property
+    def oldest(self) -> int:
+        """The first step for which a group was requested that is still to be learned from, or that the run goes on with."""
+        groups = [*(() if self.ahead is None else self.ahead.groups), *self.pool]
+        return min([self.step + 1, *(group.asked[0] for group in groups)])
+
     def draw(self, count: int) -> list[tuple[int, Prompt]]:
         """Draw the next `count` prompts, each with its index among all."""
         return [(place, self._prompts[place]) for place in self.sampler.take(count)]
@@ -86,7 +92,7 @@ class TrainState:
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values for JSON."""
-        plain = {"step": self.step, "learned": self.learned, "evaluated": self.evaluated, "kl_coef": self.kl_coef}
+        plain = {"step": self.step, "learned": self.learned, "evaluated": self.evaluated, "kl_coef": self.kl_coef, "oldest": self.oldest}
         scale = None if self.scale is None else self.scale.plain()
         return {
             **plain,

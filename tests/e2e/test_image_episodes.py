@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.resume import shown_images
 from tests.e2e.comparing import assert_same, cut_after
 from tests.e2e.job import Job
 from tests.e2e.lab import Lab
@@ -28,7 +29,8 @@ SHOWN = (
 
 
 @pytest.mark.long
-def test_a_run_that_sees_pictures_goes_on_as_if_nothing_had_been(lab: Lab, tmp_path: Path) -> None:
+def test_a_run_that_sees_pictures_goes_on_as_if_nothing_had_been(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown_images, "SHOWN_STEPS", 1)
     build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
     straight = lab.run(Job(tmp_path / "straight", tmp_path / "model", SHOWN), own_engine=True)
     rows = straight.steps()
@@ -46,5 +48,6 @@ def test_a_run_that_sees_pictures_goes_on_as_if_nothing_had_been(lab: Lab, tmp_p
     with np.load(cut / "job" / "checkpoints" / "step_000001" / "ahead.npz") as saved:
         meta = json.loads(saved["meta"].tobytes())
     image = meta["groups"][0]["responses"][0]["response"]["images"][0]["image"]
-    assert image["source"]["path"].endswith(f"/images/{image['digest']}") and Path(image["source"]["path"]).is_file()
+    assert image["source"]["path"].endswith(f"/images/2/{image['digest']}") and Path(image["source"]["path"]).is_file()
+    assert sorted(path.name for path in (run / "images").iterdir()) == ["2", "3"], "of the first step, nothing refers to them any more"
     assert_same(lab.run(Job(cut, tmp_path / "model", SHOWN), own_engine=True), straight, "model")

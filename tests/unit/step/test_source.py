@@ -59,6 +59,7 @@ class Engines:
     def __init__(self) -> None:
         self.version, self.asked, self.busy_s = 0, list[tuple[int, int]](), 0.0
         self.waiting: dict[Any, list[Response]] = {}
+        self.steps = dict[int, int]()  # the step that a place was asked for, under which its environment's images are kept
         self.dead, self.lost = False, {0: WorkerDied("engine 0 died")}
         self.refills = list[bool]()  # whether engines that were replaced got the weights of the last sync
 
@@ -83,13 +84,14 @@ class Engines:
     def open(self) -> int:
         return len(self.waiting)
 
-    def wanted(self, key: Any, prompt: Prompt, number: int, sampling: Any, experts: None = None) -> Wanted:
-        return Wanted(key, Start(number, [prompt.id], prompt.id), sampling)
+    def wanted(self, key: Any, prompt: Prompt, number: int, sampling: Any, experts: None = None, step: int = 0) -> Wanted:
+        return Wanted(key, Start(number, [prompt.id], prompt.id, step=step), sampling)
 
     def ask(self, wanted: Wanted) -> None:
         place, tokens = wanted.start.tokens[0], LONGEST if wanted.segment is None else wanted.segment.tokens
         begun = dict.fromkeys(range(N), ()) if wanted.segment is None else wanted.segment.open
         self.asked.append((place, self.version))
+        self.steps[place] = wanted.start.step
         self.waiting[wanted.key] = [self.respond(place, index, before, tokens) for index, before in begun.items()]
 
     def respond(self, place: int, index: int, before: Sequence[Sample], tokens: int) -> Response:
@@ -226,6 +228,17 @@ def test_a_run_is_the_same_from_any_of_its_checkpoints(make: Any, mode: str, tmp
                 assert np.array_equal(*rows) and rows[0][:, 0, 0].tolist() == [3 * row + STAGES[stage][0] for row in range(len(rows[0]))]
                 assert len(rows[0]) == len(one.payload.tokens) - 1
     assert bool(straight.saved[1][1]) == (mode != "sync")
+
+
+@pytest.mark.parametrize("mode", [*MODES, "free"])
+def test_a_state_names_the_oldest_step_whose_episodes_are_still_learned_from(make: Any, mode: str) -> None:
+    loop = make(*MODES.get(mode, ("rollout.mode=free", "rollout.max_lag=2"))).run()
+    asked = [[group.asked[0] for group in done.groups] for done in loop.learned]
+    for step, (progress, _) in enumerate(loop.saved):
+        assert step - 2 <= progress["oldest"] <= min([step + 1, *(one for later in asked[step:] for one in later)])
+    assert mode != "sync" or [progress["oldest"] for progress, _ in loop.saved] == list(range(1, STEPS + 1))
+    if mode != "budget":  # whose rounds are of no episodes
+        assert all(loop.engines.steps[group.place] == group.asked[0] for done in loop.learned for group in done.groups)
 
 
 def test_experts_of_a_checkpoint_go_to_the_stages_of_another_layout(make: Any) -> None:
