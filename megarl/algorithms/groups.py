@@ -33,7 +33,7 @@ class GroupRelative(PolicyAlgorithm):
     baseline: Baseline = "group"
     scale: Scale = "group"
     scale_eps: PositiveFloat = 1e-6
-    """Added to the standard deviation."""
+    """Added to what `scale` divides by."""
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return self.normalised(reward_N, group_N).float()

@@ -142,11 +142,11 @@ def participants(config: TrainConfig, groups: Sequence[Group]) -> list[bool]:
     response to a prompt for which fewer than the algorithm's `min_group` are left, or the greedy response has no score.
     """
     train, algorithm = config.train, config.algorithm
-    dropped = train.drop_truncated and not train.truncated_in_baseline
+    only_finished = train.drop_truncated and not train.truncated_in_baseline
     part_N = list[bool]()
     for group in groups:
         pairs = zip(group.responses, group.scores, strict=True)
-        usable = [score.value is not None and (response.finished or not dropped) for response, score in pairs]
+        usable = [score.value is not None and (response.finished or not only_finished) for response, score in pairs]
         whole = sum(usable) >= algorithm.min_group and not (algorithm.needs_greedy and group.greedy is None)
         part_N += [whole and own for own in usable]
     return part_N

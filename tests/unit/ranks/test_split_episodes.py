@@ -34,10 +34,10 @@ from megarl.step import in_flight
 from megarl.step.groups import StepGroups
 from tests.e2e.job import RL
 from tests.groups import in_groups
-from tests.unit.algorithms.cases import KINDS, make, on_ranks, same
+from tests.unit.algorithms.cases import CONFIGS, KINDS, make, on_ranks, same
 from tests.unit.step.test_missing import using
 
-WORDS, HORIZON = 97, 50
+WORDS = 97
 # Of each response its contexts: (tokens that are read, sampled tokens that follow) turn by turn.
 SHAPES = [
     [[(4, 3), (2, 2)], [(9, 4)], [(6, 1), (3, 5)]],
@@ -215,11 +215,10 @@ def test_rewards_to_go_and_gae_run_from_context_to_context(config: TrainConfig, 
 def test_everything_of_a_whole_response_is_the_same_from_any_split(config: TrainConfig) -> None:
     """Token advantages of every algorithm, sums of the KL, corrections, and columns that another group computed."""
     for name in KINDS:
-        extra: dict[str, Any] = {"horizon": HORIZON} if name == "dr_grpo" else {}
         for correction in (None, {"type": "mis", "level": "geometric", "normalise": True, "denominator": "kept", "lo": 0.99, "hi": 1.02}):
             if correction and name == "dppo":  # whose ratio is to the rollout policy already
                 continue
-            own = using(config, {"type": name, **extra, **({"correction": correction} if correction else {})})
+            own = using(config, {**CONFIGS[name], **({"correction": correction} if correction else {})})
             algorithm, results = own.algorithm, list[dict[str, Any]]()
             for capacity in (LARGE, SMALL):
                 plan = planned(own, 1, capacity)
@@ -326,11 +325,7 @@ def test_contexts_come_back_from_a_checkpoint(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_algorithm_of_one_s_own_is_asked_whether_it_joins_tokens() -> None:
-    joining = {
-        name
-        for name in KINDS
-        if name != "gspo_token" and make({"type": name, **({"horizon": 9} if name == "dr_grpo" else {})}).joins_tokens
-    }
+    joining = {name for name in KINDS if name != "gspo_token" and make(CONFIGS[name]).joins_tokens}
     assert joining == {"gspo", "gmpo", "luspo", "deepseek_v32", "vespo", "topr"} and Gmpo().joins_tokens
 
 
