@@ -9,16 +9,20 @@ Bits are the raw pattern of the element. In 16 and 32 bits zeros and subnormal n
 some weights are read through one. Weights of 8 bits (fp8 engines) are read from memory, and 14 of e4m3's 254 numbers are subnormal: there
 every bit counts.
 
+On a CPU a compiled function (`fingerprint.c`) computes them in one pass, where there is a compiler; else, and on GPUs, torch does.
+
 Both sides import this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from ctypes import c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.lazy_torch import Tensor, torch
+from megarl.sync.kernel import compiled
 
 if TYPE_CHECKING:
     from megarl.sync.wire import TensorName
@@ -80,6 +84,8 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
     count, rows, columns = stack_BRC.shape
     device = stack_BRC.device
     key_C, key_R = _keys(_COLUMNS, column, columns, device), _keys(_ROWS, row, rows, device)
+    if (sum_B := _compiled_sums(stack_BRC, key_R, key_C)) is not None:
+        return sum_B
     sum_BR = torch.empty(count, rows, dtype=torch.int64, device=device)
     chunk = _CHUNK[device.type]
     together = max(1, chunk // max(1, rows * columns))
@@ -116,6 +122,8 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
         int64 [B], on the stack's device.
     """
     count, places = stack_BP.shape
+    if (sum_B := _compiled_sums(stack_BP[:, None], key_P.new_ones(1), key_P)) is not None:
+        return sum_B
     total_B = torch.zeros(count, dtype=torch.int64, device=stack_BP.device)
     chunk = _CHUNK[stack_BP.device.type]
     step = max(1, min(places, max(_STRETCH, chunk // max(1, count))))
@@ -126,6 +134,20 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
             bits = patterns.of(stack_BP[first : first + together, start : start + step])
             total_B[first : first + together] += _weighted(bits, key_P[start : start + step])
     return total_B
+
+
+def _compiled_sums(stack_BRC: Tensor, key_R: Tensor, key_C: Tensor) -> Tensor | None:
+    """The weighted sums of matrices' patterns, int64 [B], by `fingerprint.c`; None where that cannot read them."""
+    count, rows, columns = stack_BRC.shape
+    dtype = str(stack_BRC.dtype).removeprefix("torch.")
+    readable = stack_BRC.device.type == "cpu" and dtype in _BITS and (stack_BRC.stride(2) == 1 or columns == 1)
+    if not readable or (kernel := compiled()) is None:
+        return None
+    sum_B = torch.zeros(count, dtype=torch.int64)
+    sizes = (c_size_t(size) for size in (count, rows, columns, stack_BRC.stride(0), stack_BRC.stride(1)))
+    keys = (c_void_p(key.data_ptr()) for key in (key_R, key_C))
+    kernel[f"sums_{dtype}"](c_void_p(stack_BRC.data_ptr()), *sizes, *keys, c_void_p(sum_B.data_ptr()))
+    return sum_B
 
 
 class _Patterns:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.sync import fingerprint as fingerprint_module
 from megarl.sync.fingerprint import (
     _CHUNK,
     Fingerprinter,
@@ -18,12 +19,21 @@ from megarl.sync.fingerprint import (
     fingerprints,
     join,
 )
+from megarl.sync.kernel import compiled
 from tests.unit.sync.one_tensor import fingerprint
 
 FP8 = torch.float8_e4m3fn
 WIDE = [torch.float32, torch.bfloat16, torch.float16]
 DTYPES = [*WIDE, FP8]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, FP8: torch.int8}
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each law holds for the compiled function, which this machine must be able to compile, and for torch."""
+    assert compiled() is not None
+    if request.param == "torch":
+        monkeypatch.setattr(fingerprint_module, "compiled", lambda: None)
 
 
 def _weight(dtype: torch.dtype, rows: int = 37, columns: int = 53) -> torch.Tensor:

@@ -79,11 +79,14 @@ def test_the_tensors_of_a_stack_that_are_not_finite_are_named() -> None:
         prints.digest()
 
 
-@pytest.mark.parametrize("chunk", [1, 60, 1 << 17])
-def test_rearranged_matrices_have_the_fingerprints_that_they_have_in_order(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 60, 1 << 17, None])
+def test_rearranged_matrices_have_the_fingerprints_that_they_have_in_order(monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
+    """`chunk`: of torch's elements; None: the compiled function."""
     _, stack = _experts(5)
-    monkeypatch.setitem(fingerprint._CHUNK, "cpu", chunk)
-    monkeypatch.setattr(fingerprint, "_STRETCH", 100)
+    if chunk is not None:
+        monkeypatch.setattr(fingerprint, "compiled", lambda: None)
+        monkeypatch.setitem(fingerprint._CHUNK, "cpu", chunk)
+        monkeypatch.setattr(fingerprint, "_STRETCH", 100)
     place = torch.randperm(37 * 53 + 11, generator=torch.Generator().manual_seed(1))[: 37 * 53]  # 11 places hold something else
     packed, key = torch.randn(5, 37 * 53 + 11), torch.zeros(37 * 53 + 11, dtype=torch.int64)
     packed[:, place], key[place] = stack.flatten(1), keys(37, 53, 6, 7, stack.device).flatten()
