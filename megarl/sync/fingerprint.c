@@ -1,4 +1,4 @@
-// Weighted sums of the bit patterns of matrices, modulo 2^64: the inner loops of fingerprint.py on a CPU, in one pass over the weights.
+// Weighted sums of the bit patterns of matrices, modulo 2^64, and their largest magnitudes: the inner loops of fingerprint.py on a CPU.
 
 #include <stddef.h>
 #include <stdint.h>
@@ -8,7 +8,7 @@
 // MAGNITUDE: the bits without the sign; a pattern that is less than NORMAL there counts as 0.
 #define SUMS(NAME, PATTERN, MAGNITUDE, NORMAL)                                                                              \
     void NAME(const PATTERN *bits, size_t count, size_t rows, size_t columns, size_t matrix_step, size_t row_step,          \
-              const uint64_t *row_keys, const uint64_t *column_keys, uint64_t *sums) {                                      \
+              const uint64_t *row_keys, const uint64_t *column_keys, uint64_t *sums, int32_t *largest) {                    \
         for (size_t start = 0; start < columns; start += STRETCH) {                                                         \
             size_t width = columns - start < STRETCH ? columns - start : STRETCH;                                           \
             const uint64_t *keys = column_keys + start;                                                                     \
@@ -16,11 +16,15 @@
                 for (size_t row = 0; row < rows; row++) {                                                                   \
                     const PATTERN *place = bits + matrix * matrix_step + row * row_step + start;                            \
                     uint64_t sum = 0;                                                                                       \
+                    PATTERN most = 0;                                                                                       \
                     for (size_t column = 0; column < width; column++) {                                                     \
                         PATTERN pattern = place[column];                                                                    \
-                        sum += (uint64_t)(int64_t)((pattern & MAGNITUDE) < NORMAL ? 0 : pattern) * keys[column];            \
+                        PATTERN magnitude = pattern & MAGNITUDE;                                                            \
+                        most = magnitude > most ? magnitude : most;                                                         \
+                        sum += (uint64_t)(int64_t)(magnitude < NORMAL ? 0 : pattern) * keys[column];                        \
                     }                                                                                                       \
                     sums[matrix] += sum * row_keys[row];                                                                    \
+                    largest[matrix] = most > largest[matrix] ? most : largest[matrix];                                      \
                 }                                                                                                           \
         }                                                                                                                   \
     }

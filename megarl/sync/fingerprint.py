@@ -84,8 +84,8 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
     count, rows, columns = stack_BRC.shape
     device = stack_BRC.device
     key_C, key_R = _keys(_COLUMNS, column, columns, device), _keys(_ROWS, row, rows, device)
-    if (sum_B := _compiled_sums(stack_BRC, key_R, key_C)) is not None:
-        return sum_B
+    if (sums := _compiled_sums(stack_BRC, key_R, key_C)) is not None:
+        return sums[0]
     sum_BR = torch.empty(count, rows, dtype=torch.int64, device=device)
     chunk = _CHUNK[device.type]
     together = max(1, chunk // max(1, rows * columns))
@@ -122,8 +122,8 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
         int64 [B], on the stack's device.
     """
     count, places = stack_BP.shape
-    if (sum_B := _compiled_sums(stack_BP[:, None], key_P.new_ones(1), key_P)) is not None:
-        return sum_B
+    if (sums := _compiled_sums(stack_BP[:, None], key_P.new_ones(1), key_P)) is not None:
+        return sums[0]
     total_B = torch.zeros(count, dtype=torch.int64, device=stack_BP.device)
     chunk = _CHUNK[stack_BP.device.type]
     step = max(1, min(places, max(_STRETCH, chunk // max(1, count))))
@@ -136,18 +136,22 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
     return total_B
 
 
-def _compiled_sums(stack_BRC: Tensor, key_R: Tensor, key_C: Tensor) -> Tensor | None:
-    """The weighted sums of matrices' patterns, int64 [B], by `fingerprint.c`; None where that cannot read them."""
+def _compiled_sums(stack_BRC: Tensor, key_R: Tensor, key_C: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The weighted sums of matrices' patterns, int64 [B], and whether all their elements are finite, bool [B], by `fingerprint.c`.
+
+    None where that cannot read them.
+    """
     count, rows, columns = stack_BRC.shape
     dtype = str(stack_BRC.dtype).removeprefix("torch.")
     readable = stack_BRC.device.type == "cpu" and dtype in _BITS and (stack_BRC.stride(2) == 1 or columns == 1)
     if not readable or (kernel := compiled()) is None:
         return None
-    sum_B = torch.zeros(count, dtype=torch.int64)
+    sum_B, largest_B = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int32)
     sizes = (c_size_t(size) for size in (count, rows, columns, stack_BRC.stride(0), stack_BRC.stride(1)))
-    keys = (c_void_p(key.data_ptr()) for key in (key_R, key_C))
-    kernel[f"sums_{dtype}"](c_void_p(stack_BRC.data_ptr()), *sizes, *keys, c_void_p(sum_B.data_ptr()))
-    return sum_B
+    memory = (c_void_p(tensor.data_ptr()) for tensor in (key_R, key_C, sum_B, largest_B))
+    kernel[f"sums_{dtype}"](c_void_p(stack_BRC.data_ptr()), *sizes, *memory)
+    greatest = torch.tensor(torch.finfo(stack_BRC.dtype).max, dtype=stack_BRC.dtype).view(getattr(torch, _BITS[dtype]))
+    return sum_B, largest_B <= greatest
 
 
 class _Patterns:
@@ -202,7 +206,7 @@ class Fingerprinter:
     def __init__(self) -> None:
         self._numel: dict[str, int] = {}
         self._values: list[Tensor] = []  # each for one or several tensors, in the order of the names
-        self._extremes: list[Tensor] = []
+        self._finite: list[Tensor] = []
 
     def add(self, name: TensorName, tensor: Tensor) -> None:
         """Add one tensor, or the tensors of a stack. Raises ValueError if a name was added before."""
@@ -212,14 +216,16 @@ class Fingerprinter:
                 raise ValueError(f"{one} came twice in one weight stream")
             self._numel[one] = stack[0].numel()
         matrices = stack.flatten(2) if stack.ndim > 2 else stack.reshape(len(names), 1, -1)
-        self._values.append(fingerprints(matrices))
-        self._extremes.append(_extremes(matrices.detach()))
+        key_R, key_C = (_keys(seed, 0, size, matrices.device) for seed, size in zip((_ROWS, _COLUMNS), matrices.shape[1:], strict=True))
+        sums = _compiled_sums(matrices, key_R, key_C)
+        self._values.append(fingerprints(matrices) if sums is None else sums[0])
+        self._finite.append(_extremes(matrices.detach()).isfinite().all(0) if sums is None else sums[1])
 
     def digest(self) -> dict[str, Print]:
         """All fingerprints by name. Raises FloatingPointError naming tensors with NaN or infinity, whose bits engines do not preserve."""
         if not self._numel:
             return {}
-        finite = torch.cat(self._extremes, 1).isfinite().all(0).tolist()
+        finite = torch.cat(self._finite).tolist()
         broken = [name for name, whole in zip(self._numel, finite, strict=True) if not whole]
         if broken:
             more = f" and {len(broken) - 8} more" if len(broken) > 8 else ""
