@@ -29,6 +29,7 @@ from megarl.sync.receive import BucketReceiver
 from megarl.sync.send import Sender
 from megarl.sync.wire import Header, TensorName
 from tools.make_tiny_model import build
+from tools.peak_memory import PeakMemory
 
 TIMEOUT_S = 600.0
 CHANGED = (0.01, 0.03, 0.1)  # fractions of the elements that change
@@ -46,18 +47,26 @@ class BenchEngine(VllmEngine):
     async def cpu(self) -> float:
         return sum(await self._call("bench_cpu", timeout_s=TIMEOUT_S))
 
+    async def start_peak(self) -> None:
+        await self._call("bench_start_peak", timeout_s=TIMEOUT_S)
+
+    async def peak(self) -> float:
+        return max(await self._call("bench_peak", timeout_s=TIMEOUT_S))
+
     async def experts(self, own: bool) -> float:
         stacks = [(names, [len(names), *self._expected[names[0]][0]]) for names in expert_stacks(self._expected)]
         return sum(await self._call("bench_experts", own, stacks, timeout_s=TIMEOUT_S))
 
 
 class Round(NamedTuple):
-    """CPU seconds."""
+    """CPU seconds, and memory in MiB."""
 
     own: float  # vLLM's reload of the experts
     stacks: float  # our reload of the experts
     move: float  # an update's transfer of all tensors into the engine, on both sides
     verify: float  # an update's fingerprints, on both sides
+    sender_peak: float  # the most memory that an update takes on top of what the process had before
+    engine_peak: float
 
 
 def expert_stacks(expected: dict[str, Any]) -> list[list[str]]:
@@ -101,6 +110,8 @@ async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int,
             for number in range(1 + rounds):
                 own, stacks = await engine.experts(True), await engine.experts(False)
                 tensors, prints = list(stream(path, number)), Fingerprinter()
+                await engine.start_peak()
+                peak = PeakMemory()
                 begun = time.process_time() + await engine.cpu()
                 await engine.start_update(TIMEOUT_S)
                 moved = await asyncio.to_thread(sender.send, tensors, lambda header: do(engine.load_buckets([header], TIMEOUT_S)))
@@ -109,7 +120,8 @@ async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int,
                 for name, tensor in tensors:
                     prints.add(name, tensor)
                 check(prints.digest(), await engine.fingerprints(TIMEOUT_S), "the engine")
-                results.append(Round(own, stacks, loaded - begun, time.process_time() + await engine.cpu() - loaded))
+                verified = time.process_time() + await engine.cpu()
+                results.append(Round(own, stacks, loaded - begun, verified - loaded, peak.mib(), await engine.peak()))
             sender.close()
         finally:
             await engine.close()
@@ -166,6 +178,7 @@ def main() -> int:
         print(f"  a tensor of an expert   {ours:6.0f} us, vLLM's own {theirs:.0f} us: {cheaper:.1f}x cheaper (spread {spread:.1f})")
         print(f"  move, both sides        {middle.move:6.3f} s CPU, {nbytes / middle.move / 1e9:.2f} GB/s")
         print(f"  verification            {middle.verify:6.3f} s CPU, {nbytes / middle.verify / 1e9:.2f} GB/s: {share:.0%} of the update")
+        print(f"  memory at its peak      {middle.sender_peak:6.0f} MiB on the sender, {middle.engine_peak:.0f} MiB on the engine")
     whole = changes(None, rounds)
     print(f"{whole.nbytes / 2**20:.0f} MiB of experts in bfloat16, shared memory, no engine: {whole.seconds:.3f} s CPU")
     for fraction in CHANGED:

@@ -8,6 +8,7 @@ from vllm.config import set_current_vllm_config
 from megarl.engines.vllm import weight_loader
 from megarl.engines.vllm.worker_extension import WorkerExtension
 from megarl.sync.wire import each
+from tools.peak_memory import PeakMemory
 
 
 class BenchExtension(WorkerExtension):
@@ -16,6 +17,13 @@ class BenchExtension(WorkerExtension):
     def bench_cpu(self) -> float:
         """CPU seconds of this process so far."""
         return time.process_time()
+
+    def bench_start_peak(self) -> None:
+        self._bench_peak = PeakMemory()
+
+    def bench_peak(self) -> float:
+        """The most memory, in MiB, that this process has held since `bench_start_peak` on top of what it held then."""
+        return self._bench_peak.mib()
 
     def bench_experts(self, own: bool, stacks: list[tuple[list[str], list[int]]]) -> float:
         """CPU seconds of loading random experts, by vLLM's own calls (`own`) or by stacks; the rest of the model stays as it is."""

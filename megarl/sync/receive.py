@@ -102,7 +102,9 @@ class BucketReceiver:
         """
         return [one for name, tensor in self.receive_stacks(headers) for one in each(name, tensor)]
 
-    def receive_stacks(self, headers: Sequence[Header], place: torch.device | None = None) -> Iterator[tuple[TensorName, Tensor]]:
+    def receive_stacks(
+        self, headers: Sequence[Header], place: torch.device | None = None, read_at_once: Callable[[TensorName], bool] | None = None
+    ) -> Iterator[tuple[TensorName, Tensor]]:
         """Like `receive`, with stacks as they were sent, or this worker's part of them, when all have arrived.
 
         Tensors of which only changes came are put together as they are asked for, since a bucket may hold the changes of a whole model; the
@@ -111,16 +113,25 @@ class BucketReceiver:
         Args:
             headers: the buckets' headers.
             place: where the tensors are wanted; None: on this worker's device.
+            read_at_once: tells of which tensors the memory is not needed once the sender has its answer: from host memory that it shares
+                they are not copied. None: of none.
         """
         delta = self._delta  # which a new connection replaces: buckets of the one before must not get into it
-        coming = [self._start(header) for header in headers]
+        copied = read_at_once is None
+        coming = [self._start(header, copied) for header in headers]
         arrived = [(one(), header) for one, header in zip(coming, headers, strict=True)]
-        return chain.from_iterable(self._unpacked(bytes_B, header, delta, place) for bytes_B, header in arrived)
+        return chain.from_iterable(self._unpacked(bytes_B, header, delta, place, read_at_once) for bytes_B, header in arrived)
 
     def _unpacked(
-        self, bytes_B: Tensor, header: Header, delta: DeltaReceiver, place: torch.device | None
+        self,
+        bytes_B: Tensor,
+        header: Header,
+        delta: DeltaReceiver,
+        place: torch.device | None,
+        read_at_once: Callable[[TensorName], bool] | None,
     ) -> Iterator[tuple[TensorName, Tensor]]:
         stays = header.keep or place is not None
+        shared = read_at_once is not None and header.path is not None and header.relay in (None, self._rank)
         for (name, tensor), shape, change in zip(unpack_stacks(bytes_B, header), header.shapes, header.each_change, strict=True):
             start, stop = (0, 1) if isinstance(name, str) else (0, len(name)) if self._own is None else self._own(name)
             if start == stop:
@@ -132,21 +143,22 @@ class BucketReceiver:
                 continue
             own = tensor if isinstance(name, str) else tensor[start:stop]
             held = own.to(place or self._device)
-            if stays and held is own and own.numel() < tensor.numel():
-                held = own.clone()  # a view would keep the others' experts in memory, too
+            # A view of what is kept would keep the others' experts in memory, too; and the sender reuses shared memory.
+            if held is own and (stays and own.numel() < tensor.numel() or shared and not (read_at_once and read_at_once(name))):
+                held = own.clone()
             if header.keep:
                 delta.keep(name, held)
             yield part, held
 
-    def _start(self, header: Header) -> Callable[[], Tensor]:
-        """Start receiving a bucket; the returned function waits for its bytes."""
+    def _start(self, header: Header, copied: bool) -> Callable[[], Tensor]:
+        """Start receiving a bucket; the returned function waits for its bytes: in shared host memory, unless they are to be `copied`."""
         if header.relay is None and (header.path is not None or header.handle is not None):
-            bytes_B = self._opened(header)
+            bytes_B = self._opened(header, copied)
             return lambda: bytes_B
         if header.relay != self._rank:
             return self._broadcast(header, torch.empty(header.nbytes, dtype=torch.uint8, device=self._device))
         try:
-            return self._broadcast(header, self._opened(header))
+            return self._broadcast(header, self._opened(header, copied))
         except Exception as error:  # of opening; the others wait for this worker's bytes, and the update fails with its error
             fault = error
         sent = self._broadcast(header, torch.zeros(header.nbytes, dtype=torch.uint8, device=self._device))
@@ -157,11 +169,12 @@ class BucketReceiver:
 
         return failed
 
-    def _opened(self, header: Header) -> Tensor:
-        """A copy of a bucket in memory that the sender shares with this worker."""
+    def _opened(self, header: Header, copied: bool) -> Tensor:
+        """A bucket in memory that the sender shares with this worker, or a copy of it; of a GPU's memory always a copy."""
         if header.path is not None:
             self._require(header, torch.device("cpu"), "shm")
-            return mapped(header.path, header.nbytes).clone()
+            bytes_B = mapped(header.path, header.nbytes)
+            return bytes_B.clone() if copied else bytes_B
         assert header.handle is not None
         self._require(header, self._device, "cuda_ipc")
         bytes_B = open_cuda(header.handle, self._device.index).clone()

@@ -115,6 +115,10 @@ class ExpertLoader:
         held = [index for index, name in enumerate(names) if self._places[name][2] is not None]
         return (held[0], held[-1] + 1) if held else (0, 0)
 
+    def holds(self, name: TensorName) -> bool:
+        """Whether `load` takes these tensors."""
+        return (name if isinstance(name, str) else name[0]) in self._places
+
     def load(self, name: TensorName, tensor: Tensor) -> bool:
         """Load one expert's tensor, or a stack of the same tensor of consecutive experts, during a layerwise reload.
 
@@ -126,7 +130,7 @@ class ExpertLoader:
             Whether these are experts; if not, nothing has been loaded. Other workers' experts are passed over.
         """
         names, stack = ([name], tensor[None]) if isinstance(name, str) else (name, tensor)
-        if names[0] not in self._places:
+        if not self.holds(name):
             return False
         start, stop = self.own(names)
         if start == stop:

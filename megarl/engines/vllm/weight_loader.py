@@ -81,7 +81,13 @@ class WeightLoader:
 
     def load_buckets(self, headers: Sequence[Header]) -> None:
         """Receive buckets, one of each sender, and load them. Raises WeightError naming a tensor that does not fit."""
-        self._load(headers, self._buckets.receive_stacks(headers))  # received before any check: the trainer is already sending
+        tensors = self._buckets.receive_stacks(
+            headers, read_at_once=self._is_of_experts
+        )  # before any check: the trainer is already sending
+        self._load(headers, tensors)
+
+    def _is_of_experts(self, name: TensorName) -> bool:
+        return any(experts.holds(name) for experts in self._experts)
 
     def receive(self, headers: Sequence[Header]) -> None:
         """Begin to receive buckets into host memory, in a thread, while the model runs; `received` comes before the next call."""

@@ -49,6 +49,24 @@ def test_a_stack_arrives_as_its_tensors_in_as_many_buckets_as_it_fills() -> None
     assert all(torch.equal(found[name], matrix) for name, matrix in zip(names, stack, strict=True))
 
 
+def test_only_what_is_read_at_once_lies_in_the_senders_memory() -> None:
+    stream: list[tuple[TensorName, Tensor]] = [("norm", torch.ones(7)), _experts(2), _experts(2, "f", seed=1)]
+    receiver, later = BucketReceiver(torch.device("cpu")), dict[str, Tensor]()
+
+    def announce(plain: dict[str, Any]) -> Callable[[], object]:
+        stacks = receiver.receive_stacks([Header.parse(plain)], read_at_once=lambda name: name[0] == "f.0")
+        later.update({name if isinstance(name, str) else name[0]: tensor for name, tensor in stacks})
+        assert torch.equal(later["f.0"], stream[2][1])
+        return lambda: None
+
+    sender = Sender("shm", workers=1, host="", bucket_mb=1, timeout_s=10.0, device=torch.device("cpu"))
+    sender.send(stream, announce)
+    sender._buffers[0].bytes_B.zero_()
+    assert torch.equal(later["norm"], stream[0][1]) and torch.equal(later["e.0"], stream[1][1])
+    assert not later["f.0"].any(), "it has not been copied"
+    sender.close()
+
+
 def test_a_stack_with_another_number_of_names_is_refused() -> None:
     names, stack = _experts(3)
     bucket = Bucket(torch.zeros(1 << 16, dtype=torch.uint8))
