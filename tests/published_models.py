@@ -66,6 +66,11 @@ YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, 
 V2 = {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1}
 V3 = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 NO_WINDOW = {"use_sliding_window": False}
+TOWER = {  # of Qwen3-VL-30B-A3B and Qwen3.5-35B-A3B alike
+    **{"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 2048, "in_channels": 3},
+    **{"num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    "hidden_act": "gelu_pytorch_tanh",
+}
 DELTA_NETS = {  # of Qwen3-Next and Qwen3.5-35B-A3B alike
     "full_attention_interval": 4,
     "head_dim": 256,
@@ -308,7 +313,7 @@ MODELS = {
             },
             "image_token_id": 248056,
             "tie_word_embeddings": False,
-            "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5_moe", "out_hidden_size": 2048},
+            "vision_config": {**TOWER, "model_type": "qwen3_5_moe", "deepstack_visual_indexes": []},
         },
         34_660_610_688,  # of its language model
         Layout(ranks=32, tp=2, pp=2, ep=8),
@@ -450,10 +455,15 @@ MODELS["GLM-5"] = Published(
 )
 
 
-def config_of(model: Published) -> dict[str, Any]:
-    """config.json as `read_config` returns it."""
+def whole_config(model: Published) -> dict[str, Any]:
+    """config.json."""
     quantized = {"quantization_config": model.quantization} if model.quantization else {}
-    return completed({"architectures": [model.architecture], "model_type": model.kind, **model.config, **quantized})
+    return {"architectures": [model.architecture], "model_type": model.kind, **model.config, **quantized}
+
+
+def config_of(model: Published) -> dict[str, Any]:
+    """config.json as `read_config` returns it: of a model of text and images, that of its language model."""
+    return completed(whole_config(model), drop_images=True)
 
 
 def description_of(model: Published) -> ModelDescription:
@@ -481,19 +491,6 @@ QWEN3_VL_30B_A3B: dict[str, Any] = {
         "max_position_embeddings": 262144,
         "dtype": "bfloat16",
     },
-    "vision_config": {
-        "deepstack_visual_indexes": [8, 16, 24],
-        "depth": 27,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "in_channels": 3,
-        "intermediate_size": 4304,
-        "model_type": "qwen3_vl_moe",
-        "num_heads": 16,
-        "num_position_embeddings": 2304,
-        "out_hidden_size": 2048,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
+    "vision_config": {**TOWER, "model_type": "qwen3_vl_moe", "deepstack_visual_indexes": [8, 16, 24]},
 }
+QWEN3_5_35B_A3B = whole_config(MODELS["Qwen3.5-35B-A3B"])

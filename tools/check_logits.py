@@ -96,7 +96,7 @@ def joined(parts: Sequence[Part | None], batch: Batch, vocabulary: int) -> Tenso
             shards.setdefault(part.tp_rank, []).append(part)
     columns = []
     for _, shard in sorted(shards.items()):
-        column_TV = torch.full((len(batch), shard[0].logits_TV.shape[1]), torch.nan)
+        column_TV = torch.from_numpy(shard[0].logits_TV).new_full((len(batch), shard[0].logits_TV.shape[1]), torch.nan)
         for part in shard:
             column_TV[torch.from_numpy(part.entry_T)] = torch.from_numpy(part.logits_TV)
         columns.append(column_TV)

@@ -174,9 +174,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {"layer_norm_epsilon": 1e-3, "time_step_min": 1e-6, "time_step_max": 1.0, "time_step_floor": 0.1}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),
     "qwen3_vl": ("qwen3_vl", {"tie_word_embeddings": True}),
+    "qwen3_5_moe_vl": ("qwen3_5_moe", {}),
+    "qwen3_5_vl": ("qwen3_5", {"tie_word_embeddings": True}),
 }
 # Families that see images. Their language model's configuration is a part of the model's.
-SEEING = ("qwen3_vl_moe", "qwen3_vl")
+SEEING = ("qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe_vl", "qwen3_5_vl")
 TOWER: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
@@ -186,7 +188,6 @@ TOWER: dict[str, Any] = {
     "temporal_patch_size": 2,
     "spatial_merge_size": 2,
     "num_position_embeddings": 36,
-    "deepstack_visual_indexes": [0, 1],
     "initializer_range": 0.2,  # so much that images change logits as texts do
 }
 # preprocessor_config.json, with the keys of published models: 4 to 64 tokens an image.
@@ -211,7 +212,7 @@ def build(
 
     logging.disable_progress_bar()
     out.mkdir(parents=True, exist_ok=True)
-    sees = FAMILIES[family][0] in SEEING
+    sees = family in SEEING
     sentencepiece_model = train_sentencepiece(seed, VISION if sees else ())
     (out / "tokenizer.model").write_bytes(sentencepiece_model)
     tokenizer = fast_tokenizer(sentencepiece_model, VISION if sees else ())
@@ -229,8 +230,10 @@ def build(
         _stir(model)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(out)
-    if FAMILIES[family][0] == "qwen3_vl_moe":
+    if family == "qwen3_vl_moe":
         _turn_experts(out / "model.safetensors")
+    if family == "qwen3_5_moe_vl":
+        _stack_experts(out / "model.safetensors", layers, experts)
     if FAMILIES[family][0] in KNOWN_AS:
         written = json.loads((out / "config.json").read_text()) | {"model_type": FAMILIES[family][0]}
         (out / "config.json").write_text(json.dumps(written, indent=2))
@@ -246,6 +249,20 @@ def _turn_experts(file: Path) -> None:
     save_file(turned, file, metadata={"format": "pt"})
 
 
+def _stack_experts(file: Path, layers: int, experts: int) -> None:
+    """Stack the experts' matrices, as published models have them; transformers 5 saves each by itself."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    for layer in range(layers):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts."
+        for name, leaves in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            each = [torch.cat([tensors.pop(f"{prefix}{expert}.{leaf}.weight") for leaf in leaves]) for expert in range(experts)]
+            tensors[prefix + name] = torch.stack(each)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def configuration(family: str, *, layers: int, hidden: int, experts: int, expert_hidden: int, **changes: Any) -> PreTrainedConfig:
     """Return transformers' configuration of the model that `build` writes."""
     from transformers import AutoConfig
@@ -253,9 +270,10 @@ def configuration(family: str, *, layers: int, hidden: int, experts: int, expert
     kind, own = FAMILIES[family]
     kind = KNOWN_AS.get(kind, kind)
     fields = {**_common(layers, hidden), **_mlp(kind, layers, hidden, experts, expert_hidden), **own, **changes}
-    if kind in SEEING:
+    if family in SEEING:
         tokens = dict(zip(("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), range(6, 10), strict=True))
-        parts = {"text_config": fields, "vision_config": {**TOWER, "out_hidden_size": hidden}}
+        deepstack = {"deepstack_visual_indexes": [0, 1] if kind.startswith("qwen3_vl") else []}
+        parts = {"text_config": fields, "vision_config": {**TOWER, **deepstack, "out_hidden_size": hidden}}
         return AutoConfig.for_model(kind, tie_word_embeddings=fields["tie_word_embeddings"], dtype="float32", **tokens, **parts)
     return AutoConfig.for_model(kind, **fields)
 
@@ -300,7 +318,7 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
         return {**routed, "num_experts": experts, "shared_expert_intermediate_size": 2 * expert_hidden}
     if kind == "qwen3_moe":
         return {**routed, "num_experts": experts}
-    if kind in SEEING:
+    if kind in ("qwen3_vl_moe", "qwen3_vl"):
         mixture = {**routed, "moe_intermediate_size": 3 * expert_hidden // 4, "num_experts": experts, "norm_topk_prob": True}
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
         return {**(mixture if kind == "qwen3_vl_moe" else {}), "rope_parameters": rope}
@@ -315,12 +333,12 @@ def _mlp(kind: str, layers: int, hidden: int, experts: int, expert_hidden: int) 
     if kind == "minimax_m2":  # its keys as in the published config.json; transformers' class has none of the last two, which vLLM needs
         chosen = {"intermediate_size": expert_hidden, "num_local_experts": experts, "num_experts_per_tok": 2}
         return {**chosen, "scoring_func": "sigmoid", "use_routing_bias": True}
-    if kind in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"):
+    if kind in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5"):
         mixture = {**routed, "num_experts": experts, "shared_expert_intermediate_size": expert_hidden // 2}
         axes = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
         return {
-            **(mixture if kind != "qwen3_5_text" else {}),
+            **(mixture if kind not in ("qwen3_5_text", "qwen3_5") else {}),
             **({"partial_rotary_factor": 0.5} if kind == "qwen3_next" else {"rope_parameters": {**rope, **axes}}),
             "layer_types": [("linear_attention", "full_attention", "linear_attention")[layer % 3] for layer in range(layers)],
             "linear_num_key_heads": hidden // 32,

@@ -123,7 +123,7 @@ class PromptReader:
         tools, faults = tool_schemas(self.environment), partial(answer_faults, self._scoring(key))
         most, limit = self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
         prompts = load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, self._images())
-        if not self.sees and ModelDescription.read(self.model.path).sizes.vision is not None:
+        if not self.sees and ModelDescription.read(self.model.path, drop_images=self.model.drop_images).sizes.vision is not None:
             self._refuse_images(prompts)
         return prompts
 

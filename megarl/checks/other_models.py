@@ -85,7 +85,7 @@ def check_critic(
     else:
         check_other_model(settings, rollout, critic.path, "critic.path", layout, "value")
         if settings.lora is not None:
-            adapted(ModelDescription.read(critic.path), settings.lora, "value")
+            adapted(ModelDescription.read(critic.path, drop_images=settings.drop_images), settings.lora, "value")
 
 
 def check_teacher(
@@ -168,7 +168,7 @@ def check_seen(config: TrainConfig, policy: ModelDescription, prompts: Sequence[
 
 def _cut(settings: ModelSettings, path: Path) -> dict[str, int] | None:
     """Return the numbers that determine the tokens of an image for a model in this directory; None if it sees none."""
-    vision = ModelDescription.read(path).sizes.vision
+    vision = ModelDescription.read(path, drop_images=settings.drop_images).sizes.vision
     return None if vision is None else {**ImageProcessor(path, settings.min_pixels, settings.max_pixels).cut, "token": vision.image_token}
 
 

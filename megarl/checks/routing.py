@@ -29,7 +29,7 @@ def check_routing(model: ModelDescription, settings: ModelSettings, routing: Rou
     replayed = [] if routing.replay == "off" else [(f"routing.replay={routing.replay}", "model.path", settings.path, model)]
     if critic is not None:
         origin = ("model.path", settings.path) if critic.path is None else ("critic.path", critic.path)
-        replayed.append(("routing.critic=true", *origin, ModelDescription.read(origin[1])))
+        replayed.append(("routing.critic=true", *origin, ModelDescription.read(origin[1], drop_images=settings.drop_images)))
     for key, where, path, replaying in replayed:
         if not replaying.fields.get("num_moe_experts"):
             raise ConfigError(f"{key}: {where}={path} is a {replaying.config['model_type']}, which has no experts")

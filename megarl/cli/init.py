@@ -246,7 +246,7 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     Returns:
         The configuration as a tree, and notes by key.
     """
-    description = check_checkpoint(model.absolute(), mtp="drop", drop_images=True)
+    description = check_checkpoint(model.absolute(), mtp="drop")
     tokenizer = load_tokenizer(model.absolute())
     room, chat = description.room, bool(tokenizer.chat_template)
     source: Tree = {"type": "file", "path": str(data)}
@@ -254,16 +254,14 @@ def proposed(model: Path, data: Path, columns: DataColumns, cpu: bool, gpus: int
     predictors = description.family.predictors(description.config)
     further = bool(predictors) and (not has_weights(model) or any(name.startswith(predictors) for name in inventory(model)))
     tree["model"] |= {"mtp": "keep"} if further else {}
-    tree["model"] |= {"drop_images": True} if description.sees_images else {}
     if not cpu:
         tree["model"] |= {"recompute": "full"} if model_elements(description) >= LARGE else {}
         tree["layout"] = {"ranks": 1}
     tree["cluster"] = {"gpus": not cpu}
     tree["optimizer"] = {"lr": 1e-4 if cpu else 1e-6, "warmup_steps": 5}
     notes = {"optimizer": "the learning rate is a guess by size: 1e-4 for a few million parameters, 1e-6 for billions"}
-    dropped = ["multi-token prediction layers"] * further + ["part that sees images"] * description.sees_images
-    if dropped:
-        notes["model"] = f"its {' and '.join(dropped)} are left out: they are not trained"
+    if further:
+        notes["model"] = "its multi-token prediction layers are kept as they are: they are not trained"
     shape: Tree = {"chat": chat} if chat else {"chat": False, "template": "{prompt}"}
     if not chat:
         notes["data"] = "the tokenizer has no chat template: set the text around a prompt in template"

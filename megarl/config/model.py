@@ -66,7 +66,7 @@ class ModelSettings(Section):
     mtp_loss_weight: PositiveFloat = 0.1
     """mtp=train: the weight of the layer's loss, the mean cross-entropy of the tokens after the next ones. Only its own weights have it."""
     drop_images: bool = False
-    """Drop what sees images of a model of text and images, which is not trained; without this, such a checkpoint is refused."""
+    """Of Qwen3.5, take the language model alone: what sees images is left out of the run and of what it saves, a model of text."""
     vision: Literal["frozen", "train"] = "frozen"
     """Whether the vision tower of a model that sees images is trained with its language model."""
     min_pixels: PositiveInt | None = None

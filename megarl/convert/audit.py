@@ -54,7 +54,7 @@ class Source:
         """Return what identifies the source: the size and modification time of every file that is read."""
         stats = {file.name: file.stat() for file in sorted({info.file for info in _stored(self.held).values()})}
         files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-        return {"source": str(self.path.resolve()), "files": files, "options": {"kept": len(self.kept)}}
+        return {"source": str(self.path.resolve()), "files": files, "options": {"kept": len(self.kept), "tensors": len(self.held)}}
 
     def dtype(self, weight: Weight, names: tuple[CheckpointName, ...]) -> str:
         """Return the dtype of a parameter, by safetensors' name."""
@@ -87,7 +87,7 @@ def audit(path: Path, head: HeadKind, *, mtp: Mtp | None, drop_images: bool) -> 
         path: the Hugging Face directory.
         head: the head that the model is to have; "value" may start from a language model.
         mtp: multi-token prediction layers are allowed, and left out or kept.
-        drop_images: what sees images is allowed, and left out.
+        drop_images: as of `check_checkpoint`.
 
     Returns:
         The tensors that are used, and why the others are not.
@@ -99,7 +99,8 @@ def audit(path: Path, head: HeadKind, *, mtp: Mtp | None, drop_images: bool) -> 
     if mtp == "keep" and head == "value":
         raise ConfigError("convert: --keep-mtp: a model with a scalar head has no multi-token prediction layers")
     check_checkpoint(path, head, mtp=mtp, drop_images=drop_images)
-    model, tensors = ModelDescription.read(path, mtp=mtp or "drop"), inventory(path)
+    model = ModelDescription.read(path, mtp=mtp or "drop", drop_images=drop_images)
+    tensors = inventory(path, drop_images=drop_images)
     stored_tensors, activations = _stored(tensors), scales_of_activations(tensors)
     for file in sorted({info.file for info in stored_tensors.values()}):
         _check_file(file, stored_tensors)

@@ -79,6 +79,7 @@ class DcpSource:
         path: its folder.
         like: a Hugging Face directory with config.json and tokenizer.
         drop_mtp: leave out multi-token prediction layers.
+        drop_images: as of `check_checkpoint`: `like` is of text and images, and the checkpoint of its language model.
 
     Raises:
         ConfigError: one line: whatever `read_dcp_index` refuses, or other names, shapes or dtypes than config.json's model has.
@@ -88,9 +89,9 @@ class DcpSource:
     kept: tuple[str, ...] = ()  # whose multi-token prediction layers have other names
     predictors: Path | None = None
 
-    def __init__(self, path: Path, like: Path, drop_mtp: bool) -> None:
+    def __init__(self, path: Path, like: Path, drop_mtp: bool, drop_images: bool = False) -> None:
         self.path, self.hf = path, like
-        self.model = ModelDescription.read(like)
+        self.model = ModelDescription.read(like, drop_images=drop_images)
         index = read_dcp_index(path)
         self._tensors, self._reader = index.tensors, DcpReader(path, index.tensors)
         self.left_out = dict.fromkeys(index.objects, "not a tensor")

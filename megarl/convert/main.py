@@ -134,7 +134,7 @@ def _to_step(given: argparse.Namespace) -> int:
     folder = find_dcp(given.source, given.model)
     if folder is None:
         raise ConfigError(f"convert: {given.source} has no checkpoint of Megatron-LM, slime or verl")
-    return _to_steps(DcpSource(folder, given.like, given.drop_mtp), given)
+    return _to_steps(DcpSource(folder, given.like, given.drop_mtp, given.drop_images), given)
 
 
 def _audited(given: argparse.Namespace) -> Source:
@@ -193,13 +193,13 @@ def _checkpoint(given: argparse.Namespace) -> StepSource | DcpSource:
     _check_directory(given.source)
     step = find_step(given.source)
     if step is not None:
-        return StepSource(step, given.model, given.like, given.drop_mtp)
+        return StepSource(step, given.model, given.like, given.drop_mtp, given.drop_images)
     folder = find_dcp(given.source, given.model)
     if folder is None:
         raise ConfigError(f"convert: {given.source} has no step directories, and no checkpoint of Megatron-LM, slime or verl")
     if given.like is None:
         raise ConfigError(f"convert: {folder} has no config.json: name a directory that has the model's, and its tokenizer (--like HF_DIR)")
-    return DcpSource(folder, given.like, given.drop_mtp)
+    return DcpSource(folder, given.like, given.drop_mtp, given.drop_images)
 
 
 def _check_directory(path: Path) -> None:
@@ -224,7 +224,7 @@ def _plan(given: argparse.Namespace) -> int:
     """Print the plan for a directory that has only config.json."""
     from megarl.convert.plan import planned
 
-    items, units = planned(given.source, given.head, given.dtype, given.tp, given.etp)
+    items, units = planned(given.source, given.head, given.dtype, given.tp, given.etp, drop_images=given.drop_images)
     say(*summary(items, units, given.tp, given.etp))
     return 0
 

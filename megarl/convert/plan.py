@@ -12,7 +12,7 @@ from megarl.errors import ConfigError
 from megarl.models.checkpoint_names import CheckpointName, boxes, checkpoint_names
 from megarl.models.description import ModelDescription
 from megarl.models.family import HeadKind
-from megarl.models.hf import CONFIG, stack_of
+from megarl.models.hf import CONFIG
 from megarl.models.quantized import FLOAT8
 from megarl.models.weight_map import Weight
 from megarl.models.weight_ops import Shape
@@ -95,7 +95,9 @@ def make_items(
     return items
 
 
-def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: int) -> tuple[list[PlannedParameter], int]:
+def planned(
+    path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: int, *, drop_images: bool = False
+) -> tuple[list[PlannedParameter], int]:
     """Plan the conversion of a directory that may hold only config.json: check every name, shape and split without reading any weights.
 
     Args:
@@ -104,11 +106,12 @@ def planned(path: Path, head: HeadKind | None, dtype: str | None, tp: int, etp: 
         dtype: the dtype to cast to, by torch's name; None: no cast.
         tp: tensor-parallel size for which the checkpoint is split.
         etp: the same for experts.
+        drop_images: as of `check_checkpoint`.
 
     Returns:
         The parameters, and the number of units.
     """
-    model = ModelDescription.read(path)
+    model = ModelDescription.read(path, drop_images=drop_images)
     named = str(model.config.get("dtype") or model.config.get("torch_dtype") or "bfloat16")
     if named not in NAMES:
         raise ConfigError(f"convert: {path / CONFIG}: weights of dtype {named!r} are not converted")
@@ -226,15 +229,15 @@ def cut_units(items: Sequence[PlannedParameter], shards: Sequence[int] = ()) -> 
     return [*units, Unit(len(units), tuple(unit_items))]
 
 
-def cut_shards(items: Sequence[PlannedParameter], limit: int) -> list[int]:
+def cut_shards(items: Sequence[PlannedParameter], limit: int, *, stacked: bool) -> list[int]:
     """Divide the items into files of at most `limit` bytes; return the index of each file's first item.
 
-    A single item may be larger, and so may the experts' items that are parts of one tensor (`hf.Stack`).
+    A single item may be larger, and so may, if they are `stacked`, the experts' items that are parts of one tensor (`hf.Stack`).
     """
     starts, nbytes = [0], 0
     for index, item in enumerate(items):
         size = item.parameters * DTYPES[item.target].itemsize
-        if nbytes and nbytes + size > limit and stack_of(item.weight.hf[0])[1] <= 0:  # a stack begins with expert 0
+        if nbytes and nbytes + size > limit and not (stacked and item.weight.expert):  # a stack begins with expert 0
             starts.append(index)
             nbytes = 0
         nbytes += size

@@ -42,12 +42,13 @@ class StepSource:
         model: the model's name in it; None: the only one or, of several, "policy".
         like: a Hugging Face directory with config.json and tokenizer; None: use those stored in the step.
         drop_mtp: leave out multi-token prediction layers.
+        drop_images: as of `check_checkpoint`: `like` is of text and images, and the step's model is its language model.
 
     Raises:
         ConfigError: the step is incomplete, does not have the model, or is of another model than `like`.
     """
 
-    def __init__(self, step: Path, model: str | None, like: Path | None, drop_mtp: bool = False) -> None:
+    def __init__(self, step: Path, model: str | None, like: Path | None, drop_mtp: bool = False, drop_images: bool = False) -> None:
         self._step = _whole(step)
         self._name = _model(self._step, model)
         if self._step.manifest.models[self._name].get("lora") is not None:
@@ -57,7 +58,7 @@ class StepSource:
         self.path, self.step = step / self._name, self._step.manifest.step
         self.hf = like if like is not None else self.path / HF
         trained = self._step.manifest.models[self._name].get("mtp") is not None
-        self.model = self._read_description(like, "train" if trained and not drop_mtp else "drop")
+        self.model = self._read_description(like, "train" if trained and not drop_mtp else "drop", drop_images)
         tensors = read_index(self._step, self._name)
         self._reader = DcpReader(self.path, tensors)
         self.left_out = {key: "optimizer" for key in sorted(tensors) if key.startswith(_OPTIMIZER)}
@@ -71,10 +72,10 @@ class StepSource:
         self.changes = {} if self.head == self.model.head and not dropped else self.model.labels(self.head)
         self.expected = self._converted_before()
 
-    def _read_description(self, like: Path | None, mtp: Mtp) -> ModelDescription:
+    def _read_description(self, like: Path | None, mtp: Mtp, drop_images: bool) -> ModelDescription:
         if like is None and not (self.hf / CONFIG).is_file():
             raise ConfigError(f"convert: {self.path} has no {HF}/{CONFIG}: name a directory that has one (--like HF_DIR)")
-        model = ModelDescription.read(self.hf, mtp=mtp)
+        model = ModelDescription.read(self.hf, mtp=mtp, drop_images=drop_images)
         for key, given in model.identity.items():
             if (saved := self._step.manifest.models[self._name].get(key, given)) != given:
                 raise ConfigError(f"convert: {self.path}: {key} is {saved!r}, and {self.hf / CONFIG} has {given!r}")

@@ -56,7 +56,8 @@ class ToHF(Conversion):
         self._target, self._directory, self._source, self._cast = target, conversion_directory(target), source, dtype
         self.items = make_items(source.model, source.head, source.dtype, NAMES[dtype] if dtype is not None else None)
         source.audit(self.items)
-        self._shards = cut_shards(self.items, shard_bytes)
+        self._family = source.model.family
+        self._shards = cut_shards(self.items, shard_bytes, stacked=self._family.stacked)
         self._predictors = header(source.predictors) if source.predictors is not None else {}
         self.units = cut_units(self.items, self._shards)
         self._slots, self._headers = self._lay_out(self._shards)
@@ -73,9 +74,10 @@ class ToHF(Conversion):
             for item in self.items[start:stop]:
                 for name, shape in zip(item.weight.hf, item.weight.op.shapes, strict=True):
                     info = TensorInfo(shape, item.target, self._directory.partial / file, at)
-                    stack, index = stack_of(name)
+                    stack, index, parts = stack_of(self._family, name)
                     if index >= 0:  # the entry grows with each expert
-                        first, shape = entries.get(stack, {"data_offsets": [at]})["data_offsets"][0], (index + 1, *shape)
+                        first = entries.get(stack, {"data_offsets": [at]})["data_offsets"][0]
+                        shape = (index // parts + 1, shape[0] * parts, *shape[1:])
                         entries[stack] = {"dtype": item.target, "shape": list(shape), "data_offsets": [first, at + info.size]}
                     else:
                         entries[name] = {"dtype": item.target, "shape": list(shape), "data_offsets": [at, at + info.size]}
@@ -156,11 +158,11 @@ class ToHF(Conversion):
                 _put(descriptor, beginning, 0)
             finally:
                 os.close(descriptor)
-        files = {**self._card(), **described(self._source.hf, self._cast, self._source.changes)}
+        files = {**self._card(), **described(self._source.hf, self._cast, self._source.changes, drop_images=self._source.model.drop_images)}
         if self._source.predictors is not None:
             shutil.copyfile(self._source.predictors, self._directory.partial / self._name(len(self._shards)))
         if len(self._headers) + bool(self._predictors) > 1:
-            placed = {stack_of(name)[0]: slot.file for name, slot in self._slots.items()}
+            placed = {stack_of(self._family, name)[0]: slot.file for name, slot in self._slots.items()}
             index = dict(sorted((placed | dict.fromkeys(self._predictors, self._name(len(self._shards)))).items()))
             size = sum(info.size for info in (*(slot.info for slot in self._slots.values()), *self._predictors.values()))
             files[INDEX] = (json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n").encode()

@@ -116,7 +116,9 @@ class ToMegatron(Conversion):
         hashes = _merged(records)
         files = {f"{self._model}/{self._file(unit).name}": FileRecord(*records[unit.index]["file"]) for unit in self.units}
         files |= {f"{self._model}/{name}": record for name, record in self._metadata(written).items()}
-        for name, data in described(self._source.hf, self._cast, self._source.changes).items():
+        source = self._source
+        files_of_source = described(source.hf, self._cast, source.changes, drop_images=source.model.drop_images)
+        for name, data in files_of_source.items():
             files[f"{self._model}/{HF}/{name}"] = _rewrite(self._folder / HF / name, data)
         predictors = self._source.model.predictors
         if predictors is not None:

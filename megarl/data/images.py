@@ -229,13 +229,14 @@ def reader_of(settings: ModelSettings, most: int, limit_key: str) -> ImageReader
     Raises:
         ConfigError: the model has no image processor, or limits that contradict each other.
     """
-    if (reader := answer_reader(settings.path, (settings.min_pixels, settings.max_pixels), most, limit_key)) is not None:
+    pixels = settings.min_pixels, settings.max_pixels
+    if (reader := answer_reader(settings.path, pixels, most, limit_key, drop_images=settings.drop_images)) is not None:
         _ = reader.processor.inner  # an error of no row's
     return reader
 
 
 def answer_reader(
-    path: Path, pixels: tuple[int | None, int | None], most: int, limit_key: str, folder: Path | None = None
+    path: Path, pixels: tuple[int | None, int | None], most: int, limit_key: str, folder: Path | None = None, *, drop_images: bool = False
 ) -> ImageReader | None:
     """Return the reader of the images that a model sees; None for a model of text.
 
@@ -245,8 +246,9 @@ def answer_reader(
         most: as of `ImageReader`, like `limit_key` and `folder`.
         limit_key: the limit's setting.
         folder: keeps images that no data file has.
+        drop_images: `model.drop_images`.
     """
-    vision = ModelDescription.read(path).sizes.vision
+    vision = ModelDescription.read(path, drop_images=drop_images).sizes.vision
     return None if vision is None else ImageReader(ImageProcessor(path, *pixels), vision.image_token, most, limit_key, folder)
 
 

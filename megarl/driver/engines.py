@@ -82,6 +82,7 @@ class EngineStarter:
             affinity=affinity(config, self.settings),
             blank=self.blank,
             pixels=(config.model.min_pixels, config.model.max_pixels),
+            drop_images=config.model.drop_images,
             lora=config.model.lora if isinstance(config, TrainConfig) and config.sync.adapters else None,
         )
         members = [

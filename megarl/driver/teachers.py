@@ -51,7 +51,15 @@ class Teachers:
         for number, one in enumerate(actors):
             path = list(teaching.models.values())[number // engines.replicas]
             scoring = Scoring(named(teaching.top_k, ModelDescription.read(path).vocab, columns.vocabulary), config.rollout.temperature)
-            setup = Setup(path, engines.dtype or config.model.dtype, settings, config.seed, gpu=config.cluster.gpus, scoring=scoring)
+            setup = Setup(
+                path,
+                engines.dtype or config.model.dtype,
+                settings,
+                config.seed,
+                gpu=config.cluster.gpus,
+                scoring=scoring,
+                drop_images=config.model.drop_images,
+            )
             opening.append(one.open.remote(setup, columns, config.cluster.phase_timeout_s))
         return actors, opening
 

@@ -116,6 +116,7 @@ class Setup:
     affinity: bool = False  # `rollout.request_routing=affinity`: keep the cache of prefixes, and conversations where theirs are
     blank: bool = False  # do not read the directory's weights; an update must bring some before the first request
     pixels: tuple[int | None, int | None] = (None, None)  # of an image, at least and at most; None: as its processor has them
+    drop_images: bool = False  # `model.drop_images`
     lora: LoraSettings | None = None  # it computes with an adapter beside the directory's weights; updates bring adapters alone
 
 

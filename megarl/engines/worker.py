@@ -171,7 +171,7 @@ class RolloutWorker(EngineActor):
         self._tokenizer, self._ends, self._timeout_s = load_tokenizer(setup.model), end_tokens(setup.model), setup.settings.timeout_s
         longest = setup.settings.max_prompt_tokens + setup.settings.max_response_tokens
         limit_key, kept = "rollout.max_prompt_tokens + rollout.max_response_tokens", self._run / IMAGES
-        self._reader = answer_reader(setup.model, setup.pixels, longest, limit_key, kept)
+        self._reader = answer_reader(setup.model, setup.pixels, longest, limit_key, kept, drop_images=setup.drop_images)
         address = ray.util.get_node_ip_address()
         choose_nccl_interface(interface_towards(address))  # the interface that the trainer uses
         if not members:

@@ -155,7 +155,7 @@ def check(options: argparse.Namespace) -> GenerateJob:
     if options.tp > 1 and gpu and options.tp > gpus_here():
         raise ConfigError(f"--tp {options.tp}: this machine has {gpus_here()} GPUs")
     model = options.model.absolute()
-    description, tokenizer = check_checkpoint(model, mtp="drop", drop_images=True), load_tokenizer(model)
+    description, tokenizer = check_checkpoint(model, mtp="drop"), load_tokenizer(model)
     if options.system is not None and (options.template is not None or not tokenizer.chat_template):
         raise ConfigError("--system: is part of a chat, and the prompt goes through no chat template")
     if options.chat and not tokenizer.chat_template:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PROVEN = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "kimi_k2"),
     *("llama", "minimax_m2", "ministral", "mistral", "mixtral", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
 )
 PEFT = "base_model.model."  # begins the names in PEFT's files
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

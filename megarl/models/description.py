@@ -13,7 +13,7 @@ from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family, HeadKind, Multipliers
 from megarl.models.hf import CONFIG, json_object, read_config
 from megarl.models.predictors import Predictors
-from megarl.models.registry import completed, family_of, sees_images
+from megarl.models.registry import completed, family_of, has_text_family
 from megarl.models.rope import Rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import OUTPUT, Weight, WeightMapping
@@ -28,22 +28,23 @@ class ModelDescription:
     family: Family
     path: Path | None = None  # the directory that it was read from; None: made in memory
     mtp: Mtp = "drop"  # what becomes of the directory's multi-token prediction layers; "train": one is a part of it
+    drop_images: bool = False  # of a directory of text and images it is the language model, if that has a family of its own
 
     @classmethod
-    def read(cls, path: Path, *, mtp: Mtp = "drop") -> ModelDescription:
+    def read(cls, path: Path, *, mtp: Mtp = "drop", drop_images: bool = False) -> ModelDescription:
         """Read a directory's config.json. Raises ConfigError if it is missing or broken, or of an architecture that is not supported."""
-        config = read_config(path)
-        return cls(config, family_of(config), path, mtp)
+        config = read_config(path, drop_images=drop_images)
+        return cls(config, family_of(config), path, mtp, drop_images)
 
     @classmethod
-    def of(cls, config: ConfigJson, path: Path | None = None, mtp: Mtp = "drop") -> ModelDescription:
+    def of(cls, config: ConfigJson, path: Path | None = None, mtp: Mtp = "drop", drop_images: bool = False) -> ModelDescription:
         """Describe the model of a config.json, which may leave out what has a default. Raises ConfigError as `read` does."""
-        whole = completed(config)
-        return cls(whole, family_of(whole), path, mtp)
+        whole = completed(config, drop_images=drop_images)
+        return cls(whole, family_of(whole), path, mtp, drop_images)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send only config.json to other processes: a family consists of functions, and they have it."""
-        return ModelDescription.of, (self.config, self.path, self.mtp)
+        return ModelDescription.of, (self.config, self.path, self.mtp, self.drop_images)
 
     @property
     def directory(self) -> Path:
@@ -72,9 +73,9 @@ class ModelDescription:
         return int(self.config["vocab_size"])
 
     @property
-    def sees_images(self) -> bool:
-        """Whether its directory is that of a model of text and images, whose language model it is."""
-        return self.path is not None and sees_images(json_object(self.path / CONFIG))
+    def of_images(self) -> bool:
+        """Whether its directory is that of a model of text and images, whose language model alone it is."""
+        return self.drop_images and self.path is not None and has_text_family(json_object(self.path / CONFIG))
 
     @property
     def room(self) -> int:

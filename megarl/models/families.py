@@ -35,7 +35,7 @@ def check_checkpoint(
         head: the head of the model to initialise. A scalar head ("value": critic, reward model) may also start from a language model.
         key: the setting that gave the path, for messages.
         mtp: the checkpoint may contain multi-token prediction layers ("drop"), or must ("keep", "train").
-        drop_images: it may contain what sees images, which is left out.
+        drop_images: of a model of text and images it is the language model, if that has a family of its own; the rest is left out.
 
     Returns:
         What its config.json says of the model.
@@ -47,13 +47,13 @@ def check_checkpoint(
         Absent: a directory without weights; where this machine need not have them, `unchecked` names them and config.json is enough.
     """
     with _naming(key, path):
-        model = ModelDescription.read(path, mtp=mtp or "drop")
+        model = ModelDescription.read(path, mtp=mtp or "drop", drop_images=drop_images)
         _check_head(model, head)
         _check_predictor(model)
         _ = model.fields  # a ConfigError if Megatron cannot compute it
         _check_identity(model)
     with where_present("the weights"), _naming(key, path):
-        _check_tensors(model, allowed=mtp is not None, drop_images=drop_images)
+        _check_tensors(model, allowed=mtp is not None)
     return model
 
 
@@ -75,10 +75,10 @@ def _check_predictor(model: ModelDescription) -> None:
         raise ConfigError(f"model.mtp=train: not for {model.architecture} (keep has the layers unchanged in what is saved)")
 
 
-def _check_tensors(model: ModelDescription, *, allowed: bool, drop_images: bool) -> None:
+def _check_tensors(model: ModelDescription, *, allowed: bool) -> None:
     """Check the tensors of a checkpoint; see `check_checkpoint`. `allowed`: it may contain multi-token prediction layers."""
     path, expected = model.directory, model.expected()
-    tensors = directory.inventory(path, predictors=model.predicts)
+    tensors = directory.inventory(path, predictors=model.predicts, drop_images=model.drop_images)
     predictors = model.family.predictors(model.config)
     further = sorted(name for name in tensors if name.startswith(predictors))
     if model.mtp != "drop" and not further:
@@ -97,10 +97,10 @@ def _check_tensors(model: ModelDescription, *, allowed: bool, drop_images: bool)
         )
     tower = () if model.family.images is None else (model.family.images.tower,)
     sights = sorted(name for name in tensors if name.startswith(tower))
-    if sights and not drop_images:
+    if sights and not model.drop_images:
         raise ConfigError(
-            f"model.path: {path} holds {sights[0]} and {len(sights) - 1} more tensors that see images, which megarl does not train "
-            "(model.drop_images=true leaves them out of the model and of what is saved)"
+            f"model.path: {path} holds {sights[0]} and {len(sights) - 1} more tensors that see images, which {model.architecture} does not "
+            "have (model.drop_images=true leaves them out of the model and of what is saved)"
         )
     copies = model.copies
     optional = {*model.family.optional(model.config), *sights, *directory.scales_of_activations(tensors)}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import Absent, ConfigError
 from megarl.models.config_json import check_kinds
+from megarl.models.family import Family
 from megarl.models.quantized import FLOAT8, MXFP4, dequantized, from_mxfp4, quantization
 from megarl.models.registry import completed, find_family, language_model
 from megarl.text.strict_json import parse_json, read_json
@@ -38,7 +39,7 @@ _ITEM_SIZES = {
 _SCALES = {"F32", "BF16", "F16", "F8_E8M0"}  # dtypes of the scales of quantised weights
 # The name of a stack of experts' tensors: before and after the expert's number. Granite's experts have no module of their own.
 _STACK = re.compile(r"(.*\.(?:experts|input_linear|output_linear)\.)([a-z]\w*)")
-_PART = re.compile(r"(.*\.(?:experts|input_linear|output_linear)\.)(\d+)\.([a-z]\w*)")
+_PART = re.compile(r"(.*\.(?:experts|input_linear|output_linear)\.)(\d+)\.([a-z][\w.]*)")
 _MODEL, _PREDICTOR = "model.", "mtp."  # what the names of a language model's tensors begin with, and those of Qwen's MTP layers
 _BLOCKS, _MX_SCALES, _MX_BYTES = "_blocks", "_scales", 16  # what the names of MXFP4's tensors add, and the bytes of a block
 _ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale")  # scales of quantised activations, beside a quantised weight
@@ -100,29 +101,32 @@ class Stack:
         return TensorInfo(shape, info.dtype, info.file, info.start + self.index * math.prod(shape) * _ITEM_SIZES[info.dtype])
 
 
-def stack_of(name: str) -> tuple[str, int]:
-    """Return the name of the stack that an expert's tensor is a part of, and its place there; -1: of none.
+def stack_of(family: Family, name: str) -> tuple[str, int, int]:
+    """Return the stack that an expert's tensor is a part of in what is written of a family: its name, the tensor's place there (-1: it is
+    part of none), and the parts of an expert."""
+    match = _PART.fullmatch(name) if family.stacked else None
+    if match is None:
+        return name, -1, 1
+    for stack, leaves in family.stacks.items():
+        if match[3] in leaves:
+            return f"{match[1]}{stack}", int(match[2]) * len(leaves) + leaves.index(match[3]), len(leaves)
+    return f"{match[1]}{match[3]}", int(match[2]), 1
 
-    Such names are those of families with `stacked` alone: in the others, an expert's number is followed by a module and its tensor.
-    """
-    match = _PART.fullmatch(name)
-    return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, -1)
 
-
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, *, drop_images: bool = False) -> dict[str, Any]:
     """Return the contents of `path`/config.json, with transformers' defaults for missing keys (`registry.completed`).
 
-    Raises ConfigError if the directory or the file is missing or broken.
+    `drop_images`: that of the language model. Raises ConfigError if the directory or the file is missing or broken.
     """
     if not path.is_dir():
         raise ConfigError(f"model.path: no such directory: {path}{_of_the_hub(path)}")
     if not (path / CONFIG).is_file():
         raise ConfigError(f"model.path: {path} has no {CONFIG}")
     config = json_object(path / CONFIG)
-    check_kinds(language_model(config), CONFIG)
+    check_kinds(language_model(config, drop_images=drop_images), CONFIG)
     if (path / GENERATION).is_file():  # the engine reads it too
         check_kinds(json_object(path / GENERATION), GENERATION)
-    return completed(config)
+    return completed(config, drop_images=drop_images)
 
 
 def end_tokens(path: Path) -> set[int]:
@@ -145,19 +149,20 @@ def _of_the_hub(path: Path) -> str:
     return f" (a name of the Hugging Face Hub? hf download {'/'.join(parts)} --local-dir models/{parts[1]})"
 
 
-def inventory(path: Path, *, predictors: bool = False) -> dict[str, TensorInfo]:
+def inventory(path: Path, *, predictors: bool = False, drop_images: bool = False) -> dict[str, TensorInfo]:
     """Return every tensor of a checkpoint by name, read from the headers only; quantised ones with their scales.
 
     Args:
         path: the directory.
         predictors: experts of multi-token prediction layers, too, have a tensor each, where they are stored in stacks.
+        drop_images: the tensors of a language model have the names of a model of text (`registry.find_family`).
 
     Raises ConfigError, one line that names the file: a broken header or index, a tensor that the index misplaces; Absent: no weights.
     """
     if (path / INDEX).is_file():
-        return _as_known(path, _with_scales(path, _indexed(path)), predictors)
+        return _as_known(path, _with_scales(path, _indexed(path)), predictors, drop_images)
     if (path / SINGLE).is_file():
-        return _as_known(path, _with_scales(path, header(path / SINGLE)), predictors)
+        return _as_known(path, _with_scales(path, header(path / SINGLE)), predictors, drop_images)
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
         raise ConfigError(f"model.path: {path} holds only pickled weights ({pickles[0]}), which are never read: convert to safetensors")
@@ -186,9 +191,9 @@ def _with_scales(path: Path, held: dict[str, TensorInfo]) -> dict[str, TensorInf
     return {name: info for name, info in (held | scaled).items() if name not in used}
 
 
-def _as_known(path: Path, tensors: dict[str, TensorInfo], predictors: bool) -> dict[str, TensorInfo]:
+def _as_known(path: Path, tensors: dict[str, TensorInfo], predictors: bool, drop_images: bool) -> dict[str, TensorInfo]:
     """Name the tensors as the family does: each expert's by itself, and those of a language model without the rest of a larger model."""
-    family = find_family(json_object(path / CONFIG))
+    family = find_family(json_object(path / CONFIG), drop_images=drop_images)
     if family is None:
         return tensors
     if family.images is not None:
@@ -198,7 +203,7 @@ def _as_known(path: Path, tensors: dict[str, TensorInfo], predictors: bool) -> d
     if family.stacks:
         prefixes = (_MODEL, _PREDICTOR) if predictors else (_MODEL,)
         tensors = dict(pair for name, info in tensors.items() for pair in _parts(family.stacks, prefixes, name, info))
-    if not family.stacked:
+    if family.stacks or not family.stacked:
         return tensors
     hidden = language_model(json_object(path / CONFIG)).get("hidden_size")
     return _with_stacks(tensors, {name: (axis, hidden) for name, axis in family.hidden_axes.items()})
@@ -258,8 +263,8 @@ def scales_of_activations(held: Mapping[str, TensorInfo]) -> set[str]:
 class Checkpoint:
     """A checkpoint that is read lazily: a context manager that memory-maps each file on first use. Arguments as of `inventory`."""
 
-    def __init__(self, path: Path, *, predictors: bool = False) -> None:
-        self.tensors = inventory(path, predictors=predictors)
+    def __init__(self, path: Path, *, predictors: bool = False, drop_images: bool = False) -> None:
+        self.tensors = inventory(path, predictors=predictors, drop_images=drop_images)
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:

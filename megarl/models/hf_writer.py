@@ -15,7 +15,7 @@ from megarl.checkpoints.files import sync
 from megarl.errors import ConfigError
 from megarl.models.hf import CONFIG, CONVERSION, INDEX, RANGE_FILE, SINGLE, TOKENIZER, json_object, stack_of
 from megarl.models.quantized import QUANTIZATION
-from megarl.models.registry import described_as, sees_images
+from megarl.models.registry import described_as, has_text_family
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,32 +32,41 @@ SHARD_BYTES = 4 << 30  # maximum size of a file that `CheckpointWriter` writes, 
 
 
 def described(
-    source: Path, dtype: str | None, changes: Mapping[str, Any] = MappingProxyType({}), trained: bool = False
+    source: Path,
+    dtype: str | None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    trained: bool = False,
+    drop_images: bool = False,
 ) -> dict[str, bytes]:
     """Return the files that describe a model's weights: config.json, generation defaults, chat templates, tokenizer.
 
     If nothing changes, config.json is the source's, byte for byte. How the source's weights were quantised is left out: they are read as
-    bfloat16. Python files are copied where an `auto_map` names them; an `auto_map` of files that are not there is left out. What is written
-    of a model of text and images is its language model, without the files on how images are cut.
+    bfloat16. Python files are copied where an `auto_map` names them; an `auto_map` of files that are not there is left out.
 
     Args:
         source: the Hugging Face directory that they come from.
         dtype: torch's name of the weights' dtype ("bfloat16"); None: that in which the source's are read.
         changes: keys of config.json whose values differ from the source's.
+        drop_images: what is written of a model of text and images is its language model, without the files on how images are cut.
         trained: the weights are no longer the source's, so its score range (`RANGE_FILE`) does not apply and is left out.
 
     Returns:
         File name -> contents; files of chat templates may lie in a folder.
     """
     given = json_object(source / CONFIG)
-    config = {**described_as(given), **changes}
+    dropped = drop_images and has_text_family(given)
+    config = described_as(given, drop_images=drop_images)
+    inner = {key: value for key, value in changes.items() if key not in config and key in (config.get("text_config") or {})}
+    config |= {key: value for key, value in changes.items() if key not in inner}
+    if inner:
+        config["text_config"] = {**config["text_config"], **inner}
     if config.pop(QUANTIZATION, None) is not None:
         dtype = dtype or "bfloat16"
     if dtype is not None:
         config |= {"dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in config else {})}
         for part in {"text_config", "vision_config"} & config.keys():
             config[part] = {**config[part], **{key: dtype for key in ("dtype", "torch_dtype") if key in config[part]}}
-    left_out = {CONFIG, CONVERSION} | ({RANGE_FILE} if trained else set()) | (_OF_IMAGES if sees_images(given) else set())
+    left_out = {CONFIG, CONVERSION} | ({RANGE_FILE} if trained else set()) | (_OF_IMAGES if dropped else set())
     kept = [file for file in sorted(source.iterdir()) if file.suffix in _COPIED and file.name not in left_out]
     kept = [file for file in kept if not any(file.match(pattern) for pattern in _OF_WEIGHTS)]
     kept += [file for folder in _TEMPLATES for file in sorted((source / folder).glob("*.jinja"))]
@@ -97,14 +106,15 @@ def stacked(stream: Iterable[tuple[str | list[str], Tensor]], model: ModelDescri
         if isinstance(names, str) or not model.family.stacked:
             yield names, tensors
             continue
+        stack, _, parts = stack_of(model.family, names[0])
         if whole is None:
-            whole = torch.empty((experts, *tensors.shape[1:]), dtype=tensors.dtype)
-        whole[[stack_of(name)[1] for name in names]] = tensors.cpu()
+            whole = torch.empty((experts * parts, *tensors.shape[1:]), dtype=tensors.dtype)
+        whole[[stack_of(model.family, name)[1] for name in names]] = tensors.cpu()
         count += len(names)
-        if count == experts:
-            yield stack_of(names[0])[0], whole
+        if count == experts * parts:
+            yield stack, whole.view(experts, -1, *whole.shape[2:]) if parts > 1 else whole
             whole, count = None, 0
-    assert whole is None, f"{count} of {experts} experts have come"
+    assert whole is None, f"{count} experts' tensors of a stack have come"
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -167,16 +177,18 @@ class CheckpointWriter:
         path: the directory to write.
         source: a Hugging Face directory.
         dtype: torch's name of the weights' dtype, for config.json; `add` does not cast.
-        changes: as in `described`.
+        changes: as in `described`, like `drop_images`.
 
     Raises:
         ConfigError: `path` already exists and is not an empty directory.
     """
 
-    def __init__(self, path: Path, source: Path, dtype: str, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(
+        self, path: Path, source: Path, dtype: str, changes: Mapping[str, Any] = MappingProxyType({}), drop_images: bool = False
+    ) -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} already exists: not overwritten")
-        self.path, self.source, self.dtype, self.changes = path, source, dtype, changes
+        self.path, self.source, self.dtype, self.changes, self._drop_images = path, source, dtype, changes, drop_images
         self.folder = path.parent / f".{path.name}.partial-{secrets.token_hex(4)}"
         self._own = ShardWriter(self.folder)
         self._shards: dict[str, list[str]] = {}  # written by other processes
@@ -205,7 +217,7 @@ class CheckpointWriter:
     def _commit(self) -> None:
         self._own.close()
         self._name_shards({**self._own.shards, **self._shards})
-        write_files(self.folder, described(self.source, self.dtype, self.changes, trained=True))
+        write_files(self.folder, described(self.source, self.dtype, self.changes, trained=True, drop_images=self._drop_images))
         for file in self.folder.glob("*.safetensors"):
             shutil.copymode(self.folder / CONFIG, file)  # safetensors creates files of mode 0600, whatever the umask
         for folder, _, names in os.walk(self.folder):

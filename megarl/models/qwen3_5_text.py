@@ -1,10 +1,9 @@
 """Qwen3.5 and 3.6, dense, and what they share with the mixtures (`qwen3_5_moe_text`): Qwen3-Next's layers, with the projections of a gated
 delta net in four tensors.
 
-Published models also see images. megarl trains their language model alone, as transformers' text class reads it: `text_config` of
+Published models also see images (`qwen3_5`). With `model.drop_images` they are read as transformers' text class does: `text_config` of
 config.json, and the tensors `model.language_model.*` (`Family.images`). A token of text has the same position on all axes of multimodal
-RoPE, which is then the plain one. Refused: attention without gates, biases, and what every
-family refuses (`decoder_blocks.refuse`).
+RoPE, which is then the plain one. Refused: attention without gates, biases, and what every family refuses (`decoder_blocks.refuse`).
 """
 
 from functools import partial

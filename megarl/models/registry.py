@@ -25,6 +25,8 @@ from megarl.models import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_5_moe_text,
     qwen3_5_text,
     qwen3_moe,
@@ -51,6 +53,8 @@ _MODULES = (
         granite,
         qwen3_vl,
         qwen3_vl_moe,
+        qwen3_5,
+        qwen3_5_moe,
     ),
     nemotron_h,
 )
@@ -70,32 +74,35 @@ def family_of(config: ConfigJson) -> Family:
     """Return the family of a config.json. Raise ConfigError for an architecture that megarl does not support."""
     family = find_family(config)
     if family is None:
-        raise ConfigError(
-            f"model.path: architecture {_architecture(config)!r} is not supported (supported: {', '.join([*FAMILIES, *_IMAGES])})"
-        )
+        raise ConfigError(f"model.path: architecture {_architecture(config)!r} is not supported (supported: {', '.join(FAMILIES)})")
     return family
 
 
-def find_family(config: ConfigJson) -> Family | None:
-    """Return the family of a config.json; None for an architecture that megarl does not support."""
+def find_family(config: ConfigJson, *, drop_images: bool = False) -> Family | None:
+    """Return the family of a config.json; None for an architecture that megarl does not support.
+
+    `drop_images`: of a model of text and images, that of its language model, if it has a family of its own.
+    """
     architecture = _architecture(config)
-    return FAMILIES.get(_IMAGES.get(architecture, architecture)) if isinstance(architecture, str) else None
+    if not isinstance(architecture, str):
+        return None
+    return FAMILIES.get(_IMAGES.get(architecture, architecture) if drop_images else architecture)
 
 
-def sees_images(config: ConfigJson) -> bool:
-    """Whether a config.json is that of a model of text and images, whose language model alone megarl reads."""
+def has_text_family(config: ConfigJson) -> bool:
+    """Whether a config.json is that of a model of text and images whose language model has a family of its own."""
     return str(_architecture(config)) in _IMAGES
 
 
-def language_model(given: ConfigJson) -> dict[str, Any]:
+def language_model(given: ConfigJson, *, drop_images: bool = False) -> dict[str, Any]:
     """Return the config.json of a model's language model: that of a model of text and images has it as `text_config`, others are their own.
 
-    Raises ConfigError if there is no `text_config`.
+    `drop_images`: as of `find_family`; what is returned is then that of a model of text. Raises ConfigError if there is no `text_config`.
     """
-    family = find_family(given)
+    family = find_family(given, drop_images=drop_images)
     if family is not None and family.nested:
         return _flat(given)
-    if not sees_images(given):
+    if not drop_images or not has_text_family(given):
         return dict(given)
     own = given.get("text_config")
     if not isinstance(own, dict):
@@ -124,10 +131,9 @@ def _flat(given: ConfigJson) -> dict[str, Any]:
     return {**own, **whole, "tie_word_embeddings": tied}
 
 
-def described_as(given: ConfigJson) -> dict[str, Any]:
-    """Return the config.json of what is written of a model: of a model of text and images that megarl reads whole, it is its own."""
-    family = find_family(given)
-    return dict(given) if family is not None and family.nested else language_model(given)
+def described_as(given: ConfigJson, *, drop_images: bool = False) -> dict[str, Any]:
+    """Return the config.json of what is written of a model: its own, or that of its language model (`drop_images`)."""
+    return language_model(given, drop_images=True) if drop_images and has_text_family(given) else dict(given)
 
 
 def _architecture(config: ConfigJson) -> Any:
@@ -135,15 +141,15 @@ def _architecture(config: ConfigJson) -> Any:
     return architectures[0] if isinstance(architectures, list) and architectures else None
 
 
-def completed(given: ConfigJson) -> dict[str, Any]:
+def completed(given: ConfigJson, *, drop_images: bool = False) -> dict[str, Any]:
     """Return a config.json with every key that the family reads: other spellings resolved, missing keys with transformers' defaults.
 
-    A config.json of an unknown architecture is returned as it is: `family_of` refuses it.
+    A config.json of an unknown architecture is returned as it is: `family_of` refuses it. `drop_images`: as of `language_model`.
 
     Raises:
         ConfigError: a key is null that transformers takes no null for.
     """
-    config, family = language_model(given), find_family(given)
+    config, family = language_model(given, drop_images=drop_images), find_family(given, drop_images=drop_images)
     if family is None:
         return config
     for other, key in family.spellings.items():

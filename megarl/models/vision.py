@@ -1,10 +1,10 @@
-"""The vision tower of Qwen3-VL: its sizes in config.json, its tensors, and the multimodal RoPE of the language model after it.
+"""The vision tower of Qwen3-VL and Qwen3.5: its sizes in config.json, its tensors, and the multimodal RoPE of the language model after it.
 
 config.json has the tower as `vision_config` and the language model as `text_config`. Megatron has no such tower (its own are LLaVA's and
 RADIO's): `parallel/vision.py` computes it, with every tensor whole on the ranks of the first pipeline stage.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from megarl.models.weight_map import VISION, WeightMapping
 from megarl.models.weight_ops import Plain, Shape
 
 TOWER, TEXT = "model.visual.", "model.language_model."  # prefixes of the tensors of tower and language model
-DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLVisionConfig
+DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLVisionConfig and Qwen3_5VisionConfig
     "depth": 27,
     "hidden_size": 1152,
     "hidden_act": "gelu_pytorch_tanh",
@@ -29,8 +29,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLVisionConfig
     "temporal_patch_size": 2,
     "out_hidden_size": 3584,
     "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
 }
+DEEPSTACK, SECTIONS = (8, 16, 24), (24, 20, 20)  # of Qwen3-VL
 
 # Fields of Megatron's TransformerConfig. The fused kernel turns each sequence by its positions from 0 on, and these paths call the parts of
 # a layer, not the layer, which adds features of images.
@@ -64,12 +64,15 @@ class VisionSizes:
         return self.channels * self.frames * self.patch**2
 
 
-def vision_sizes(config: ConfigJson, n: Sizes) -> VisionSizes:
+def vision_sizes(config: ConfigJson, n: Sizes, pairs: int, sections: Sequence[int], deepstack: Sequence[int] | None) -> VisionSizes:
     """Return the sizes of the tower of a completed config.json.
 
     Args:
         config: config.json.
         n: the sizes of its language model.
+        pairs: of a head's dimensions that RoPE turns.
+        sections: those that turn by frame, row and column, where config.json does not say.
+        deepstack: the blocks of which features are taken, where config.json does not say; None: the family takes none.
 
     Raises:
         ConfigError: a tower that is not Qwen3-VL's, or one that does not fit the language model.
@@ -81,8 +84,9 @@ def vision_sizes(config: ConfigJson, n: Sizes) -> VisionSizes:
     side = round(number(tower, "num_position_embeddings") ** 0.5)
     hidden, heads, out, depth = (number(tower, key) for key in ("hidden_size", "num_heads", "out_hidden_size", "depth"))
     turned = (tower.get("rope_parameters") or {}).get("rope_theta", 10000.0)
-    taken, axes = tower["deepstack_visual_indexes"], _rope_numbers(config)
-    sections = axes.get("mrope_section", [24, 20, 20])
+    taken, axes = tower.get("deepstack_visual_indexes", deepstack or ()), _rope_numbers(config)
+    sections = axes.get("mrope_section", sections)
+    count = len(taken) if _numbers(taken) else 0
     for wrong, fault in (
         (tower["hidden_act"] != "gelu_pytorch_tanh", f"hidden_act={tower['hidden_act']!r:.80} is not supported"),
         (turned != 10000.0, f"rope_parameters.rope_theta={turned!r:.80} is not 10000"),
@@ -90,13 +94,14 @@ def vision_sizes(config: ConfigJson, n: Sizes) -> VisionSizes:
         (hidden % heads or hidden // heads % 4, f"hidden_size={hidden} does not divide into num_heads={heads} of a multiple of 4"),
         (out != n.hidden, f"out_hidden_size={out} is not text_config's hidden_size={n.hidden}"),
         (not _numbers(taken) or sorted(set(taken)) != [*taken] or any(one >= depth for one in taken), "deepstack_visual_indexes"),
-        (len(taken) > n.layers, f"deepstack_visual_indexes are {len(taken)}, more than text_config's {n.layers} layers"),
+        (deepstack is None and count, f"deepstack_visual_indexes={taken!r:.80} is not supported for {config['architectures'][0]}"),
+        (count > n.layers, f"deepstack_visual_indexes are {count}, more than text_config's {n.layers} layers"),
     ):
         if wrong:
             what = fault if fault != "deepstack_visual_indexes" else f"{fault}={taken!r:.80} are not ascending blocks of depth={depth}"
             raise ConfigError(f"model.path: config.json's vision_config: {what}")
-    if not _numbers(sections) or len(sections) != 3 or sum(sections) != n.head_dim // 2:
-        raise ConfigError(f"model.path: config.json's mrope_section={sections!r:.80} are not three numbers with the sum {n.head_dim // 2}")
+    if not _numbers(sections) or len(sections) != 3 or sum(sections) != pairs:
+        raise ConfigError(f"model.path: config.json's mrope_section={sections!r:.80} are not three numbers with the sum {pairs}")
     if axes.get("mrope_interleaved") is not True:  # without the key vLLM does not interleave, and transformers does
         raise ConfigError("model.path: config.json's RoPE must have mrope_interleaved=true, as published")
     return VisionSizes(
@@ -131,9 +136,16 @@ def _image_token(config: ConfigJson, n: Sizes) -> int:
     return token
 
 
-def with_vision(n: Sizes, config: ConfigJson) -> Sizes:
-    """Return the sizes of a language model with those of its tower."""
-    return replace(n, vision=vision_sizes(config, n))
+def with_vision(
+    n: Sizes,
+    config: ConfigJson,
+    *,
+    pairs: int | None = None,
+    sections: Sequence[int] = SECTIONS,
+    deepstack: Sequence[int] | None = DEEPSTACK,
+) -> Sizes:
+    """Return the sizes of a language model with those of its tower. `pairs`: see `vision_sizes`, like the others; None: of whole heads."""
+    return replace(n, vision=vision_sizes(config, n, n.head_dim // 2 if pairs is None else pairs, sections, deepstack))
 
 
 def tower(v: VisionSizes) -> list[WeightMapping]:

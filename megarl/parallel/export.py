@@ -139,9 +139,9 @@ def save_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid, target: 
         if grid.rank == 0:
             if not head.known:
                 log.warning("%s: transformers has no class %s: only megarl can load what is saved", target, head.architecture)
-            labels = model.labels(head_of(chunks))
+            labels, named = model.labels(head_of(chunks)), str(dtype).removeprefix("torch.")
             try:
-                writer = stack.enter_context(CheckpointWriter(target, model.directory, str(dtype).removeprefix("torch."), labels))
+                writer = stack.enter_context(CheckpointWriter(target, model.directory, named, labels, model.drop_images))
                 told[0] = writer.folder
             except (ConfigError, OSError) as error:
                 told[1] = str(error)

@@ -90,7 +90,7 @@ def load_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid) -> None:
     unknown, absent = sorted(parameters.keys() - weights.keys()), sorted(_required(chunks, weights.values(), grid) - parameters.keys())
     if unknown or absent:
         raise ValueError(f"rank {grid.rank}: the built model and its family differ: not in the family {unknown}, not built {absent}")
-    with Checkpoint(path, predictors=model.predicts) as checkpoint, torch.no_grad():
+    with Checkpoint(path, predictors=model.predicts, drop_images=model.drop_images) as checkpoint, torch.no_grad():
         for name, parameter in parameters.items():
             if name == OUTPUT and model.head != head:
                 continue

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import ceil
 from typing import Any
@@ -79,14 +80,15 @@ class Plan:
 
 def models_of(config: RunSettings) -> Models:
     """Read the policy's config.json, as "model", and that of each role with another model, by role. Raises ConfigError."""
-    models = {"model": ModelDescription.read(config.model.path)}
+    read = partial(ModelDescription.read, drop_images=config.model.drop_images)
+    models = {"model": read(config.model.path)}
     if isinstance(config, TrainConfig):
         if config.critic is not None and config.critic.path is not None:
-            models["critic"] = ModelDescription.read(config.critic.path)
+            models["critic"] = read(config.critic.path)
         if config.distillation is not None:
-            models |= {name: ModelDescription.read(path) for name, path in config.distillation.models.items()}
+            models |= {name: read(path) for name, path in config.distillation.models.items()}
         if (judge := model_of(config.reward.source)) is not None:
-            models["reward"] = ModelDescription.read(judge[1].path)
+            models["reward"] = read(judge[1].path)
     return models
 
 

@@ -82,7 +82,7 @@ class Model:
         mtp = "drop" if head != "lm" or settings.mtp is None else settings.mtp
         if mtp == "train" and optimizer is None:  # of a frozen model it is kept
             mtp = "keep"
-        self.description = ModelDescription.read(path, mtp=mtp)
+        self.description = ModelDescription.read(path, mtp=mtp, drop_images=settings.drop_images)
         self._mtp_loss_weight = settings.mtp_loss_weight
         self._config = transformer_config(self.description, settings, layout, backend)
         sees = self.description.sizes.vision is not None
@@ -125,7 +125,7 @@ class Model:
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), self.description.labels(head)
         self._described: dict[str, Content] = {}
         if optimizer is not None and grid.rank == 0:
-            self._described = {**described(path, dtype, labels, trained=True)}
+            self._described = {**described(path, dtype, labels, trained=True, drop_images=settings.drop_images)}
             if self.description.predictors is not None and lora is None:  # a checkpoint of adapters has no weights of the base
                 self._described[KEPT] = self.description.predictors
 

@@ -35,7 +35,7 @@ class TowerWork:
     @classmethod
     def of(cls, settings: ModelSettings, layout: Layout) -> TowerWork | None:
         """The work on images of the model of a run's section `model`; None if it sees none."""
-        model = ModelDescription.read(settings.path)
+        model = ModelDescription.read(settings.path, drop_images=settings.drop_images)
         return None if model.sizes.vision is None else cls(model, layout, trained=settings.vision == "train")
 
     def tokens(self, images: Sequence[PlacedImage]) -> int:

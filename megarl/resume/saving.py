@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from megarl.checkpoints.files import Content, LargeContent
 from megarl.checkpoints.may_differ import Contents, compare, completed, held_by
 from megarl.checkpoints.steps import CHECKPOINTS, HF, Entry, SavedStep, damaged, listing, verified, verify
-from megarl.config import CheckpointSettings, ConfigError, TrainingSettings, dump, yaml_text
+from megarl.config import CheckpointSettings, ConfigError, ModelSettings, TrainingSettings, dump, yaml_text
 from megarl.errors import Alarmed, DamagedFile, SaveError
 from megarl.host import termination
 from megarl.host.shared_memory import MemoryFile
@@ -191,7 +191,7 @@ def _trainer(data: bytes, path: Path) -> _Trainer:
 
 def _check_same_run(saved: _Trainer, path: Path, config: TrainingSettings, verb: str, items: int) -> None:
     differing = compare(completed(saved.config, type(config)), config.model_dump(mode="json"), saved.held)
-    model = _other_model(saved, path, config.model.path)
+    model = _other_model(saved, path, config.model)
     if model:
         differing = [model, *(line for line in differing if not line.startswith("model.path: "))]
     before = saved.progress.sampler.count
@@ -203,12 +203,13 @@ def _check_same_run(saved: _Trainer, path: Path, config: TrainingSettings, verb:
         raise ConfigError("\n".join([*differing, f"save.resume=true, but {path} was saved with other settings; false starts over"]))
 
 
-def _other_model(saved: _Trainer, step: Path, path: Path) -> str | None:
-    """Return a line that says where the arithmetic of the model at `path` is not that of the model that the step directory holds."""
+def _other_model(saved: _Trainer, step: Path, settings: ModelSettings) -> str | None:
+    """Return a line that says where the arithmetic of the run's model is not that of the model that the step directory holds."""
     own = next((step / name / HF for name in saved.where if name != "critic"), step)
     if not (own / CONFIG).is_file():
         return None
-    pairs = differences(ModelDescription.read(own), ModelDescription.read(path))
+    path = settings.path
+    pairs = differences(ModelDescription.read(own), ModelDescription.read(path, drop_images=settings.drop_images))
     changed = [f"{key} is {now!r}, and {then!r} in the checkpoint" for key, (then, now) in pairs.items()]
     return f"model.path: {path / CONFIG}: {'; '.join(changed)}: a resumed run cannot change it" if changed else None
 

@@ -63,8 +63,8 @@ def in_bfloat16(path: Path, target: Path) -> Path:
 
 def each_stored(tensors: dict[str, Tensor], path: Path) -> Any:
     """The tensors as the model's checkpoints hold them: experts in stacks, if these do."""
-    named = (([name], tensor[None]) if stack_of(name)[1] >= 0 else (name, tensor) for name, tensor in tensors.items())
     model = ModelDescription.read(path)
+    named = (([name], tensor[None]) if stack_of(model.family, name)[1] >= 0 else (name, tensor) for name, tensor in tensors.items())
     return stacked(named, model) if model.family.stacked else tensors.items()
 
 

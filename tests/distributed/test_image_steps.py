@@ -27,9 +27,9 @@ PPO = {"type": "ppo"}
 NUMBERS = ("actor/grad_norm", "actor/pg_loss", "actor/ppo_kl", "actor/kl_loss", "critic/grad_norm", "critic/loss")
 
 
-@pytest.fixture(scope="module")
-def path(make: Make) -> Path:
-    return make("qwen3_vl_moe")
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_5_moe_vl", marks=pytest.mark.long)])
+def path(request: pytest.FixtureRequest, make: Make) -> Path:
+    return make(request.param)
 
 
 def shown(ranks: list[Learned]) -> list[dict[str, float]]:
@@ -67,6 +67,14 @@ REPLAYED = [(name, replay) for name in ("one", "tp2_ep2", "pp2", "pp2_ep2_cp2") 
 
 @pytest.mark.parametrize(("name", "replay"), rows(REPLAYED, [("tp2_ep2", "r2"), ("pp2_ep2_cp2", "r3")]))
 def test_experts_of_image_tokens_are_replayed(pool: Pool, path: Path, name: str, replay: Any) -> None:
+    assert_replayed(pool, path, name, replay)
+
+
+def test_experts_of_image_tokens_are_replayed_between_gated_delta_nets(pool: Pool, make: Make) -> None:
+    assert_replayed(pool, make("qwen3_5_moe_vl"), "pp2_ep2_cp2", "r3")
+
+
+def assert_replayed(pool: Pool, path: Path, name: str, replay: Any) -> None:
     """Every token's, images' included: the rate of hits counts them all, and the first ratio is 1."""
     ranks = pool.run(learn, LAYOUTS[name], Case(path, GRPO, replay=replay))
     first, second = shown(ranks)

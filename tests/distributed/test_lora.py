@@ -126,6 +126,8 @@ OTHERS = {
     "qwen3_next": LORA,
     "qwen3_5_moe": LORA,
     "qwen3_5": LORA,
+    "qwen3_5_moe_vl": LORA,
+    "qwen3_5_vl": LORA,
     "qwen3_vl_moe": LORA.model_copy(update={"targets": ["attention"]}),
 }
 

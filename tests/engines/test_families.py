@@ -35,7 +35,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 def other(path: Path, family: str, seed: int = 2) -> Any:
     """transformers' model of another seed, sharper than the one that the engine starts with."""
-    _restore_configurations()
+    restore_configurations()
     build(path, **{**SIZES, **DEEP.get(family, {})}, seed=seed, family=family, initializer_range=0.12)
     return transformers_model(path).eval()
 
@@ -60,16 +60,17 @@ def _restore_model_type() -> None:
     DeepseekV3Config.model_type = "deepseek_v3"
 
 
-def _restore_configurations() -> None:
-    """Let transformers read a DeepSeek-V3.2's config.json with its own class again: vLLM has registered DeepSeek-V3's for it
-    (vllm/transformers_utils/config.py:103), whose model has no indexer."""
+def restore_configurations() -> None:
+    """Let transformers read some config.json with its own classes again: vLLM has registered others for them
+    (vllm/transformers_utils/config.py:103), of DeepSeek-V3.2 one without an indexer, of Qwen3.5 its own."""
     from transformers import CONFIG_MAPPING
 
-    CONFIG_MAPPING._extra_content.pop("deepseek_v32", None)
+    for kind in ("deepseek_v32", "qwen3_5", "qwen3_5_moe"):
+        CONFIG_MAPPING._extra_content.pop(kind, None)
 
 
 async def _follows(tmp_path: Path, family: str) -> None:
-    _restore_configurations()
+    restore_configurations()
     build(tmp_path / "model", **{**SIZES, **DEEP.get(family, {})}, seed=1, family=family)
     engine = await _start(tmp_path / "model", blank=True)
     _restore_model_type()
@@ -118,7 +119,7 @@ def test_an_engine_of_another_family_follows_an_update(host: Host, tmp_path: Pat
 async def _of_text(tmp_path: Path) -> None:
     build(tmp_path / "text", **SIZES, seed=1, family="qwen3_5_moe")
     published(tmp_path / "text", tmp_path / "whole")
-    engine = await _start(tmp_path / "whole")
+    engine = await _start(tmp_path / "whole", drop_images=True)
     try:
         assert compare(digest_of(stored(tmp_path / "text")), await engine.fingerprints(TIMEOUT_S)) == [], "as it has read it"
         await _check_update(engine, Trainer(engine, "shm"), other(tmp_path / "other", "qwen3_5_moe"), stored(tmp_path / "other"))
@@ -174,11 +175,11 @@ def test_an_engine_sees_the_window_that_the_model_has(host: Host, tmp_path: Path
 async def _chosen(tmp_path: Path, family: str, heads: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    _restore_configurations()
+    restore_configurations()
     build(tmp_path / "model", **SIZES, seed=1, family=family, initializer_range=0.12, index_n_heads=heads)
     engine = await _start(tmp_path / "model")
     try:
-        _restore_configurations()
+        restore_configurations()
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
         ties = order_indexers(model)
         drawn = torch.Generator().manual_seed(5)
@@ -328,7 +329,7 @@ def test_states_are_free_while_an_engine_sleeps_and_nothing_else_changes(host: H
 
 
 async def _spread(tmp_path: Path, family: str, layout: Layout, dtype: str) -> None:
-    _restore_configurations()
+    restore_configurations()
     build(tmp_path / "model", **{**SIZES, **DEEP.get(family, {})}, seed=1, family=family)
     engine = await _start(tmp_path / "model", dtype, layout, blank=True)
     trainer = Trainer(engine, "gloo", layout.workers)

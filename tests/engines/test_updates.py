@@ -63,10 +63,10 @@ LAYOUTS = [ONE, TWO, EP2, Layout(dp=2), DP2_EP, Layout(2, 2), DP2_TP2_EP, DP3_EP
 
 
 async def _start(
-    tiny: Path, dtype: str = "float32", layout: Layout = ONE, blank: bool = False, kind: type[Corruptible] = Corruptible
+    tiny: Path, dtype: str = "float32", layout: Layout = ONE, blank: bool = False, kind: type[Corruptible] = Corruptible, **more: Any
 ) -> Corruptible:
-    engine = kind("engine 0")
-    await engine.start(Setup(tiny, dtype, SETTINGS.model_copy(update=asdict(layout)), 1, gpu=False, report_experts=True, blank=blank))
+    engine, settings = kind("engine 0"), SETTINGS.model_copy(update=asdict(layout))
+    await engine.start(Setup(tiny, dtype, settings, 1, gpu=False, report_experts=True, blank=blank, **more))
     return engine
 
 

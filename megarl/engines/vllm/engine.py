@@ -127,7 +127,7 @@ class VllmEngine(Engine):
         assert (meeting is not None) == (setup.settings.dp > 1), "members meet, and there are members to meet"
         settings = setup.settings
         drafts = isinstance(settings, TrainRolloutSettings) and settings.speculative is not None
-        model = ModelDescription.read(setup.model, mtp="train" if drafts else "drop")
+        model = ModelDescription.read(setup.model, mtp="train" if drafts else "drop", drop_images=setup.drop_images)
         self.check(model, setup.dtype, settings, gpu=setup.gpu)
         self._limit = settings.max_prompt_tokens + settings.max_response_tokens
         self._tied = model.tied
@@ -149,7 +149,7 @@ class VllmEngine(Engine):
             self._watch()
             workers = (await self._call("megarl_pid", timeout_s=settings.timeout_s))[: settings.tp]
             if reads_anew(model, settings) and not setup.blank:
-                await self._weights("megarl_read", str(setup.model), self._expected, timeout_s=settings.timeout_s)
+                await self._weights("megarl_read", str(setup.model), self._expected, setup.drop_images, timeout_s=settings.timeout_s)
             if drafts:
                 await self.drafted(settings.timeout_s)  # it counts from now on
             if setup.scoring is not None and setup.scoring.temperature != 1:

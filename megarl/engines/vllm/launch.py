@@ -194,18 +194,18 @@ def vllm_names(architectures: Iterable[str]) -> list[str]:
 def reads_anew(model: ModelDescription, settings: RolloutSettings) -> bool:
     """Return whether megarl reads a directory's weights for the engine.
 
-    It does so where either of them is quantised, but not as the other; where the directory also holds what sees images; and where experts
-    are stacked: of such vLLM's own reader gives each worker as many (vllm/model_executor/models/gpt_oss.py:1354), even if their number
-    does not divide.
+    It does so where either of them is quantised, but not as the other; where the directory also holds what sees images, which is dropped;
+    and where experts are stacked: of such vLLM's own reader gives each worker as many (vllm/model_executor/models/gpt_oss.py:1354), even if
+    their number does not divide.
     """
-    return bool(settings.quantization or model.config.get(QUANTIZATION) or model.sees_images or model.family.stacked)
+    return bool(settings.quantization or model.config.get(QUANTIZATION) or model.of_images or model.family.stacked)
 
 
 def _overrides(model: ModelDescription, settings: RolloutSettings) -> dict[str, Any]:
     """Return what vLLM is to read in config.json instead of what it says, or does not say where vLLM's default is not transformers'."""
     given = ("scoring_func", "topk_method", "use_routing_bias", "index_topk", "index_n_heads", "index_head_dim")
     overrides: dict[str, Any] = {key: model.config[key] for key in given if key in model.config}
-    if (names := vllm_names(model.config["architectures"])) != model.config["architectures"] or model.sees_images:
+    if (names := vllm_names(model.config["architectures"])) != model.config["architectures"] or model.of_images:
         overrides["architectures"] = names
     if model.latent and model.sizes.experts:  # vLLM groups experts whatever topk_method says, and knows no mlp_layer_types
         fields = model.fields

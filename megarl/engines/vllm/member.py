@@ -26,7 +26,7 @@ class VllmMember(Member):
 
     def start(self, setup: Setup, meeting: Meeting, rank: int) -> None:
         """Must run in a thread that lives as long as the engine, as VllmEngine.start."""
-        model = ModelDescription.read(setup.model)
+        model = ModelDescription.read(setup.model, drop_images=setup.drop_images)
         self._directory = open_directory(setup.gpu, own_address(meeting.host))
         arguments = engine_arguments(setup, model) | {"worker_extension_cls": self.extension}
         self._manager = launch_member(self._label, arguments, model, meeting, rank, gpu=setup.gpu)

@@ -112,12 +112,18 @@ class WeightLoader:
         self._put(tensors)
         self._inventory = inventory
 
-    def read(self, directory: Path, expected: Mapping[str, tuple[Sequence[int], str]]) -> None:
-        """Load a Hugging Face directory as an update would bring it: quantised where that is expected."""
+    def read(self, directory: Path, expected: Mapping[str, tuple[Sequence[int], str]], drop_images: bool) -> None:
+        """Load a Hugging Face directory as an update would bring it: quantised where that is expected.
+
+        Args:
+            directory: the directory.
+            expected: as of `start`.
+            drop_images: as of `inventory`.
+        """
         self.start(expected)
         inventory, self._inventory = self._inventory, None
         assert inventory is not None
-        with Checkpoint(directory, predictors=self._draft is not None) as checkpoint:
+        with Checkpoint(directory, predictors=self._draft is not None, drop_images=drop_images) as checkpoint:
             stored = ((name, checkpoint.read(name).to(self._device)) for name in expected if name in checkpoint.tensors)
             for name, tensor in as_expected(stored, expected):
                 inventory.take_all(name, tensor.shape, str(tensor.dtype).removeprefix("torch."))

@@ -137,8 +137,9 @@ class WorkerExtension:
         rank = self.vllm_config.parallel_config.data_parallel_rank * self.vllm_config.parallel_config.world_size + self.rank
         return _refusal(lambda: self._megarl_loader().connect([Rendezvous(**one) for one in rendezvous], first_rank + rank))
 
-    def megarl_read(self, directory: str, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
-        return _refusal(lambda: self._megarl_loader().read(Path(directory), expected))
+    def megarl_read(self, directory: str, expected: Mapping[str, tuple[Sequence[int], str]], drop_images: bool) -> str | None:
+        """See `WeightLoader.read`: `directory`, `expected` and `drop_images` are its own."""
+        return _refusal(lambda: self._megarl_loader().read(Path(directory), expected, drop_images))
 
     def megarl_start_update(self, expected: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
         return _refusal(lambda: self._megarl_loader().start(expected))

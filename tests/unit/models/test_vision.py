@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from megarl.models.families import check_checkpoint
 from megarl.models.hf import Checkpoint, read_config
 from megarl.models.hf_writer import described
 from megarl.models.registry import FAMILIES, MODEL_TYPES, completed
-from megarl.models.vision import DEFAULTS
+from megarl.models.vision import DEEPSTACK, DEFAULTS
 from megarl.plan.parameters import model_elements
-from tests.published_models import MODELS, QWEN3_VL_30B_A3B, description_of
+from tests.published_models import MODELS, QWEN3_5_35B_A3B, QWEN3_VL_30B_A3B, description_of
 from tests.unit.convert.converting import WEIGHTS, convert, stored
 from tools.make_tiny_model import SEEING, build
 
@@ -32,9 +33,9 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return out
 
 
-def nested(**changes: Any) -> dict[str, Any]:
-    """The published config.json with other values, by `part.key` or `key`; None: without the key."""
-    config = copy.deepcopy(QWEN3_VL_30B_A3B)
+def nested(published: dict[str, Any] = QWEN3_VL_30B_A3B, /, **changes: Any) -> dict[str, Any]:
+    """A published config.json with other values, by `part.key` or `key`; None: without the key."""
+    config = copy.deepcopy(published)
     for name, value in changes.items():
         part, _, key = name.rpartition("__")
         place = config[part] if part else config
@@ -45,23 +46,27 @@ def nested(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_published_model_has_its_parameters_with_those_of_its_tower() -> None:
-    model = ModelDescription.of(QWEN3_VL_30B_A3B)
-    text = MODELS["Qwen3-30B-A3B"].parameters
-    assert model_elements(model) == 31_070_754_032 and model_elements(model) - text == 538_631_408
-    assert model.sizes.vision is not None and model.sizes.vision.sections == (24, 20, 20)
-    assert model.fields == ModelDescription.of(model.config).fields, "a flat one is the same"
-    assert model.rope.theta == 5e6 and not model.tied
+    for config, name, tower, sections, theta in (
+        (QWEN3_VL_30B_A3B, "Qwen3-30B-A3B", 538_631_408, (24, 20, 20), 5e6),
+        (QWEN3_5_35B_A3B, "Qwen3.5-35B-A3B", 446_571_248, (11, 11, 10), 1e7),
+    ):
+        model = ModelDescription.of(config)
+        assert model_elements(model) == MODELS[name].parameters + tower
+        assert model.sizes.vision is not None and model.sizes.vision.sections == sections
+        assert model.fields == ModelDescription.of(model.config).fields, "a flat one is the same"
+        assert model.rope.theta == theta and not model.tied
 
 
 @pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if family.nested and "Conditional" in name])
 def test_defaults_are_those_of_transformers_classes(architecture: str) -> None:
     family, other = FAMILIES[architecture], CONFIG_MAPPING[MODEL_TYPES[architecture][0]]()
     for key, value in DEFAULTS.items():
-        theirs = getattr(other.vision_config, key)
-        assert (list(theirs) if isinstance(theirs, tuple) else theirs) == value, key
+        assert getattr(other.vision_config, key) == value, key
+    assert tuple(getattr(other.vision_config, "deepstack_visual_indexes", DEEPSTACK)) == DEEPSTACK
     text = {**other.text_config.rope_parameters, **{key: getattr(other.text_config, key) for key in dir(other.text_config)}}
     beside = {"image_token_id": other.image_token_id, "tie_word_embeddings": other.tie_word_embeddings, "use_sliding_window": False}
     beside |= {"layer_types": None, "norm_topk_prob": True, "mlp_only_layers": None}
+    beside |= {"full_attention_interval": 4, "mtp_num_hidden_layers": 0}  # for which transformers has no key
     for key, value in family.defaults.items():
         theirs = beside[key] if key in beside else text[key]
         assert theirs == value or value is None and key == "head_dim", key
@@ -75,10 +80,12 @@ def test_what_is_written_is_the_same_nested_config_json(path: Path) -> None:
 
 
 def test_what_transformers_5_saves_is_read_as_the_published_form(path: Path, tmp_path: Path) -> None:
-    """Where experts are stacked, their matrices the other way round; what is written is the published form, byte for byte."""
+    """Where experts are stacked, their matrices the other way round, or each by itself; what is written is the published form, byte for
+    byte."""
     shutil.copytree(path, tmp_path / "saved")
     tensors = load_file(path / WEIGHTS)
-    saved = {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()}
+    parts = ModelDescription.read(path).family.stacks
+    saved = dict(pair for name, tensor in tensors.items() for pair in as_saved(name, tensor, parts))
     save_file(saved, tmp_path / "saved" / WEIGHTS, metadata={"format": "pt"})
     check_checkpoint(tmp_path / "saved")
     with Checkpoint(path) as one, Checkpoint(tmp_path / "saved") as two:
@@ -92,6 +99,22 @@ def test_what_transformers_5_saves_is_read_as_the_published_form(path: Path, tmp
     convert("hf-to-megatron", tmp_path / "saved", tmp_path / "steps")
     convert("megatron-to-hf", tmp_path / "steps", tmp_path / "back")
     assert stored(tmp_path / "back") == stored(path)
+    assert load_file(tmp_path / "back" / WEIGHTS).keys() == tensors.keys()
+
+
+def as_saved(name: str, tensor: torch.Tensor, parts: Mapping[str, tuple[str, ...]]) -> list[tuple[str, torch.Tensor]]:
+    """A tensor of the published form as transformers 5 saves it: of Qwen3.5 the `parts` of each expert, of Qwen3-VL the transposes."""
+    prefix, _, stack = name.partition(".experts.")
+    if not stack:
+        return [(name, tensor)]
+    if not parts:
+        return [(name, tensor.mT.contiguous())]
+    leaves = parts[stack]
+    return [
+        (f"{prefix}.experts.{expert}.{leaf}", part.clone())
+        for expert, own in enumerate(tensor)
+        for leaf, part in zip(leaves, own.chunk(len(leaves)), strict=True)
+    ]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -107,6 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"vision_config__out_hidden_size": 4096}, "out_hidden_size=4096 is not text_config's hidden_size=2048"),
     ({"vision_config__deepstack_visual_indexes": [8, 27]}, r"deepstack_visual_indexes=\[8, 27\] are not ascending blocks of depth=27"),
     ({"vision_config__deepstack_visual_indexes": "8"}, "deepstack_visual_indexes='8' are not ascending"),
+    ({"vision_config__deepstack_visual_indexes": 8}, "deepstack_visual_indexes=8 are not ascending"),
     ({"vision_config__rope_parameters": {"rope_theta": 5e5}}, r"rope_parameters\.rope_theta=500000.0 is not 10000"),
     ({"vision_config__patch_size": 0}, "patch_size=0 is not a positive integer"),
     ({"text_config__rope_scaling": {"mrope_section": [24, 20, 20]}}, "must have mrope_interleaved=true"),
@@ -118,6 +142,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_model_of_another_kind_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.path: config\.json[^\n]*{message}"):
         _ = ModelDescription.of(nested(**changes)).fields
+
+
+def test_a_qwen3_5_of_another_kind_is_refused_by_name() -> None:
+    rope = QWEN3_5_35B_A3B["text_config"]["rope_parameters"]
+    several: list[tuple[dict[str, Any], str]] = [
+        ({"vision_config__deepstack_visual_indexes": [8]}, r"deepstack_visual_indexes=\[8\] is not supported for Qwen3_5Moe"),
+        ({"text_config__rope_parameters": {**rope, "mrope_section": [24, 20, 20]}}, "are not three numbers with the sum 32"),
+        ({"text_config__rope_parameters": {**rope, "mrope_interleaved": False}}, "must have mrope_interleaved=true"),
+        ({"text_config__attn_output_gate": False}, "attn_output_gate=False is not supported for Qwen3.5"),
+    ]
+    for changes, message in several:
+        with pytest.raises(ConfigError, match=rf"^model\.path: config\.json[^\n]*{message}"):
+            _ = ModelDescription.of(nested(QWEN3_5_35B_A3B, **changes)).fields
 
 
 @pytest.mark.parametrize(

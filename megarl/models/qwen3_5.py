@@ -1,0 +1,62 @@
+"""Qwen3.5 and 3.6, dense, as published: `qwen3_5_text` with multimodal RoPE, after Qwen3-VL's vision tower without deepstack (`vision`).
+
+With `model.drop_images` such a model is read as `qwen3_5_text`. Refused: what that refuses, towers and positions of other kinds, a layer of
+multi-token prediction that is to be trained, and a `tie_word_embeddings` of text_config that is not that of the whole model.
+"""
+
+from typing import Any
+
+from megarl.models import decoder_blocks as blocks
+from megarl.models import delta_nets, qwen3_5_text, vision
+from megarl.models.config_json import ConfigJson
+from megarl.models.family import Family, scalar_head
+from megarl.models.sizes import Sizes
+from megarl.models.weight_map import WeightMapping
+
+SECTIONS = (11, 11, 10)  # of transformers' rotary embedding, where config.json does not say
+SEEN: dict[str, Any] = {"image_token_id": 248056}  # of transformers' Qwen3_5Config and Qwen3_5MoeConfig
+DEFAULTS: dict[str, Any] = {**qwen3_5_text.DEFAULTS, **SEEN}
+
+
+def with_vision(n: Sizes, config: ConfigJson) -> Sizes:
+    """Return the sizes of a language model with those of its tower."""
+    pairs = int(n.head_dim * qwen3_5_text.turned(config).fraction) // 2
+    return vision.with_vision(n, config, pairs=pairs, sections=SECTIONS, deepstack=None)
+
+
+def whole(n: Sizes, backbone: list[WeightMapping]) -> list[WeightMapping]:
+    """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
+    assert n.vision is not None
+    return [*vision.tower(n.vision), *vision.in_language_model(backbone)]
+
+
+def sizes(config: ConfigJson) -> Sizes:
+    """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
+    return with_vision(qwen3_5_text.sizes(config), config)
+
+
+def weight_map(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
+    return whole(sizes(config), qwen3_5_text.weight_map(config))
+
+
+def fields(config: ConfigJson) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig. Raise ConfigError as `sizes` does."""
+    sizes(config)
+    return {**qwen3_5_text.fields(config), **vision.FIELDS}
+
+
+FAMILY = Family(
+    heads={
+        "lm": vision.lm_head("Qwen3_5ForConditionalGeneration", blocks.lm_head("", sizes)),
+        "value": scalar_head("Qwen3_5ForSequenceClassification", sizes),
+    },
+    sizes=sizes,
+    weight_map=weight_map,
+    rope=qwen3_5_text.turned,
+    fields=fields,
+    defaults=DEFAULTS,
+    optional=blocks.unused,
+    predictors=delta_nets.predictors,
+    nested=True,
+)
