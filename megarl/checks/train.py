@@ -12,7 +12,7 @@ from megarl.errors import refuse_all
 from megarl.host.unchecked import is_naming
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_layout
-from megarl.resume.saving import check_resume
+from megarl.resume.point import check_resume
 from megarl.rewards.sources import check as check_reward
 
 NEEDS_GPUS = {"gloo": False, "shm": False, "nccl": True, "cuda_ipc": True}  # by transport

@@ -22,7 +22,7 @@ from megarl.host.unchecked import where_present
 from megarl.models.families import check_room
 from megarl.models.family import HeadKind
 from megarl.models.hf import GENERATION, end_tokens
-from megarl.resume.saving import check_resume
+from megarl.resume.point import check_resume
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

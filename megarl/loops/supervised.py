@@ -27,8 +27,9 @@ from megarl.plan.search import smallest_engine
 from megarl.ranks.supervised_worker import MiniBatch, TrainSpec, mini_batch
 from megarl.ranks.tower_work import TowerWork
 from megarl.resume.best import Best
+from megarl.resume.point import ResumePoint, resume_point
 from megarl.resume.recovery import Recoverable, newest, recovering
-from megarl.resume.saving import Checkpoints, ResumePoint, every, resume_point
+from megarl.resume.saving import Checkpoints, every
 from megarl.step.context import session
 
 

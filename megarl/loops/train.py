@@ -13,8 +13,9 @@ from megarl.loops.show_data import tell_first
 from megarl.models.description import ModelDescription
 from megarl.observe.metrics import Metric
 from megarl.resume.finished import has_finished
+from megarl.resume.point import ResumePoint, resume_point
 from megarl.resume.recovery import newest, recovering
-from megarl.resume.saving import Checkpoints, ResumePoint, every, resume_point
+from megarl.resume.saving import Checkpoints, every
 from megarl.resume.shown_images import ShownImages
 from megarl.step.context import RunContext, open_context
 from megarl.step.groups import reference_scale

@@ -11,7 +11,8 @@ from megarl.loops.train import run_steps, train_step
 from megarl.observe.metrics import Metric
 from megarl.ranks.step_plan import Group
 from megarl.resume.finished import has_finished
-from megarl.resume.saving import Checkpoints, ResumePoint, every
+from megarl.resume.point import ResumePoint
+from megarl.resume.saving import Checkpoints, every
 from megarl.resume.shown_images import ShownImages
 from megarl.step.context import RunContext
 from megarl.step.groups import RolloutCollector, finish, reference_scale

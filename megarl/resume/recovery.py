@@ -19,7 +19,7 @@ from megarl.host import termination
 from megarl.observe.restarts import Restarts
 from megarl.observe.run import Run
 from megarl.resume.copies import Copies
-from megarl.resume.saving import ResumePoint, resume_point
+from megarl.resume.point import ResumePoint, resume_point
 
 
 def recoverable_errors() -> tuple[type[Exception], ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.checkpoints.steps import CHECKPOINTS, finished_steps
 from megarl.image_source import IMAGES
 from megarl.resume.copies import KEPT as COPIES
-from megarl.resume.saving import TRAINER
+from megarl.resume.point import TRAINER
 
 SHOWN_STEPS = 8  # the last steps, whose images stay for the report and for `megarl samples`
 

@@ -16,8 +16,8 @@ from megarl.lazy_torch import import_meanwhile
 from megarl.observe.output import new_log
 from megarl.observe.restarts import Restarts
 from megarl.observe.run import Run
+from megarl.resume.point import ResumePoint
 from megarl.resume.recovery import Recoverable
-from megarl.resume.saving import ResumePoint
 from megarl.step.reward import Reward, open_scorers
 
 

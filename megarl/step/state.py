@@ -15,7 +15,7 @@ from megarl.observe.run import BEST
 from megarl.ranks.response_file import ResponseFile
 from megarl.ranks.step_plan import Group, StepPlan
 from megarl.resume.best import Best
-from megarl.resume.saving import AHEAD
+from megarl.resume.point import AHEAD
 from megarl.rewards.scale import RewardScale
 from megarl.step import in_flight
 from megarl.step.groups import StepGroups

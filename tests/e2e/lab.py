@@ -42,8 +42,8 @@ from megarl.observe.run import Run
 from megarl.ranks.megatron_worker import MegatronWorker, RankSettings
 from megarl.ranks.model_worker import ModelWorker
 from megarl.ranks.supervised_worker import SupervisedWorker
+from megarl.resume.point import resume_point
 from megarl.resume.recovery import newest, recovering
-from megarl.resume.saving import resume_point
 from megarl.step import context
 from megarl.step.context import RunContext
 from megarl.step.reward import open_scorers

@@ -25,8 +25,9 @@ from megarl.observe.metrics import Last
 from megarl.observe.restarts import RESTART, Restart, Restarts
 from megarl.observe.run import Run
 from megarl.resume.copies import Copies
+from megarl.resume.point import ResumePoint
 from megarl.resume.recovery import Recoverable, newer, recovering
-from megarl.resume.saving import Checkpoints, ResumePoint
+from megarl.resume.saving import Checkpoints
 from tests.signals import taken
 
 SFT = """

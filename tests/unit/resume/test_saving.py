@@ -13,7 +13,7 @@ from megarl.checkpoints.steps import MANIFEST, encode, read_manifest
 from megarl.checks.model import check_weights
 from megarl.cli import main
 from megarl.config import ConfigError, TrainConfig, dump, load
-from megarl.resume.saving import TRAINER, check_resume, resume_point
+from megarl.resume.point import TRAINER, check_resume, resume_point
 from tests.e2e.job import RL
 from tools.make_tiny_model import build
 

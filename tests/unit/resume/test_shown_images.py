@@ -8,7 +8,7 @@ import pytest
 
 from megarl.checkpoints.steps import CHECKPOINTS, step_name
 from megarl.image_source import IMAGES
-from megarl.resume.saving import TRAINER
+from megarl.resume.point import TRAINER
 from megarl.resume.shown_images import SHOWN_STEPS, ShownImages
 
 
