@@ -18,7 +18,14 @@ FP8_BYTES = 1 + 4 / 128**2  # of a weight: float8, and a float32 scale for each 
 # (vllm/config/parallel.py:715, use_sequence_parallel_moe; its users are model_executor/models/deepseek_v2.py:369 and qwen3_moe.py:211).
 _SPLIT_TOKENS = (
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM"),
-    *("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "GraniteMoeForCausalLM", "NemotronHForCausalLM"),
+    *(
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+        "GraniteMoeForCausalLM",
+        "NemotronHForCausalLM",
+    ),
 )
 
 
