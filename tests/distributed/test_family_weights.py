@@ -103,7 +103,8 @@ def classifier(path: Path, target: Path) -> Path:
     tensors = {name: tensor for name, tensor in stored(path).items() if name != "lm_head.weight"}
     tensors["score.weight"] = 0.3 * torch.randn(1, hf["hidden_size"], generator=torch.Generator().manual_seed(7))
     target.mkdir()
-    (target / "config.json").write_text(json.dumps({**hf, "architectures": [head.architecture], **head.labels}))
+    given = json.loads((path / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**given, "architectures": [head.architecture], **head.labels}))
     save_file(dict(each_stored(tensors, path)), target / "model.safetensors", metadata={"format": "pt"})
     return target
 
