@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -91,15 +92,16 @@ def dequantized(model: Any) -> list[Tensor]:
     return rounded
 
 
-def gap(model: Any, generated: Sequence[Generated]) -> float:
-    """The mean |log-prob| gap between an engine's samples and transformers."""
+def gap(model: Any, generated: Sequence[Generated]) -> tuple[float, float]:
+    """The mean and the median |log-prob| gap between an engine's samples and transformers."""
     samples = [sample for answer in generated for sample in answer.samples]
     gaps = [torch.from_numpy(one.rollout_logp) - logp(model, one.tokens.tolist(), one.prompt_length, 1.0) for one in samples]
-    return float(torch.cat(gaps).abs().mean())
+    gap_T = torch.cat(gaps).abs()
+    return float(gap_T.mean()), float(gap_T.median())
 
 
-async def _gaps(model: Path, other: Path, tp: int, spread: bool) -> list[float]:
-    """Of two updates: to transformers with quantised weights and inputs, and to the unquantised model."""
+async def _gaps(model: Path, other: Path, tp: int, spread: bool) -> list[tuple[float, float]]:
+    """Of two updates: to the unquantised model, and to transformers with quantised weights and inputs."""
     found = []
     async with started(model, tp=tp, spread=spread) as (engine, trainer):
         for path in (model, other):
@@ -119,19 +121,21 @@ async def _gaps(model: Path, other: Path, tp: int, spread: bool) -> list[float]:
         await engine.wake("weights", TIMEOUT_S)
         assert compare(await trainer.update(quantized(model, "float32", stored(model))), await engine.fingerprints(TIMEOUT_S)) == []
         await engine.wake("kv_cache", TIMEOUT_S)
-        assert torch.isfinite(torch.tensor(gap(transformers_model(model), await generate(engine, PROMPTS, SAMPLED))))
+        assert np.isfinite(gap(transformers_model(model), await generate(engine, PROMPTS, SAMPLED))).all()
     return found
 
 
 @pytest.mark.parametrize(("tp", "spread"), rows([(1, False), (2, False), (2, True)], [(2, True)]), ids=["tp1", "tp2", "tp2-experts-spread"])
 def test_an_fp8_engine_computes_what_quantised_weights_and_inputs_give(host: Host, tmp_path: Path, tp: int, spread: bool) -> None:
-    """Where a sum in another order lands on the other side of a rounding boundary, the step is an e4m3 one: so the gap to transformers is
-    not float32's, but far below that of the quantisation itself."""
+    """Of most tokens the gap to transformers is float32's. Where a sum in another order lands on the other side of a rounding boundary, the
+    step is an e4m3 one; how many tokens that befalls depends on the machine's matrix products, and the mean stays far below the gap of
+    the quantisation itself."""
     for name, seed in (("model", 1), ("other", 2)):
         build(tmp_path / name, **SIZES, seed=seed)
     whole, computed, whole_again, computed_again = host.run(_gaps, tmp_path / "model", tmp_path / "other", tp, spread)
-    assert 0.02 <= whole <= 0.5 and 0.02 <= whole_again <= 0.5
-    assert computed <= min(5e-3, whole / 10) and computed_again <= min(5e-3, whole_again / 10)
+    for (unquantised, _), (mean, median) in ((whole, computed), (whole_again, computed_again)):
+        assert 0.02 <= unquantised <= 0.5
+        assert mean <= unquantised / 10 and median <= 1e-5
 
 
 def digest_of(stream: Stream) -> dict[str, Print]:
