@@ -232,6 +232,6 @@ def test_the_tool_says_whether_it_is_the_same_model(
 def test_every_family_of_the_product_is_tested() -> None:
     from transformers.models.auto import modeling_auto as auto
 
-    classes = {**auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    classes = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     built = {classes[KNOWN_AS.get(kind, kind)] for kind, _ in FAMILIES.values()}
     assert built == {family.heads["lm"].architecture for family in families.FAMILIES.values()}

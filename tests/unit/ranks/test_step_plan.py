@@ -109,7 +109,7 @@ class Answers:
     def open(self) -> int:
         return len(self.waiting)
 
-    def wanted(self, key: Any, prompt: Prompt, number: int, sampling: Sampling, experts: None) -> tuple[Any, list[Response]]:
+    def wanted(self, key: Any, prompt: Prompt, number: int, sampling: Sampling, experts: None, step: int) -> tuple[Any, list[Response]]:
         self.asked.append(prompt.id)
         return key, [replace(response(number, index), text=f"{prompt.id}/{index}") for index in range(sampling.n)]
 
