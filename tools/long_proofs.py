@@ -71,7 +71,7 @@ NODES, RAY = "test_a_lost or test_a_killed or test_an_engine or cut_off", "gcs_s
 # The seconds were measured beside other work (2026-11-26, commit b7ba0040), so that an idle machine takes fewer. Those of chaos, faults,
 # Slurm's jobs, hanging disks, steps, the own task and the examples are guesses so far, as is most of tests/unit.
 PARTS: tuple[tuple[Proof, ...], ...] = (
-    (Proof("chaos", 900), _distributed(400, "predictor"), _distributed(90, "split_episodes")),
+    (Proof("chaos", 900), _distributed(400, "predictor"), _distributed(90, "split_episodes"), _distributed(45, "routing")),
     (
         _tests(700, FAULTS, name="faults-two-ranks", words="any_process[tp2- or shares or two_ranks"),
         _tests(700, FAULTS, name="faults-recovery", words="start_again"),
@@ -110,6 +110,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(170, "tests/e2e/test_clock.py"),
         _distributed(90, "algorithm_layouts"),
         _distributed(45, "families"),
+        _distributed(60, "kept_steps"),
         _distributed(90, "checkpoint"),
     ),
     (
@@ -117,10 +118,8 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(270, "tests/e2e/test_resume.py"),
         _tests(150, "tests/e2e/test_hanging_disk.py"),
         _tests(90, "tests/e2e/test_kept.py"),
-        _distributed(45, "routing"),
-        _distributed(60, "images"),
-        _distributed(90, "image_steps"),
-        _distributed(60, "kept_steps"),
+        _distributed(130, "images"),
+        _distributed(130, "image_steps"),
         _distributed(100, "muon"),
     ),
     (
@@ -130,7 +129,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(240, "tests/slurm"),
         _tests(90, "tests/e2e/test_rlhf.py"),
         _distributed(120, "layouts"),
-        _distributed(300, "lora"),
+        _distributed(330, "lora"),
     ),
     (
         _tests(420, "tests/e2e/test_own_task.py"),
@@ -140,7 +139,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(120, "family_weights"),
     ),
     (
-        _tests(440, "tests/engines"),
+        _tests(455, "tests/engines"),
         _tests(360, "tests/examples"),
         _distributed(360, "replayed_steps"),
         _distributed(25, "value_model"),

@@ -27,9 +27,15 @@ PPO = {"type": "ppo"}
 NUMBERS = ("actor/grad_norm", "actor/pg_loss", "actor/ppo_kl", "actor/kl_loss", "critic/grad_norm", "critic/loss")
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_5_moe_vl", marks=pytest.mark.long)])
-def path(request: pytest.FixtureRequest, make: Make) -> Path:
-    return make(request.param)
+@pytest.fixture(scope="module")
+def path(make: Make) -> Path:
+    return make("qwen3_vl_moe")
+
+
+@pytest.fixture(scope="module")
+def hybrid(make: Make) -> Path:
+    """With gated delta nets."""
+    return make("qwen3_5_moe_vl")
 
 
 def shown(ranks: list[Learned]) -> list[dict[str, float]]:
@@ -57,6 +63,19 @@ def test_a_step_with_images_is_the_same_on_any_layout(pool: Pool, path: Path, na
     assert_same(pool, path, algorithm, LAYOUTS[name])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "algorithm"), [("tp2_ep2", GRPO), ("cp2", GSPO), ("pp2_ep2_cp2", PPO)])
+def test_a_step_of_a_hybrid_model_with_images_is_the_same_on_any_layout(
+    pool: Pool, hybrid: Path, name: str, algorithm: dict[str, Any]
+) -> None:
+    assert_same(pool, hybrid, algorithm, LAYOUTS[name])
+
+
+@pytest.mark.long
+def test_adapters_of_a_hybrid_model_learn_from_images(pool: Pool, hybrid: Path) -> None:
+    assert_same(pool, hybrid, GRPO, LAYOUTS["tp2_ep2"], lora=LoraSettings(rank=4, alpha=8, targets=["attention"]))
+
+
 @pytest.mark.parametrize("name", rows(["tp2_ep2", "pp2_ep2_cp2"], ["tp2_ep2"]))
 def test_adapters_learn_from_images_on_any_layout(pool: Pool, path: Path, name: str) -> None:
     assert_same(pool, path, GRPO, LAYOUTS[name], lora=LoraSettings(rank=4, alpha=8, targets=["attention"]))
@@ -70,8 +89,9 @@ def test_experts_of_image_tokens_are_replayed(pool: Pool, path: Path, name: str,
     assert_replayed(pool, path, name, replay)
 
 
-def test_experts_of_image_tokens_are_replayed_between_gated_delta_nets(pool: Pool, make: Make) -> None:
-    assert_replayed(pool, make("qwen3_5_moe_vl"), "pp2_ep2_cp2", "r3")
+@pytest.mark.parametrize(("name", "replay"), rows([("tp2_ep2", "r2"), ("pp2_ep2_cp2", "r3")], [("pp2_ep2_cp2", "r3")]))
+def test_experts_of_image_tokens_are_replayed_in_a_hybrid_model(pool: Pool, hybrid: Path, name: str, replay: Any) -> None:
+    assert_replayed(pool, hybrid, name, replay)
 
 
 def assert_replayed(pool: Pool, path: Path, name: str, replay: Any) -> None:
