@@ -24,12 +24,6 @@ def with_vision(n: Sizes, config: ConfigJson) -> Sizes:
     return vision.with_vision(n, config, pairs=pairs, sections=SECTIONS, deepstack=None)
 
 
-def whole(n: Sizes, backbone: list[WeightMapping]) -> list[WeightMapping]:
-    """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
-    assert n.vision is not None
-    return [*vision.tower(n.vision), *vision.in_language_model(backbone)]
-
-
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
     return with_vision(qwen3_5_text.sizes(config), config)
@@ -37,7 +31,7 @@ def sizes(config: ConfigJson) -> Sizes:
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
-    return whole(sizes(config), qwen3_5_text.weight_map(config))
+    return vision.whole(sizes(config), qwen3_5_text.weight_map(config))
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def sizes(config: ConfigJson) -> Sizes:
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
-    return qwen3_5.whole(sizes(config), qwen3_5_moe_text.weight_map(config))
+    return vision.whole(sizes(config), qwen3_5_moe_text.weight_map(config))
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

@@ -30,9 +30,7 @@ def sizes(config: ConfigJson) -> Sizes:
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    assert n.vision is not None
-    return [*vision.tower(n.vision), *vision.in_language_model(qwen3.weight_map(config))]
+    return vision.whole(sizes(config), qwen3.weight_map(config))
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

@@ -49,7 +49,6 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    assert n.vision is not None
     router, expert = BLOCK + "mlp.gate.weight", BLOCK + "mlp.experts.{expert}."
     backbone = [
         blocks.embedding(n),
@@ -59,7 +58,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
         WeightMapping(EXPERT + "linear_fc2.weight", (expert + "down_proj",), Transposed(n.hidden, n.expert_ffn)),
         blocks.final_norm(n),
     ]
-    return [*vision.tower(n.vision), *vision.in_language_model(backbone)]
+    return vision.whole(n, backbone)
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

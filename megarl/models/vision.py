@@ -179,6 +179,12 @@ def in_language_model(mappings: list[WeightMapping]) -> list[WeightMapping]:
     return [replace(one, hf=tuple(TEXT + name.removeprefix("model.") for name in one.hf)) for one in mappings]
 
 
+def whole(n: Sizes, backbone: list[WeightMapping]) -> list[WeightMapping]:
+    """Return the mappings of a model of text and images: those of its tower, and those of its backbone as a part of it."""
+    assert n.vision is not None
+    return [*tower(n.vision), *in_language_model(backbone)]
+
+
 def lm_head(architecture: str, head: Head) -> Head:
     """Return the head of the whole model, given that of its language model: a tied output layer is the embedding by its longer name."""
 

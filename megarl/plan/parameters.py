@@ -122,7 +122,8 @@ def _chunk(
     last: bool,
     tower: bool,
 ) -> ChunkParameters:
-    dense, routed, buffers, frozen, matrices = list[tuple[int, int]](), list[tuple[int, int]](), 0, 0, [0, 0]
+    dense, routed, buffers, frozen = list[tuple[int, int]](), list[tuple[int, int]](), 0, 0
+    dense_matrices = expert_matrices = 0
     for one in mappings:
         if "{layer}" in one.megatron:
             times = len(layers) if one.layers is None else sum(layer in one.layers for layer in layers)
@@ -140,16 +141,15 @@ def _chunk(
                 (routed if expert else dense).extend((prod(op.shard_shape(split)), each) for op in factor_ops(one.op, index, lora.rank))
         elif expert:
             routed.append((prod(one.op.shard_shape(layout.etp)), times * experts // layout.ep))
+            expert_matrices += prod(routed[-1]) * is_matrix(one.megatron)
         elif one.float32:
             buffers += 2 * times * experts  # the bias, and the number of tokens that each expert was given
         elif is_frozen(one.megatron, tower):
             frozen += prod(one.op.packed_shape) * times
         else:
             dense.append((prod(one.op.shard_shape(layout.tp)), times))
-        if is_matrix(one.megatron) and (routed if expert else dense):
-            size, count = (routed if expert else dense)[-1]
-            matrices[expert] += size * count
-    return ChunkParameters(tuple(dense), tuple(routed), buffers, frozen, *matrices)
+            dense_matrices += prod(dense[-1]) * is_matrix(one.megatron)
+    return ChunkParameters(tuple(dense), tuple(routed), buffers, frozen, dense_matrices, expert_matrices)
 
 
 def replicas(layout: Layout) -> tuple[int, int]:

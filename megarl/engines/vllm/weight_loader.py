@@ -81,9 +81,8 @@ class WeightLoader:
 
     def load_buckets(self, headers: Sequence[Header]) -> None:
         """Receive buckets, one of each sender, and load them. Raises WeightError naming a tensor that does not fit."""
-        tensors = self._buckets.receive_stacks(
-            headers, read_at_once=self._is_of_experts
-        )  # before any check: the trainer is already sending
+        # Received before any check: the trainer is already sending.
+        tensors = self._buckets.receive_stacks(headers, read_at_once=self._is_of_experts)
         self._load(headers, tensors)
 
     def _is_of_experts(self, name: TensorName) -> bool:
