@@ -21,6 +21,7 @@ from megarl.algorithms.lite_ppo import LitePpo
 from megarl.algorithms.luspo import Luspo
 from megarl.algorithms.m2po import M2po
 from megarl.algorithms.max_rl import MaxRl
+from megarl.algorithms.pass_at_k import PassAtK
 from megarl.algorithms.ppo import ActorCritic, Ppo
 from megarl.algorithms.raft import Raft
 from megarl.algorithms.reinforce import Reinforce
@@ -56,6 +57,7 @@ Algorithm = Annotated[
     | Raft
     | Dppo
     | MaxRl
+    | PassAtK
     | Gdpo
     | DeepSeekV32
     | Luspo

@@ -40,7 +40,6 @@ class Loss:
 class PolicyAlgorithm(KlToReference):
     """A policy-gradient algorithm: rewards to advantages, and a loss per token."""
 
-    min_group: ClassVar[int] = 1  # fewest responses to a prompt that give a signal; a prompt with fewer scored ones is not trained on
     needs_critic: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # the driver also samples each prompt once at temperature 0
     reads_advantages: ClassVar[bool] = True  # False: the loss imitates what `keep` has chosen, whatever its advantage
@@ -78,6 +77,11 @@ class PolicyAlgorithm(KlToReference):
         if self.aggregation == "token-mean" and self.sequence_count is not None:
             raise ValueError(f"sequence_count={self.sequence_count}: aggregation=token-mean counts no responses; leave it out")
         return self
+
+    @property
+    def min_group(self) -> int:
+        """The fewest responses to a prompt that give a signal; a prompt with fewer scored ones is not trained on."""
+        return 1
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         """Compute one number per response, on the driver.

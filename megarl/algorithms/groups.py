@@ -5,7 +5,7 @@ Axes: N sequences. All arithmetic is in float64; a NaN reward makes its whole gr
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -28,12 +28,14 @@ Scale = Annotated[
 class GroupRelative(PolicyAlgorithm):
     """A_i = (R_i - baseline) / (std + scale_eps), without the division where `scale` is none."""
 
-    min_group: ClassVar[int] = 2
-
     baseline: Baseline = "group"
     scale: Scale = "group"
     scale_eps: PositiveFloat = 1e-6
     """Added to what `scale` divides by."""
+
+    @property
+    def min_group(self) -> int:
+        return 2
 
     def advantages(self, reward_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
         return self.normalised(reward_N, group_N).float()

@@ -50,6 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dapo_masked": {"type": "dapo", "off_policy_delta": 0.0, "dual_clip": 1.2, "correction": {"type": "tis", "cap": 1.05}},
     "luspo_wide": {"type": "luspo", "clip_low": 0.05, "clip_high": 0.04},
     "vespo_bounded": {"type": "vespo", "k_positive": 0.5, "lambda_negative": 0.2, "ratio_bound": 1.0},
+    "pass_at_k": {"type": "pass_at_k", "k": 2},
     "topr": {"type": "topr", "baseline": 0.5},
     "spo_wide": {"type": "spo", "eps": 0.5, "ratio_bound": 0.6},
     "clip_cov": {"type": "clip_cov", "cov_ratio": 0.05, "cov_low": 0.1, "cov_high": 2.0, **KL_AND_BONUS},

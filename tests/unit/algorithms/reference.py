@@ -170,6 +170,7 @@ POLICY: dict[str, tuple[Callable[[Any, Sequence], Tensor], str]] = {
     "gdpo": (ppo, "seq-mean-token-mean"),
     "deepseek_v32": (masked_ppo, "seq-mean-token-mean"),
     "max_rl": (reinforce, "seq-mean-token-sum"),
+    "pass_at_k": (ppo, "seq-mean-token-mean"),
     "dppo": (dppo, "token-mean"),
     "luspo": (gspo, "seq-mean-token-sum"),
     "vespo": (vespo, "seq-mean-token-sum"),

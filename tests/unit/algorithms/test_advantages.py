@@ -1,7 +1,9 @@
 """Every advantage against plain loops: groups uneven, shuffled, of one, all right, all wrong; token rewards on ragged sequences."""
 
+import itertools
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -41,6 +43,9 @@ def expected(kind: str, rewards: list[float]) -> list[float]:
             out.append(reward - 0.5)
         elif kind == "w_reinforce":
             out.append(0.1 if reward > 0 else -1.0)
+        elif kind == "pass_at_k":
+            alike = [m for m, g in enumerate(GROUPS) if g == group]
+            out.append(best_of_subsets(rewards, alike, 2, 1e-6)[alike.index(n)] if len(alike) > 2 else 0.0)
         elif kind == "max_rl":
             out.append(centred / (statistics.fmean(members) + 1e-6) if statistics.fmean(members) > 0 else 0.0)
         elif kind == "remax":
@@ -56,6 +61,20 @@ def expected(kind: str, rewards: list[float]) -> list[float]:
     return over_the_step(out) if kind == "gdpo" else out
 
 
+def best_of_subsets(
+    rewards: Sequence[float], members: Sequence[int], k: int, eps: float, *, leave_one_out: bool = False, scaled: bool = True
+) -> list[float]:
+    """Pass@k's advantages of a group, over every subset of k."""
+    best = {subset: max(rewards[m] for m in subset) for subset in itertools.combinations(members, k)}
+    std = statistics.pstdev(best.values()) + eps if scaled else 1.0
+    out = []
+    for i in members:
+        own = [subset for subset in best if i in subset]
+        rest = [max(rewards[m] for m in subset if m != i) for subset in own] if leave_one_out else best.values()
+        out.append((statistics.fmean(best[subset] for subset in own) - statistics.fmean(rest)) / std)
+    return out
+
+
 def over_the_step(values: list[float]) -> list[float]:
     return [(value - statistics.fmean(values)) / (statistics.stdev(values) + 1e-6) for value in values]
 
@@ -68,6 +87,53 @@ def test_gdpo_normalises_each_part_in_its_group_and_their_sum_over_the_step() ->
     given = (torch.tensor(parts, dtype=torch.float64).T, torch.tensor(weights), torch.tensor(GROUPS))
     assert make({"type": "gdpo"}).part_advantages(*given).tolist() == pytest.approx(over_the_step(sums), rel=1e-6, abs=1e-7)
     assert make({"type": "gdpo", "normalise_sum": False}).part_advantages(*given).tolist() == pytest.approx(sums, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("rewards", [[0.3, -1.2, 2.5, 0.1, 4.0, 0.9, -0.7, 0.4, 0.4], [1, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0], [0.1] * 6])
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_pass_at_k_is_the_mean_over_all_subsets(rewards: list[float], k: int) -> None:
+    """Each baseline and scale; a second group changes nothing."""
+    reward_N, group_N = torch.tensor([*rewards, 9.0, -9.0], dtype=torch.float64), torch.tensor([4] * len(rewards) + [1, 1])
+    for baseline, scale in itertools.product(("group", "leave_one_out"), ("group", "none")):
+        given = make({"type": "pass_at_k", "k": k, "baseline": baseline, "scale": scale, "scale_eps": 0.01}).advantages(reward_N, group_N)
+        options = {"leave_one_out": baseline == "leave_one_out", "scaled": scale == "group"}
+        by_hand = best_of_subsets(rewards, range(len(rewards)), k, 0.01, **options)
+        assert given.tolist() == pytest.approx([*by_hand, 0.0, 0.0], rel=1e-6, abs=1e-9), (baseline, scale)
+
+
+def test_pass_at_k_of_rewards_0_and_1_is_the_papers() -> None:
+    """Pass@k training's closed form (arXiv:2508.10751), and PKPO's s_i^(loo-1) = s_i - k / n max@(k - 1) of the others (2505.15201)."""
+    n, right, k = 32, 5, 8
+    reward_N, group_N = torch.tensor([1.0] * right + [0.0] * (n - right), dtype=torch.float64), torch.zeros(n, dtype=torch.int64)
+    rate = 1 - math.comb(n - right, k) / math.comb(n, k)
+    std = math.sqrt(rate * (1 - rate)) + 1e-6
+    wrong = 1 - rate - math.comb(n - right - 1, k - 1) / math.comb(n - 1, k - 1)
+    paper = [(1 - rate) / std] * right + [wrong / std] * (n - right)
+    assert make({"type": "pass_at_k", "k": k}).advantages(reward_N, group_N).tolist() == pytest.approx(paper, rel=1e-6)
+    pkpo = make({"type": "pass_at_k", "k": k, "baseline": "leave_one_out", "scale": "none"}).advantages(reward_N, group_N)
+    others = 1 - math.comb(n - right, k - 1) / math.comb(n - 1, k - 1)  # of a right response
+    assert (pkpo * k / n).tolist() == pytest.approx([k / n * (1 - others)] * right + [0.0] * (n - right), rel=1e-6, abs=1e-12)
+
+
+def test_pass_at_k_estimates_the_gradient_of_the_best_of_k() -> None:
+    """Averaged over all draws of n actions from a softmax: sum_i (k / n) A_i grad log p_i is the gradient of E[max of k], both baselines."""
+    value, n, k = [0.0, 0.4, 1.5], 4, 2
+    logit = torch.tensor([0.3, -0.2, -0.9], dtype=torch.float64, requires_grad=True)
+    chance = logit.softmax(0)
+    draws = list(itertools.product(range(3), repeat=k))
+    target = sum(chance[list(draw)].prod() * max(value[a] for a in draw) for draw in draws)
+    [slope] = torch.autograd.grad(target, logit, retain_graph=True)
+    for baseline in ("group", "leave_one_out"):
+        algorithm = make({"type": "pass_at_k", "k": k, "baseline": baseline, "scale": "none"})
+        found = torch.zeros(3, dtype=torch.float64)
+        for draw in itertools.product(range(3), repeat=n):
+            reward_N = torch.tensor([value[a] for a in draw], dtype=torch.float64)
+            advantage_N = algorithm.normalised(reward_N, torch.zeros(n, dtype=torch.int64))
+            score_NA = torch.eye(3, dtype=torch.float64)[list(draw)] - chance.detach()
+            found += chance.detach()[list(draw)].prod() * k / n * (advantage_N @ score_NA)
+        factor = 1.0 if baseline == "leave_one_out" else (found @ slope / (slope @ slope)).item()
+        torch.testing.assert_close(found, factor * slope, rtol=1e-12, atol=1e-14)
+        assert 0.2 < factor <= 1  # the group's mean contains the response itself, which shortens the gradient
 
 
 def test_max_rl_is_the_mean_over_right_responses_less_the_mean_over_all() -> None:
@@ -156,10 +222,10 @@ def test_raft_may_weight_by_the_reward() -> None:
     assert make({"type": "raft", "weight": "reward"}).advantages(torch.tensor([0.5, 2.0]), torch.tensor([0, 1])).tolist() == [0.5, 2.0]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo", "reinforce"])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo", "reinforce", "pass_at_k"])
 def test_reward_that_is_no_number_is_not_swallowed(kind: str) -> None:
     algorithm = ALGORITHMS[kind]
-    assert bool(algorithm.advantages(torch.tensor([0.0, math.nan, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))[:2].isnan().all())
+    assert bool(algorithm.advantages(torch.tensor([0.0, math.nan, 0.5, 1.0, 1.0]), torch.tensor([0, 0, 0, 1, 1]))[:3].isnan().all())
 
 
 def test_grpo_by_hand() -> None:

@@ -116,6 +116,7 @@ def test_defaults_are_the_papers() -> None:
     assert given("clip_cov", "cov_ratio", "cov_low", "cov_high") == [2e-4, 1.0, 5.0]
     assert given("kl_cov", "cov_ratio", "cov_kl_coef") == [2e-4, 1.0]
     assert given("m2po", "m2_threshold") == [0.04]
+    assert given("pass_at_k", "k", "baseline", "scale", "clip_low", "clip_high") == [4, "group", "group", 0.2, 0.2]
     assert given("w_reinforce", "positive_weight", "positive_above") == [0.1, 0.0]
     assert given("sapo", "tau_positive", "tau_negative") == [1.0, 1.05]
     assert given("rloo", "kl_in") == given("ppo", "kl_in") == ["reward"]
@@ -126,6 +127,7 @@ def test_what_each_needs() -> None:
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_critic} == {"ppo", "vc_ppo", "vapo"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_greedy} == {"remax"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_parts} == {"gdpo"}
+    assert ALGORITHMS["pass_at_k"].min_group == 3
     alone = {"ppo", "vc_ppo", "vapo", "reinforce", "remax", "reinforce_pp", "raft", "topr", "w_reinforce"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.min_group == 1} == alone
     assert all(algorithm.needs_reference == (algorithm.kl_coef > 0) for algorithm in ALGORITHMS.values())
