@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.algorithms import ActorCritic
 from megarl.algorithms.ops import SumOver
+from megarl.algorithms.pass_at_k import PassAtK
 from megarl.batch import Batch
 from tests.unit.algorithms import reference
 from tests.unit.algorithms.cases import ALGORITHMS, CONFIGS, KINDS, LENGTHS, make, ragged, same, together
@@ -89,7 +90,9 @@ def test_gdpo_normalises_each_part_in_its_group_and_their_sum_over_the_step() ->
     assert make({"type": "gdpo", "normalise_sum": False}).part_advantages(*given).tolist() == pytest.approx(sums, rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize("rewards", [[0.3, -1.2, 2.5, 0.1, 4.0, 0.9, -0.7, 0.4, 0.4], [1, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0], [0.1] * 6])
+@pytest.mark.parametrize(
+    "rewards", [[0.3, -1.2, 2.5, 0.1, 4.0, 0.9, -0.7, 0.4, 0.4], [1, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 1, 0, 0], [0.1] * 6]
+)
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_pass_at_k_is_the_mean_over_all_subsets(rewards: list[float], k: int) -> None:
     """Each baseline and scale; a second group changes nothing."""
@@ -116,15 +119,15 @@ def test_pass_at_k_of_rewards_0_and_1_is_the_papers() -> None:
 
 
 def test_pass_at_k_estimates_the_gradient_of_the_best_of_k() -> None:
-    """Averaged over all draws of n actions from a softmax: sum_i (k / n) A_i grad log p_i is the gradient of E[max of k], both baselines."""
+    """Over all draws of n actions from a softmax, the mean of sum_i (k / n) A_i grad log p_i is the gradient of E[max of k]."""
     value, n, k = [0.0, 0.4, 1.5], 4, 2
     logit = torch.tensor([0.3, -0.2, -0.9], dtype=torch.float64, requires_grad=True)
     chance = logit.softmax(0)
     draws = list(itertools.product(range(3), repeat=k))
-    target = sum(chance[list(draw)].prod() * max(value[a] for a in draw) for draw in draws)
+    target = torch.stack([chance[list(draw)].prod() * max(value[a] for a in draw) for draw in draws]).sum()
     [slope] = torch.autograd.grad(target, logit, retain_graph=True)
     for baseline in ("group", "leave_one_out"):
-        algorithm = make({"type": "pass_at_k", "k": k, "baseline": baseline, "scale": "none"})
+        algorithm = PassAtK.model_validate({"k": k, "baseline": baseline, "scale": "none"})
         found = torch.zeros(3, dtype=torch.float64)
         for draw in itertools.product(range(3), repeat=n):
             reward_N = torch.tensor([value[a] for a in draw], dtype=torch.float64)
