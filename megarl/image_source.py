@@ -51,8 +51,8 @@ class ImageSource:
             return data
         where = f"{self.path}:{self.row}" if self.row else self.path
         try:
-            found = _inside(_row(self.path, self.row)) if self.row else iter([read_bounded(Path(self.path))])
-            data = next((one for one in found if hashlib.sha256(one).hexdigest() == digest), None)
+            contents = _inside(_row(self.path, self.row)) if self.row else iter([read_bounded(Path(self.path))])
+            data = next((one for one in contents if hashlib.sha256(one).hexdigest() == digest), None)
         except Exception as error:  # of files that others have changed: whatever their readers raise
             raise ImageGone(f"image {digest[:12]}: {where} cannot be read: {str(error).partition(chr(10))[0]}") from None
         if data is None:

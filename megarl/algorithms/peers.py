@@ -130,15 +130,15 @@ def shown(peer: str, algorithm: Mapping[str, Any]) -> str:
     below = IN_REWARD.get(peer, {}).get(kind, {}) if algorithm["kl_in"] == "reward" else {}
     values = {**SETTINGS[peer][kind], **below}
     own = [name for name, value in values.items() if _differs(algorithm[name], value)]
-    said = ", ".join(f"{name}={_plain(value)}" for name, value in values.items() if name not in own) or "nothing but the defaults"
+    settings = ", ".join(f"{name}={_plain(value)}" for name, value in values.items() if name not in own) or "nothing but the defaults"
     yours = f"; set otherwise: {', '.join(f'{name}={_plain(algorithm[name])}' for name in own)}" if own else ""
-    return f"algorithm.as={peer}: {said}{yours}"
+    return f"algorithm.as={peer}: {settings}{yours}"
 
 
-def _differs(found: Any, value: Any) -> bool:
-    if isinstance(value, Mapping) and isinstance(found, Mapping):
-        return any(found.get(name) != inner for name, inner in value.items())
-    return bool(found != value)
+def _differs(given: Any, value: Any) -> bool:
+    if isinstance(value, Mapping) and isinstance(given, Mapping):
+        return any(given.get(name) != inner for name, inner in value.items())
+    return bool(given != value)
 
 
 def _plain(value: Any) -> str:

@@ -56,8 +56,8 @@ def last_key(key_X: Tensor, value_X: Tensor, fits: Callable[[float, float], bool
     low, high = LEAST, MOST
     while low < high:
         middle = low + (high - low + 1) // 2
-        held = torch.searchsorted(key_X, torch.tensor(middle, device=key_X.device), right=True)
-        count, total = sum_over(torch.stack([held.double(), total_X[held]])).tolist()
+        count_below = torch.searchsorted(key_X, torch.tensor(middle, device=key_X.device), right=True)
+        count, total = sum_over(torch.stack([count_below.double(), total_X[count_below]])).tolist()
         low, high = (middle, high) if fits(count, total) else (low, middle - 1)
     return low
 

@@ -169,8 +169,8 @@ def check_weights(settings: ModelSettings, model: ModelDescription, head: HeadKi
     if saved_models["policy"].get("lora") is not None:
         raise ConfigError(f"model.weights: {settings.weights} holds adapters alone (model.lora), not a model's weights")
     if settings.mtp in ("keep", "train") and (settings.mtp == "train") != bool(saved_models["policy"].get("mtp")):
-        held = "no trained layer" if settings.mtp == "train" else "a trained layer"
-        raise ConfigError(f"model.weights: {settings.weights} holds {held} of multi-token prediction (model.mtp={settings.mtp})")
+        layer = "no trained layer" if settings.mtp == "train" else "a trained layer"
+        raise ConfigError(f"model.weights: {settings.weights} holds {layer} of multi-token prediction (model.mtp={settings.mtp})")
     differing = {key: (saved, given) for key, given in model.identity.items() if (saved := saved_models["policy"][key]) != given}
     exported = settings.weights / "policy" / HF
     if not differing and (exported / CONFIG).is_file():

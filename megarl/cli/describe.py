@@ -169,9 +169,9 @@ def _first_line(section: Schema) -> str:
     return str(section.get("description", "")).partition("\n")[0]
 
 
-def show(found: Sequence[tuple[Key, str]], width: int = 120) -> Iterator[str]:
+def show(listing: Sequence[tuple[Key, str]], width: int = 120) -> Iterator[str]:
     """The lines of a listing."""
-    for key, types in found:
+    for key, types in listing:
         yield f"{key.name}: {key.takes}{f' = {key.default}' if key.default is not None else ''}{f'  [{types}]' if types else ''}"
         yield from textwrap.wrap(" ".join(key.meaning.split()), width, initial_indent="    ", subsequent_indent="    ")
 
@@ -191,11 +191,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _below(found: list[tuple[Key, str]], name: str | None, verb: str) -> list[tuple[Key, str]]:
+def _below(listing: list[tuple[Key, str]], name: str | None, verb: str) -> list[tuple[Key, str]]:
     """Return the key `name` and those below it, or all keys if it is None. ConfigError if there is no such key."""
     if name is None:
-        return found
-    wanted = [(key, types) for key, types in found if f"{key.name}.".startswith(f"{name}.")]
+        return listing
+    wanted = [(key, types) for key, types in listing if f"{key.name}.".startswith(f"{name}.")]
     if not wanted:
-        raise ConfigError(f"{name}: megarl {verb} has no such key{hint(name, {key.name for key, _ in found})}")
+        raise ConfigError(f"{name}: megarl {verb} has no such key{hint(name, {key.name for key, _ in listing})}")
     return wanted

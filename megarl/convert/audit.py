@@ -123,13 +123,13 @@ def audit(path: Path, head: HeadKind, *, mtp: Mtp | None, drop_images: bool) -> 
     return Source(path, model, head, {name: info for name, info in tensors.items() if name not in left_out}, left_out, tuple(kept))
 
 
-def _check_file(file: Path, held: Mapping[str, TensorInfo]) -> None:
+def _check_file(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
     inside = header(file)
     for name in inside:
-        if name not in held:
+        if name not in tensors:
             raise ConfigError(f"convert: {file} holds the tensor {name}, which {INDEX} does not name")
-        if held[name].file != file:
-            raise ConfigError(f"convert: {file} and {held[name].file.name} both hold the tensor {name}")
+        if tensors[name].file != file:
+            raise ConfigError(f"convert: {file} and {tensors[name].file.name} both hold the tensor {name}")
     at = min((info.start for info in inside.values()), default=file.stat().st_size)
     for name, info in sorted(inside.items(), key=lambda pair: (pair[1].start, pair[1].size)):
         if info.start != at:
@@ -139,12 +139,12 @@ def _check_file(file: Path, held: Mapping[str, TensorInfo]) -> None:
         raise ConfigError(f"convert: {file} has {file.stat().st_size} bytes, and its tensors end at {at}")
 
 
-def _stored(held: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def _stored(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return all tensors of the files: those held, or the stacks that they are parts of, and the scales of the quantised ones."""
-    scales = {info.scales.name: info.scales.info for info in held.values() if info.scales is not None}
-    stacks = [info.stack for info in held.values() if info.stack is not None and info.stack.index == 0]
+    scales = {info.scales.name: info.scales.info for info in tensors.values() if info.scales is not None}
+    stacks = [info.stack for info in tensors.values() if info.stack is not None and info.stack.index == 0]
     whole = {name: one for stack in stacks for name, one in zip(stack.names, stack.infos, strict=True)}
-    return {**{info.name or name: info for name, info in held.items() if info.stack is None}, **whole, **scales}
+    return {**{info.name or name: info for name, info in tensors.items() if info.stack is None}, **whole, **scales}
 
 
 def digest_of(info: TensorInfo) -> str:

@@ -102,16 +102,16 @@ class Teachers:
     def _ask(self, actor: Any, plan: StepPlan, sample_S: Sequence[tuple[int, int]], own: set[int]) -> Any:
         """Let a process score some samples: those of a micro-batch are a unit, since the same rank needs them."""
         micro_batches = (micro_batch for mini_batch in plan.split for shard in mini_batch for micro_batch in shard)
-        numbers, found = count(), dict[int, int]()  # each response, in the order in which they come first
+        numbers, number_of = count(), dict[int, int]()  # each response, in the order in which they come first
         units: list[Unit] = []
         for micro_batch in micro_batches:
             chosen = [s for s in micro_batch if s in own]
             for s in chosen:
-                if sample_S[s][0] not in found:
-                    found[sample_S[s][0]] = next(numbers)
+                if sample_S[s][0] not in number_of:
+                    number_of[sample_S[s][0]] = next(numbers)
             if chosen:
-                units.append([(s, found[sample_S[s][0]], sample_S[s][1]) for s in chosen])
-        return actor.score.remote(units, [plan.payload_N[n] for n in found])
+                units.append([(s, number_of[sample_S[s][0]], sample_S[s][1]) for s in chosen])
+        return actor.score.remote(units, [plan.payload_N[n] for n in number_of])
 
     def wait(self, running: Sequence[Any]) -> Stored:
         """Wait for the columns of all samples.

@@ -134,15 +134,15 @@ def request_for(id_: RequestId, tokens: list[int], max_tokens: int, sampling: Sa
     )
 
 
-def text_of(said: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> str:
+def text_of(sample: Sample, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> str:
     """Return the text of a response or turn, without its end token; a token that completed a stop text stays.
 
     Args:
-        said: the response.
+        sample: the response.
         sampling: how it was sampled; has the texts and tokens that end responses.
         tokenizer: the model's tokenizer.
         ends: the model's end tokens besides the tokenizer's (`models.hf.end_tokens`).
     """
-    tokens = said.tokens[said.prompt_length :].tolist()
+    tokens = sample.tokens[sample.prompt_length :].tolist()
     by_token = not (sampling.stop and tokens) or tokens[-1] in (tokenizer.eos_token_id, *ends, *sampling.stop_token_ids)
-    return decode(tokenizer, tokens, finished=said.finish_reason == "stop" and by_token)
+    return decode(tokenizer, tokens, finished=sample.finish_reason == "stop" and by_token)

@@ -8,9 +8,9 @@ import numpy as np
 from megarl.batch import Sample, VersionSpan
 
 
-def added(said: Sample) -> Sample:
+def added(sample: Sample) -> Sample:
     """Return what a continuing request has added to a response: without the prompt, the version spans starting at 0."""
-    return replace(said, tokens=said.tokens[said.prompt_length :], prompt_length=0, images=())
+    return replace(sample, tokens=sample.tokens[sample.prompt_length :], prompt_length=0, images=())
 
 
 def whole(parts: Sequence[Sample]) -> Sample:

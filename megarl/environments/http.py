@@ -83,12 +83,12 @@ class HttpHost:
         if len(read) > MAX_BYTES:
             raise EnvironmentFailed(f"bad return: /{what} answered more than {MAX_BYTES} bytes")
         try:
-            found = json.loads(read)
+            fields = json.loads(read)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            fields = None
+        if not isinstance(fields, dict):
             raise EnvironmentFailed(f"bad return: /{what} answered {read[:80]!r}, not a JSON object")
-        return found
+        return fields
 
     def close(self) -> None:
         """Cancel queued requests, without waiting for those in progress. Can be called twice."""

@@ -367,9 +367,9 @@ def choose(gpus: bool | None = None, deterministic: bool = False, exact: bool = 
     """
     global _chosen
     if _chosen is None:
-        found = importlib.metadata.version("megatron-core")
-        if found != MEGATRON:
-            raise ConfigError(f"megatron-core: megarl runs on {MEGATRON}, and {found} is installed")
+        release = importlib.metadata.version("megatron-core")
+        if release != MEGATRON:
+            raise ConfigError(f"megatron-core: megarl runs on {MEGATRON}, and {release} is installed")
         if gpus and not torch.cuda.is_available():
             shown = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise (ConfigError if torch.version.cuda is None else Unfit)(

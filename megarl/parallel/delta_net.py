@@ -101,7 +101,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seql
     wanted = torch.cat([v_, k_ * decay.exp()[..., None]], dim=-1) * beta_[..., None]
     solved = torch.linalg.solve_triangular(effect.tril(-1), wanted, upper=False, unitriangular=True)
     values, keys = solved.split([v_.shape[-1], k_.shape[-1]], dim=-1)
-    seen, asked = q_ @ k_.mT * between, q_ * decay.exp()[..., None]
+    seen, queries = q_ @ k_.mT * between, q_ * decay.exp()[..., None]
     last = decay[..., -1:]
     written, kept = k_ * (last - decay).exp()[..., None], last.exp()[..., None]
 
@@ -110,12 +110,12 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seql
     going = list(range(len(chunks_N)))
     state_NHDC = q.new_zeros(len(going), *k_.shape[1:2], k_.shape[-1], v_.shape[-1], dtype=torch.float32)
     for step in range(max(chunks_N)):
-        still = [index for index, n in enumerate(going) if chunks_N[n] > step]
-        if len(still) < len(going):
-            going, state_NHDC = [going[index] for index in still], state_NHDC[still]
+        longer = [index for index, n in enumerate(going) if chunks_N[n] > step]
+        if len(longer) < len(going):
+            going, state_NHDC = [going[index] for index in longer], state_NHDC[longer]
         now = [firsts_N[n] + step for n in going]
         new = values[now] - keys[now] @ state_NHDC
-        answers.append(asked[now] @ state_NHDC + seen[now] @ new)
+        answers.append(queries[now] @ state_NHDC + seen[now] @ new)
         state_NHDC = state_NHDC * kept[now] + written[now].mT @ new
         order += now
     back = torch.empty(len(order), dtype=torch.int64, device=q.device)

@@ -184,23 +184,23 @@ def _write_predictors(model: ModelDescription, grid: Grid, writer: CheckpointWri
         assert writer is not None
         with (folder / KEPT).open("wb") as file:
             predictors.write(file)
-        held = header(folder / KEPT)
-        writer.include({KEPT: list(held)}, sum(info.size for info in held.values()))
+        tensors = header(folder / KEPT)
+        writer.include({KEPT: list(tensors)}, sum(info.size for info in tensors.values()))
 
     _on_first(write, folder, grid)
 
 
 def _on_first(write: Callable[[], None], folder: Path, grid: Grid) -> None:
     """Let rank 0 write something into `folder`. Raises SaveError on every rank if it could not. Collective."""
-    told: list[str | None] = [None]
+    fault: list[str | None] = [None]
     if grid.rank == 0:
         try:
             write()
         except Exception as error:  # safetensors has its own type for a full disk
-            told = [f"rank 0: {type(error).__name__}: {one_line(str(error))}"]
-    dist.broadcast_object_list(told, group=grid.groups.control, group_src=0)
-    if told[0] is not None:
-        raise SaveError(f"{folder}: {told[0]}")
+            fault = [f"rank 0: {type(error).__name__}: {one_line(str(error))}"]
+    dist.broadcast_object_list(fault, group=grid.groups.control, group_src=0)
+    if fault[0] is not None:
+        raise SaveError(f"{folder}: {fault[0]}")
 
 
 def print_of_base(chunks: Iterable[Any], model: ModelDescription, grid: Grid) -> str:
@@ -219,14 +219,14 @@ def print_of_base(chunks: Iterable[Any], model: ModelDescription, grid: Grid) ->
     ]
     parameters = local_parameters(chunks, grid.ep_rank)
     [dtype] = {parameter.dtype for name, parameter in parameters.items() if name not in {one.name for one in weights if one.float32}}
-    prints, told = Fingerprinter(), [""]
+    prints, text = Fingerprinter(), [""]
     for names, tensors in export_weights(weights, parameters, grid, dtype):
         prints.add(names, tensors)
     if grid.rank == 0:
-        found = sorted((name, one.value, one.numel) for name, one in prints.digest().items())
-        told = [hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]]
-    dist.broadcast_object_list(told, group=grid.groups.control, group_src=0)
-    return told[0]
+        rows = sorted((name, one.value, one.numel) for name, one in prints.digest().items())
+        text = [hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]]
+    dist.broadcast_object_list(text, group=grid.groups.control, group_src=0)
+    return text[0]
 
 
 def _written(stream: Iterator[tuple[TensorName, Tensor]], folder: Path, grid: Grid) -> list[tuple[dict[str, list[str]], int]]:
@@ -288,9 +288,9 @@ def _collected(batch: _Batch, parameters: Mapping[str, Tensor], grid: Grid, dtyp
     if batch.owner != grid.pp_rank or not _takes_part(batch.weights[0], grid):
         return None
     first, (ranks, _, _) = batch.weights[0], _sizes(batch, grid)
-    mine = torch.stack([weight.op.chunk(parameters[weight.name].to(dtype), ranks) for weight in _own(batch, grid)])
-    found = _gather(mine, (grid.groups.tp if first.expert is None else grid.groups.etp), ranks)
-    return found if found is None else found[None] if apart else _gather(found, grid.groups.ep, batch.ep)
+    shards = torch.stack([weight.op.chunk(parameters[weight.name].to(dtype), ranks) for weight in _own(batch, grid)])
+    gathered = _gather(shards, (grid.groups.tp if first.expert is None else grid.groups.etp), ranks)
+    return gathered if gathered is None else gathered[None] if apart else _gather(gathered, grid.groups.ep, batch.ep)
 
 
 def _own(batch: _Batch, grid: Grid) -> list[Weight]:
@@ -300,18 +300,18 @@ def _own(batch: _Batch, grid: Grid) -> list[Weight]:
     return batch.weights[start : start + count]
 
 
-def _handed_on(batch: _Batch, found: Tensor | None, grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _handed_on(batch: _Batch, gathered: Tensor | None, grid: Grid, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Forward to rank 0 what `_collected` returned on the first rank of the batch's stage. Returns None on other ranks."""
     if batch.owner == 0:
-        return found if grid.rank == 0 else None
-    if found is not None:
-        dist.send(found.view(torch.uint8), group=grid.groups.pp, group_dst=0)
+        return gathered if grid.rank == 0 else None
+    if gathered is not None:
+        dist.send(gathered.view(torch.uint8), group=grid.groups.pp, group_dst=0)
     if grid.rank != 0:
         return None
     ranks, count, shape = _sizes(batch, grid)
-    found = torch.empty((batch.ep, ranks, count, *shape), dtype=dtype, device=device)
-    dist.recv(found.view(torch.uint8), group=grid.groups.pp, group_src=batch.owner)
-    return found
+    gathered = torch.empty((batch.ep, ranks, count, *shape), dtype=dtype, device=device)
+    dist.recv(gathered.view(torch.uint8), group=grid.groups.pp, group_src=batch.owner)
+    return gathered
 
 
 def _sizes(batch: _Batch, grid: Grid) -> tuple[int, int, tuple[int, ...]]:
@@ -328,17 +328,17 @@ def _takes_part(weight: Weight, grid: Grid) -> bool:
     return grid.dp_rank == 0 and grid.cp_rank == 0
 
 
-def _gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor | None:
-    """Gather `mine` to [ranks, *mine] on the group's first rank; None on the others. With ranks = 1 it is the first rank's own tensor."""
+def _gather(shard: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor | None:
+    """Gather `shard` to [ranks, *shard] on the group's first rank; None on the others. With ranks = 1 it is the first rank's own tensor."""
     if ranks == 1:
-        return mine[None] if group.rank() == 0 else None
+        return shard[None] if group.rank() == 0 else None
     assert group.size() == ranks, f"{ranks} shards in a group of {group.size()}"
     if group.rank() != 0:
-        dist.gather(mine.view(torch.uint8), group=group, group_dst=0)
+        dist.gather(shard.view(torch.uint8), group=group, group_dst=0)
         return None
-    found = mine.new_empty((ranks, *mine.shape))
-    dist.gather(mine.view(torch.uint8), list(found.view(torch.uint8).unbind(0)), group=group, group_dst=0)
-    return found
+    shards = shard.new_empty((ranks, *shard.shape))
+    dist.gather(shard.view(torch.uint8), list(shards.view(torch.uint8).unbind(0)), group=group, group_dst=0)
+    return shards
 
 
 def _named(batch: _Batch, shards: Tensor) -> Iterator[tuple[TensorName, Tensor]]:

@@ -73,11 +73,11 @@ class Grid:
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Guard a collective over all ranks: if it fails, the error names the ranks that entered it fewer times than this one."""
-        mine = self.store.add(f"together/{what}/{self.rank}", 1)
+        count = self.store.add(f"together/{what}/{self.rank}", 1)
         try:
             yield
         except RuntimeError as error:
-            late = [rank for rank in range(self.world) if self.store.add(f"together/{what}/{rank}", 0) < mine]
+            late = [rank for rank in range(self.world) if self.store.add(f"together/{what}/{rank}", 0) < count]
             raise RuntimeError(f"{what} failed on rank {self.rank}; ranks that did not arrive: {late or 'none'}: {error}") from error
 
 

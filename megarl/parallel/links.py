@@ -79,11 +79,11 @@ def measure(rank: int, world: int, per_node: int, store: dist.Store, host: str, 
 
         reduce = seconds(lambda: dist.all_reduce(sent))
         to_all = seconds(lambda: dist.all_to_all_single(received, sent))
-        node, mine = rank // per_node, list[float]()
+        node, seconds_of_edges = rank // per_node, list[float]()
         for pairs in edges(world // per_node):
             other = next((b if a == node else a for a, b in pairs if node in (a, b)), None)
             taken = seconds(partial(exchange, None if other is None else other * per_node + rank % per_node))
-            mine += [] if other is None else [taken]
-        return LinkTimes(MEGABYTES[backend], reduce, to_all, min(mine, default=0.0))
+            seconds_of_edges += [] if other is None else [taken]
+        return LinkTimes(MEGABYTES[backend], reduce, to_all, min(seconds_of_edges, default=0.0))
     finally:
         dist.destroy_process_group()

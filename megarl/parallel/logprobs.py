@@ -157,8 +157,8 @@ def top_buckets(
     token_TK = torch.zeros(len(row_T), count, dtype=torch.int64, device=device)
     step = max(1, TOP_ELEMENTS // max(1, named))
     for start in range(0, len(row_T) if own else 0, step):
-        found = logits_RV[row_T[start : start + step], :named].float().topk(own, dim=1)
-        value_TK[start : start + step, :own], token_TK[start : start + step, :own] = found.values, found.indices + shard.start
+        top = logits_RV[row_T[start : start + step], :named].float().topk(own, dim=1)
+        value_TK[start : start + step, :own], token_TK[start : start + step, :own] = top.values, top.indices + shard.start
     if ranks > 1:
         values, tokens = ([torch.empty_like(one) for _ in range(ranks)] for one in (value_TK, token_TK))
         dist.all_gather(values, value_TK, group=group)

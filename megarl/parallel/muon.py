@@ -81,7 +81,7 @@ def matrices_of(chunks: Iterable[Any], model: ModelDescription, grid: Grid, sett
     """
     chunks = list(chunks)
     parameters = local_parameters(chunks, grid.ep_rank)
-    found = {}
+    matrices = {}
     for weight in model.weights(head_of(chunks)):
         parameter = parameters.get(weight.name)
         if parameter is None or not parameter.requires_grad:
@@ -89,8 +89,8 @@ def matrices_of(chunks: Iterable[Any], model: ModelDescription, grid: Grid, sett
         if is_matrix(weight.name) or (settings.routers and is_router(weight.name)):
             ranks = 1 if weight.op.axis is None else tensor_parallel(weight, grid)[1]
             group = grid.groups.tp if weight.expert is None else grid.groups.etp
-            found[parameter] = Matrices(weight.op.projections, group, ranks)
-    return found
+            matrices[parameter] = Matrices(weight.op.projections, group, ranks)
+    return matrices
 
 
 class MuonBesideAdam:

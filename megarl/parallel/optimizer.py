@@ -125,7 +125,7 @@ class Trainable:
         """The optimizer's tensors on the device: the float32 copies of the weights, and the moments."""
         parts = [part.optimizer for part in self.optimizer.chained_optimizers if part.optimizer is not None]
         copies = [tensor for part in parts for group in part.param_groups for tensor in group["params"]]
-        moments = [value for part in parts for held in part.state.values() for value in held.values() if isinstance(value, Tensor)]
+        moments = [value for part in parts for moment in part.state.values() for value in moment.values() if isinstance(value, Tensor)]
         return [tensor for tensor in (*copies, *moments) if tensor.device == copies[0].device]  # the others are offloaded
 
     def wait_for_weights(self) -> None:

@@ -149,12 +149,12 @@ class _Step:
         if not len(batch):
             nothing = logits_RV[0].float().sum() * 0
             return nothing if drafted_RV is None else nothing + drafted_RV[0].float().sum() * 0, None
-        held = batch.take(packed.entry_T).to(logits_RV.device)
-        loss, result = self.loss_fn(logits_RV, packed.row_T, held)
+        entries = batch.take(packed.entry_T).to(logits_RV.device)
+        loss, result = self.loss_fn(logits_RV, packed.row_T, entries)
         assert self.forward_only or loss.requires_grad, "loss_fn returned a loss without a graph"
         self.results.append(result)
         if self.predictor is not None and drafted_RV is not None:
-            loss = loss + self.predictor.loss(drafted_RV, packed.row_T, held)
+            loss = loss + self.predictor.loss(drafted_RV, packed.row_T, entries)
         # Megatron multiplies by cp and divides by its micro-batches (schedules.py:340), then by dp * cp (distributed_data_parallel.py:212).
         return loss * (self.count * self.grid.dp_size), None
 

@@ -118,8 +118,8 @@ class SparseAttention(PackedAttention):
         rank, ranks = self.cp_group.rank(), self.cp_group.size()
         position_R = torch.cat([zigzag(length, rank, ranks) for length in lengths]).to(x.device)
         begin, rows = (self.tp_group.rank() * len(x), len(x)) if len(x) < len(position_R) else (0, len(x))
-        mine = position_R[begin : begin + rows]
-        q_SID, k_SD, weight_SI = self.indexer(x, latent, mine)
+        query_position = position_R[begin : begin + rows]
+        q_SID, k_SD, weight_SI = self.indexer(x, latent, query_position)
         k_RD = _gathered(k_SD, self.tp_group) if rows < len(position_R) else k_SD
         parts_RD = _gathered(k_RD, self.cp_group).unflatten(0, (ranks, -1)) if ranks > 1 else k_RD[None]
         chosen_SK = torch.zeros(rows, self.topk, dtype=torch.int32, device=x.device)
@@ -131,32 +131,32 @@ class SparseAttention(PackedAttention):
                 k_LD = torch.empty_like(parts_RD[0][:1]).expand(length, -1).clone()
                 for other in range(ranks):
                     k_LD[zigzag(length, other, ranks).to(x.device)] = parts_RD[other][start : start + local]
-                chosen_SK[first:last] = self._best(q_SID[first:last], k_LD, weight_SI[first:last], mine[first:last])
+                chosen_SK[first:last] = self._best(q_SID[first:last], k_LD, weight_SI[first:last], query_position[first:last])
             start += local
         return _gathered(chosen_SK, self.tp_group) if rows < len(position_R) else chosen_SK
 
     def _best(self, q: Tensor, k_LD: Tensor, weight: Tensor, position: Tensor) -> Tensor:
         """The places [Q, K] of the keys of the highest scores."""
-        step, found = max(1, SCORES // (q.shape[1] * len(k_LD))), []
+        step, parts = max(1, SCORES // (q.shape[1] * len(k_LD))), []
         places = torch.arange(len(k_LD), device=k_LD.device)
         for part, weights, at in zip(q.split(step), weight.split(step), position.split(step), strict=True):
             score = F.relu(part.float() @ k_LD.float().T * q.shape[-1] ** -0.5)
             score = (weights[:, None] @ score)[:, 0].masked_fill(places > at[:, None], -torch.inf)
-            found.append(chosen(score, self.topk).int())
-        return torch.cat(found)
+            parts.append(chosen(score, self.topk).int())
+        return torch.cat(parts)
 
     def _attend_chosen(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
         """Attend to the chosen keys of one sequence: [Q, H, C]."""
-        mine = zigzag(len(k), self.cp_group.rank(), self.cp_group.size()).to(q.device)
+        query_position = zigzag(len(k), self.cp_group.rank(), self.cp_group.size()).to(q.device)
         mask = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device).scatter_(1, chosen.long(), True)
-        mask &= torch.arange(len(k), device=q.device) <= mine[:, None]
+        mask &= torch.arange(len(k), device=q.device) <= query_position[:, None]
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = repeatable(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale))
         return out[0].transpose(0, 1)
 
 
-def _gathered(mine: Tensor, group: Any) -> Tensor:
+def _gathered(rows: Tensor, group: Any) -> Tensor:
     """Join the rows of all ranks of a group, in their order."""
-    found = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
-    dist.all_gather_into_tensor(found, mine.contiguous(), group=group)
-    return found
+    joined = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(joined, rows.contiguous(), group=group)
+    return joined

@@ -88,13 +88,13 @@ class Tower(nn.Module):
 
     def _places(self, grids: Sequence[tuple[int, int, int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The row, column, rows and columns of each patch, int64 [P]."""
-        merge, found = self.sizes.merge, list[Tensor]()
+        merge, places = self.sizes.merge, list[Tensor]()
         for frames, rows, columns in grids:
             row, column = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
             squares = [place.unflatten(1, (-1, merge)).unflatten(0, (-1, merge)).transpose(1, 2).flatten() for place in (row, column)]
             sizes = [torch.full_like(squares[0], size) for size in (rows, columns)]
-            found.append(torch.stack([*squares, *sizes]).repeat(1, frames))
-        row_P, column_P, height_P, width_P = torch.cat(found, dim=1)
+            places.append(torch.stack([*squares, *sizes]).repeat(1, frames))
+        row_P, column_P, height_P, width_P = torch.cat(places, dim=1)
         return row_P, column_P, height_P, width_P
 
     def _positions(self, row_P: Tensor, column_P: Tensor, height_P: Tensor, width_P: Tensor) -> Tensor:

@@ -39,11 +39,11 @@ def publish_adapter(
         FingerprintMismatch: names the tensors, of the base or of the adapter, whose bits in an engine differ (`settings.verify`).
         FloatingPointError: names the factors that are not finite.
     """
-    begun, prints, held = time.perf_counter(), Fingerprinter(), dict[str, Tensor]()
+    begun, prints, factors = time.perf_counter(), Fingerprinter(), dict[str, Tensor]()
     for name, tensor in tensors:
-        held[name] = tensor.cpu().contiguous()
-        prints.add(name, held[name])
-    expected, content = prints.digest(), save(held, metadata={"format": "pt"})
+        factors[name] = tensor.cpu().contiguous()
+        prints.add(name, factors[name])
+    expected, content = prints.digest(), save(factors, metadata={"format": "pt"})
     stored = ray.put(content)
 
     def all_(method: str, *arguments: Any) -> list[Any]:
@@ -59,7 +59,7 @@ def publish_adapter(
             assert base is not None
             check(base, engine_prints, f"engine {index}")
     return {
-        "sync/tensors": Last(len(held)),
+        "sync/tensors": Last(len(factors)),
         "sync/mb": Last(len(content) / 2**20),
         "timing_s/sync_move": Last(moved - begun),
         "timing_s/sync_verify": Last(time.perf_counter() - moved),

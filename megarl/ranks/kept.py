@@ -97,9 +97,9 @@ class KeptLogprobs:
         sampling/kept is the mean number of kept tokens at a loss token, outside_frac the share of loss tokens that were sampled though the
         trainer's logits would not have kept them, kept_mb the host memory of what this rank holds.
         """
-        found, self._metrics = self._metrics, []
-        held = {"sampling/kept_mb": Max(sum(one.nbytes for one in self._stored.values()) / 2**20)} if self._stored else {}
-        return merge(found) | held
+        metrics, self._metrics = self._metrics, []
+        memory = {"sampling/kept_mb": Max(sum(one.nbytes for one in self._stored.values()) / 2**20)} if self._stored else {}
+        return merge(metrics) | memory
 
     def _found(self, kept: KeptTokens, learned_S: Tensor) -> dict[str, Metric]:
         columns = float(learned_S[kept.entry_K].sum())  # each rank of the vocabulary adds its own

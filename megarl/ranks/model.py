@@ -133,9 +133,9 @@ class Model:
     def base(self) -> Model:
         """The same model without its adapters: their reference, whose weights are this model's own."""
         assert self._lora is not None
-        found = copy.copy(self)
-        found._active = False
-        return found
+        base = copy.copy(self)
+        base._active = False
+        return base
 
     def forward_tokens(self, batches: Sequence[Batch], name: str, read: OutputReader, routing: RoutingPass | None = None) -> list[Batch]:
         """Run the model forward and compute one number per token, or a row of several, from its output. Collective.

@@ -184,8 +184,8 @@ class ModelWorker(StepWorker):
         for batch in with_columns(self._flat(), self._samples, given, names):
             elsewhere_T = batch.extra_T[own].isnan()
             given_T = {name: batch.extra_T[name] for name in names}
-            held = {name: torch.where(elsewhere_T.view(-1, *[1] * (one.dim() - 1)), torch.nan, one) for name, one in given_T.items()}
-            flat.append(batch.with_extra(**held))
+            columns = {name: torch.where(elsewhere_T.view(-1, *[1] * (one.dim() - 1)), torch.nan, one) for name, one in given_T.items()}
+            flat.append(batch.with_extra(**columns))
         self._keep(flat, self._mini_batches)
 
     def sequence_kl(self) -> dict[int, float]:

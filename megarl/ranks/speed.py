@@ -27,11 +27,11 @@ def training_flops(
         images: those of the sequences.
         tower: whether the vision tower is trained; else it has no backward.
     """
-    its = facts(model)
-    without = 0 if head == "lm" or its.tied else its.n.vocab * its.n.hidden
+    counts = facts(model)
+    without = 0 if head == "lm" or counts.tied else counts.n.vocab * counts.n.hidden
     elements = language_elements(model) - without
     seen = 0.0 if (sizes := model.sizes.vision) is None else sum(tower_flops(sizes, image.tokens) for image in images)
-    return PASSES * sum(length * forward_flops(its, elements, length) for length in lengths) + seen * (PASSES if tower else 1)
+    return PASSES * sum(length * forward_flops(counts, elements, length) for length in lengths) + seen * (PASSES if tower else 1)
 
 
 def speed(flops: float, ranks: int, seconds: float, device: str | None, dtype: str) -> dict[str, Metric]:

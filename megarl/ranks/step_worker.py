@@ -187,8 +187,8 @@ class StepWorker(MegatronWorker):
             return [torch.zeros_like(batch.mask_T) for batch in batches]
         first = sum(map(len, self._mini_batches[:mini_batch]))
         buckets = ("teacher_logp",) if self._buckets else ()
-        held = [self._completed(batch.without(*EXPERTS, *buckets), "logp") for batch in scored]
-        whole = concat(held, self._members[first : first + len(batches)])
+        completed = [self._completed(batch.without(*EXPERTS, *buckets), "logp") for batch in scored]
+        whole = concat(completed, self._members[first : first + len(batches)])
         chosen_T = algorithm.selection(whole.extra_T["logp"], whole, self._sum_over_replicas)
         return list(chosen_T.tensor_split(np.cumsum([len(batch) for batch in batches])[:-1].tolist()))
 

@@ -142,13 +142,13 @@ class BucketReceiver:
                 yield part, delta.merge(name, tensor, change, first).to(place or self._device)
                 continue
             own = tensor if isinstance(name, str) else tensor[start:stop]
-            held = own.to(place or self._device)
+            part_tensor = own.to(place or self._device)
             # A view of what is kept would keep the others' experts in memory, too; and the sender reuses shared memory.
-            if held is own and (stays and own.numel() < tensor.numel() or shared and not (read_at_once and read_at_once(name))):
-                held = own.clone()
+            if part_tensor is own and (stays and own.numel() < tensor.numel() or shared and not (read_at_once and read_at_once(name))):
+                part_tensor = own.clone()
             if header.keep:
-                delta.keep(name, held)
-            yield part, held
+                delta.keep(name, part_tensor)
+            yield part, part_tensor
 
     def _start(self, header: Header, copied: bool) -> Callable[[], Tensor]:
         """Start receiving a bucket; the returned function waits for its bytes: in shared host memory, unless they are to be `copied`."""

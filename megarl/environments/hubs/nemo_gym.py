@@ -42,8 +42,8 @@ class NemoGym:
         self._row = {**meta, PARAMS: {**(meta.get(PARAMS) or {}), "input": given}}
         self._output: list[dict[str, Any]] = []
         begun = self._post("reset" if self._gymnasium else "seed_session", self._row)
-        said = begun.get("observation") if self._gymnasium else None
-        return None if said is None else [*given, {"role": "user", "content": said}]
+        observation = begun.get("observation") if self._gymnasium else None
+        return None if observation is None else [*given, {"role": "user", "content": observation}]
 
     def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[Any, float, bool]:
         """Answer a turn."""
@@ -89,5 +89,5 @@ class NemoGym:
             with self._opener.open(request, timeout=self._timeout_s) as answer:
                 return json.loads(answer.read(MAX_BYTES))
         except urllib.error.HTTPError as error:
-            said = error.read(500).decode(errors="replace")
-            raise (ValueError if error.code in (404, 422) else OSError)(f"/{path}: status {error.code}: {said}") from None
+            reason = error.read(500).decode(errors="replace")
+            raise (ValueError if error.code in (404, 422) else OSError)(f"/{path}: status {error.code}: {reason}") from None

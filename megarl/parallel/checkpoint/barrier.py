@@ -42,10 +42,10 @@ class SaveBarrier:
                 late = [rank for rank in self._ranks if not self._store.check([f"rank/{rank}"])]
                 raise SaveError(f"ranks {late} did not finish writing within {self._limit}")
             time.sleep(_POLL_S)
-        found = [self._store.get(f"rank/{rank}").decode() for rank in self._ranks]
+        reports = [self._store.get(f"rank/{rank}").decode() for rank in self._ranks]
         for rank in self._ranks:
             self._store.delete_key(f"rank/{rank}")
-        return found
+        return reports
 
     def conclude(self, fault: str, *, lost: bool = False) -> None:
         """Publish, on rank 0, what went wrong, or the empty string; and whether content was lost."""

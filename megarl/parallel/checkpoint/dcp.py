@@ -92,27 +92,27 @@ class DcpReader:
     def read(self, wanted: Shard) -> Tensor:
         """Read part of a tensor, in its stored dtype. Raises ConfigError if a file cannot be read, or does not hold what was saved."""
         overlaps = list(self._tensors[wanted.key].overlaps(wanted))
-        found: Tensor | None = None
+        whole: Tensor | None = None
         for shard, source, target in overlaps:
             piece = self._read(wanted, shard, source)
             if len(overlaps) == 1 and piece.shape == wanted.size:
                 return piece
-            found = torch.empty(wanted.size, dtype=wanted.dtype) if found is None else found
-            found[target] = piece
+            whole = torch.empty(wanted.size, dtype=wanted.dtype) if whole is None else whole
+            whole[target] = piece
             del piece
-        assert found is not None, f"{wanted.key} is nowhere"
-        return found
+        assert whole is not None, f"{wanted.key} is nowhere"
+        return whole
 
     def _read(self, wanted: Shard, shard: StoredShard, part: tuple[slice, ...]) -> Tensor:
         file = self._folder / shard.location.file
         with open_shards(file) as stored:
-            found = self._finder.find(stored, shard.location, wanted.key)
-            if tuple(found.layout.shape) != shard.size or found.layout.dtype != wanted.dtype:
+            saved = self._finder.find(stored, shard.location, wanted.key)
+            if tuple(saved.layout.shape) != shard.size or saved.layout.dtype != wanted.dtype:
                 raise ConfigError(
-                    f"checkpoint: {file}: {wanted.key} is {found.layout.dtype} {list(found.layout.shape)}, "
+                    f"checkpoint: {file}: {wanted.key} is {saved.layout.dtype} {list(saved.layout.shape)}, "
                     f"declared {wanted.dtype} {list(shard.size)}"
                 )
-            return found.read_part(part)
+            return saved.read_part(part)
 
 
 @contextmanager
@@ -140,8 +140,8 @@ class SavedTensor:
         layout = self.layout
         storage = torch.empty(layout.untyped_storage().nbytes(), dtype=torch.uint8)
         self._read(memory_of(storage))
-        found = torch.empty(0, dtype=layout.dtype)
-        return found.set_(storage.untyped_storage(), layout.storage_offset(), layout.shape, layout.stride())
+        tensor = torch.empty(0, dtype=layout.dtype)
+        return tensor.set_(storage.untyped_storage(), layout.storage_offset(), layout.shape, layout.stride())
 
     def read_part(self, part: tuple[slice, ...]) -> Tensor:
         """Read a part of the tensor: only its rows if there is no hash of the whole. Raises DamagedFile or OSError."""
@@ -150,10 +150,10 @@ class SavedTensor:
         if self.location.xxh128 or axis is None or not layout.is_contiguous():
             return self.read()[part]
         rows = part[axis]
-        found = torch.empty((*layout.shape[:axis], rows.stop - rows.start, *layout.shape[axis + 1 :]), dtype=layout.dtype)
+        tensor = torch.empty((*layout.shape[:axis], rows.stop - rows.start, *layout.shape[axis + 1 :]), dtype=layout.dtype)
         first = layout.storage_offset() + rows.start * math.prod(layout.shape[axis + 1 :])
-        self.file.read(self.location.offset + len(self.beginning) + first * layout.element_size(), memory_of(found))
-        return found[(*part[:axis], slice(None), *part[axis + 1 :])]
+        self.file.read(self.location.offset + len(self.beginning) + first * layout.element_size(), memory_of(tensor))
+        return tensor[(*part[:axis], slice(None), *part[axis + 1 :])]
 
     def read_into(self, target: Tensor) -> bool:
         """Read the tensor into the memory of `target`. Raises DamagedFile or OSError.
@@ -177,10 +177,10 @@ class SavedTensor:
         self.file.read(start, storage)
         rest = bytearray(location.offset + location.length - end)
         self.file.read(end, memoryview(rest))
-        found = xxh3_128(self.beginning)
-        found.update(storage)
-        found.update(rest)
-        if location.xxh128 and found.hexdigest() != location.xxh128:
+        digest = xxh3_128(self.beginning)
+        digest.update(storage)
+        digest.update(rest)
+        if location.xxh128 and digest.hexdigest() != location.xxh128:
             raise DamagedFile(str(self.file.path), f"{self.what}: {FLIPPED}")
 
 
@@ -219,9 +219,9 @@ class ChunkFinder:
 
 def _bytes(file: StoredFile, location: Location, count: int) -> bytes:
     """The first bytes of a saved tensor."""
-    found = bytearray(count)
-    file.read(location.offset, memoryview(found))
-    return bytes(found)
+    data = bytearray(count)
+    file.read(location.offset, memoryview(data))
+    return bytes(data)
 
 
 def _inspect(file: StoredFile, location: Location, what: str) -> tuple[int, Tensor]:

@@ -88,8 +88,8 @@ def _check_format(folder: Path) -> None:
         raise ConfigError(f"checkpoint: {folder} is in Megatron's format {one_line(str(backend), 100)!r}, and only {BACKEND!r} is read")
 
 
-def _index(found: Any, folder: Path) -> DcpIndex:
-    fields = _state(found, _TORCH + "Metadata")
+def _index(metadata: Any, folder: Path) -> DcpIndex:
+    fields = _state(metadata, _TORCH + "Metadata")
     entries, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if type(entries) is not dict or type(stored) is not dict or not all(type(key) is str for key in entries):
         raise ValueError("lists no tensors")
@@ -102,7 +102,7 @@ def _index(found: Any, folder: Path) -> DcpIndex:
             places[key].pop(None, None)
         else:
             tensors[key] = _tensor(key, _state(entry, _TENSOR), places[key])
-    left = [key for key, found in places.items() if found]
+    left = [key for key, rest in places.items() if rest]
     if left:
         raise ValueError(f"says where {left[0]!r} lies, which is not all in its list of tensors ({len(left)} such names)")
     return DcpIndex(tensors, tuple(objects))
@@ -168,16 +168,16 @@ def _dtype(key: str, properties: Any) -> torch.dtype:
     return _DTYPES[named.name]
 
 
-def _state(found: Any, name: str) -> dict[str, Any]:
+def _state(built: Any, name: str) -> dict[str, Any]:
     """Return the fields of an object of a dataclass."""
-    if type(found) is not Built or found.name != name or found.args or type(found.state) not in (dict, type(None)):
+    if type(built) is not Built or built.name != name or built.args or type(built.state) not in (dict, type(None)):
         raise ValueError(f"has something else where a {name.rpartition('.')[2]} is expected")
-    return found.state or {}
+    return built.state or {}
 
 
-def _extents(found: Any) -> tuple[int, ...]:
+def _extents(built: Any) -> tuple[int, ...]:
     """Return the numbers of a torch.Size."""
-    given = found.args[0] if type(found) is Built and found.name == "torch.Size" and len(found.args) == 1 else None
+    given = built.args[0] if type(built) is Built and built.name == "torch.Size" and len(built.args) == 1 else None
     if type(given) is not tuple or len(given) > _MAX_AXES or not all(map(_natural, given)):
         raise ValueError("has something else where a torch.Size is expected")
     return given

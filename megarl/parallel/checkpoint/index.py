@@ -137,12 +137,12 @@ def read_index(step: SavedStep, model: str) -> dict[str, StoredTensor]:
         return {key: _checked(key, tensor, sizes) for key, tensor in given.items()}
     except ValidationError as error:
         fault = error.errors()[0]
-        said = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']} (got {fault['input']!r:.80})"
+        reason = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']} (got {fault['input']!r:.80})"
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        said = str(error)
-    raise ConfigError(f"checkpoint: {step.path / name}: {one_line(said, _LINE)}")
+        reason = str(error)
+    raise ConfigError(f"checkpoint: {step.path / name}: {one_line(reason, _LINE)}")
 
 
 def _checked(key: str, tensor: _Tensor, sizes: Mapping[str, int]) -> StoredTensor:

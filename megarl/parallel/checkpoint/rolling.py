@@ -96,9 +96,9 @@ def restore(bytes_B: Tensor, models: Mapping[str, ModelState], grid: Grid) -> No
         counts = header["models"][name]
         if model.trainable is not None:
             sharded.start_optimizer(model.trainable)
-        mine = list(_tensors(model, grid))
-        assert [tensor.nbytes for tensor in mine] == header["sizes"][name], f"{name}: a copy of another model or layout"
-        for tensor in mine:
+        tensors = list(_tensors(model, grid))
+        assert [tensor.nbytes for tensor in tensors] == header["sizes"][name], f"{name}: a copy of another model or layout"
+        for tensor in tensors:
             tensor.copy_(room.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape))
         if model.trainable is not None:
             model.trainable.steps, adam_step = counts

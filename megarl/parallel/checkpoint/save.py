@@ -150,9 +150,9 @@ class Saver:
         while True:
             self._given_up = [staged for staged in self._given_up if staged.hanging]
             self._late = [thread for thread in self._late if thread.is_alive()]
-            found = [*(str(path) for staged in self._given_up for path in staged.hanging), *(thread.name for thread in self._late)]
-            if not found or time.monotonic() > deadline:
-                return found
+            hanging = [*(str(path) for staged in self._given_up for path in staged.hanging), *(thread.name for thread in self._late)]
+            if not hanging or time.monotonic() > deadline:
+                return hanging
             time.sleep(_POLL_S)
 
     def _in_time(self, work: Callable[[], Result], what: Path, deadline: float) -> Result:
@@ -269,8 +269,8 @@ class Saver:
                 for shards, locations in zip(self._plans[model].ranks, ranks, strict=True)
                 for shard, location in zip(shards, locations, strict=True)
             ]
-            found = write_metadata(writer.path / model, written)
-            files |= {f"{model}/{name}": record for name, record in found.items()}
+            records = write_metadata(writer.path / model, written)
+            files |= {f"{model}/{name}": record for name, record in records.items()}
         for name, data in extra.items():
             files[name] = write_file(writer.path / name, data)
         if barrier.concluded:

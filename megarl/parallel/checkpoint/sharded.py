@@ -42,8 +42,8 @@ def model_state(chunks: Sequence[Any], grid: Grid) -> Sharded:
         if hasattr(_bare(chunk), "adapters"):
             state[f"model{number}"] = _trained_beside(_bare(chunk), metadata)
             continue
-        found = _bare(chunk).sharded_state_dict(metadata=metadata)
-        objects, tensors = extract_matching_values(found, lambda leaf: isinstance(leaf, ShardedObject))
+        sharded = _bare(chunk).sharded_state_dict(metadata=metadata)
+        objects, tensors = extract_matching_values(sharded, lambda leaf: isinstance(leaf, ShardedObject))
         # For the experts of a grouped layer, the names end with a number, and the keys do not.
         assert all(leaf.key.endswith(_EXTRA) for leaf in _leaves(objects)), f"not tensors: {sorted(objects)}"
         renamed = to_te({leaf.key for leaf in _leaves(tensors)})

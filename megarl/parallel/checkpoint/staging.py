@@ -49,9 +49,9 @@ class StagingMemory:
             self._block, self._used = self._block + 1, 0
         if self._block == len(self._blocks):
             self._blocks.append(self._backend.staging_buffer(torch.Size([max(size, BLOCK)]), torch.uint8))
-        found = self._blocks[self._block][self._used : self._used + size]
+        memory = self._blocks[self._block][self._used : self._used + size]
         self._used += -(-size // ALIGN) * ALIGN
-        return found.view(dtype).view(shape)
+        return memory.view(dtype).view(shape)
 
 
 class StagedWriter:

@@ -56,19 +56,19 @@ def make_plan(state: Sharded, grid: Grid, known: SavePlan | None) -> tuple[SaveP
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     assert not common, f"not sharded: {sorted(common)}"
     written = [leaf for leaf in nested_values(sharded) if is_main_replica(leaf.replica_id)]
-    mine = [_shard(leaf) for leaf in written]
-    tensors = [leaf.data.detach().view(shard.size) for leaf, shard in zip(written, mine, strict=True)]
+    shards = [_shard(leaf) for leaf in written]
+    tensors = [leaf.data.detach().view(shard.size) for leaf, shard in zip(written, shards, strict=True)]
     if known is not None:
-        assert mine == known.mine, "the model has changed since its last save"
+        assert shards == known.mine, "the model has changed since its last save"
         return known, tensors
     ranks: list[Any] | None = [None] * grid.world if grid.rank == 0 else None
-    dist.gather_object(mine, ranks, group=grid.groups.control, group_dst=0)
+    dist.gather_object(shards, ranks, group=grid.groups.control, group_dst=0)
     if ranks is not None:
         try:
             check_cover(shard for rank in ranks for shard in rank)
         except ValueError as error:
             raise AssertionError(f"not written exactly once: {error}") from None
-    return SavePlan(mine, ranks or []), tensors
+    return SavePlan(shards, ranks or []), tensors
 
 
 def read(step: SavedStep, model: str, state: Sharded, vocabulary: int, allowed_extra: tuple[str, ...], grid: Grid) -> None:
@@ -131,8 +131,8 @@ def _refuse(
     dist.all_gather_object(
         every, {leaf.key: (tuple(leaf.global_shape), leaf.allow_shape_mismatch) for leaf in wanted}, group=grid.groups.control
     )
-    asked = {key: shape for one in every for key, shape in one.items()}
-    for key, (shape, padded) in sorted(asked.items()):
+    shapes = {key: shape for one in every for key, shape in one.items()}
+    for key, (shape, padded) in sorted(shapes.items()):
         if key not in stored:
             raise ConfigError(f"checkpoint: {folder} lacks {key} of shape {list(shape)}")
         same = stored[key] == shape
@@ -140,7 +140,7 @@ def _refuse(
             same = same or min(stored[key][0], shape[0]) >= vocabulary
         if not same:
             raise ConfigError(f"checkpoint: {folder}: {key} has shape {list(stored[key])}, and the model's is {list(shape)}")
-    extra = sorted(key for key in stored.keys() - asked.keys() if not key.startswith(allowed_extra))
+    extra = sorted(key for key in stored.keys() - shapes.keys() if not key.startswith(allowed_extra))
     if extra:
         raise ConfigError(f"checkpoint: {folder} holds {extra[0]} of shape {list(stored[extra[0]])}, which the model lacks")
 

@@ -76,10 +76,10 @@ def _uneven_collectives(mappings: Any) -> None:
         if input_split_sizes is None or group.size() == 1:
             return scatter(input_, group, None, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]
-        mine = sizes[group.rank()]
-        parts = input_.new_empty(group.size() * mine, *input_.shape[1:])
-        dist.all_to_all_single(parts, input_.contiguous(), [mine] * group.size(), sizes, group=group)
-        return parts.view(group.size(), mine, *input_.shape[1:]).sum(0)
+        rows = sizes[group.rank()]
+        parts = input_.new_empty(group.size() * rows, *input_.shape[1:])
+        dist.all_to_all_single(parts, input_.contiguous(), [rows] * group.size(), sizes, group=group)
+        return parts.view(group.size(), rows, *input_.shape[1:]).sum(0)
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
 
