@@ -1,6 +1,7 @@
 """The HTTP endpoint at which the agents of one sandbox ask the policy, each with a key of its own.
 
-Its server is aiohttp's with bounded resources. A streamed answer has the events of the client's format, and is sent when it is whole.
+Its server is aiohttp's with bounded resources. A streamed answer has the events of the client's format, and is sent when it is whole; until
+then comments keep the connection alive, since clients give up on one that is silent.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import json
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ LARGEST = 16 << 20  # bytes of a request
 MOST_REFUSED = 100  # requests of one episode that may be refused; it ends with the next one
 OPEN = 16  # requests of one agent that are open; the connections of further ones wait
 SHOWN = 500  # characters of an error
+ALIVE_S = 10.0  # between comments of a stream that waits for its answer
 END_S = 0.1  # for answers to agents that have ended
 
 
@@ -126,12 +129,13 @@ class Endpoint:
                 raise Refusal(404, "model_not_found", f"there is no model {other}: environment.source.model={self._model}")
             question = _question(kind, body)
             self._note(question)
-            answer = await session.ask(question)
+            if question.stream:
+                return await _stream(request, kind, session, question, body)
+            return _json(200, kind.write(await session.ask(question), self._model))
         except Refusal as refusal:
             if session is not None:
                 session.refuse()
             return _json(refusal.status, kind.error(refusal))
-        return await _stream(request, kind, kind.events(answer, body)) if question.stream else _json(200, kind.write(answer, self._model))
 
     def _session(self, request: web.BaseRequest) -> Session | None:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
@@ -174,14 +178,31 @@ def _question(kind: Format, body: dict[str, Any]) -> ChatRequest:
         raise Refusal(400, "invalid_request", f"{type(error).__name__}: {error}"[:SHOWN]) from None
 
 
-async def _stream(request: web.BaseRequest, kind: Format, events: Iterator[chat.Event]) -> web.StreamResponse:
+async def _stream(
+    request: web.BaseRequest, kind: Format, session: Session, question: ChatRequest, body: Mapping[str, Any]
+) -> web.StreamResponse:
+    """Send the policy's answer as a stream. Raises Refusal before the stream has begun; later it is the stream's last event."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     response.force_close()
+    asking = asyncio.ensure_future(session.ask(question))
+    try:
+        while not (await asyncio.wait([asking], timeout=ALIVE_S))[0]:
+            with suppress(ConnectionError):  # what the policy says to a client that is gone counts all the same
+                await response.prepare(request)
+                await response.write(b": waiting for the policy\n\n")
+        events, last = kind.events(await asking, body), kind.last
+    except Refusal as refusal:
+        if not response.prepared:
+            raise
+        session.refuse()
+        events, last = iter([("error", kind.error(refusal))]), None
+    finally:
+        asking.cancel()
     await response.prepare(request)
     for name, data in events:
         await response.write((f"event: {name}\n" if name else "").encode() + f"data: {json.dumps(data)}\n\n".encode())
-    if kind.last is not None:
-        await response.write(f"data: {kind.last}\n\n".encode())
+    if last is not None:
+        await response.write(f"data: {last}\n\n".encode())
     await response.write_eof()
     return response
 

@@ -77,6 +77,14 @@ def streams(task: Task) -> float:
     return 1.0
 
 
+def waits(task: Task) -> float:
+    """A stream whose answer comes later than its client waits for a byte."""
+    client = Client(timeout=1.0, max_retries=0)
+    parts = client.chat.completions.create(model=MODEL, messages=[user("say at last")], stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "at last"
+    return 1.0
+
+
 def responses(task: Task) -> float:
     """OpenAI's newest endpoint, with a function and a stream."""
     client, items = Client(), [user(f"say so {CALL}")]

@@ -16,13 +16,15 @@ from megarl.batch import Sample
 from megarl.config import ConfigError, EnvironmentSettings, PromptFormat, SandboxSettings
 from megarl.data.tokenizer import decode, encode
 from megarl.data.turns import TurnTokens
-from megarl.engines.agents import contexts
+from megarl.engines.agents import AgentPlayer, contexts
 from megarl.engines.engine import Request
 from megarl.engines.episodes import Limits, Played, Start, chained, joined, play
 from megarl.engines.generate import Sampling
 from megarl.engines.responder import Responder
 from megarl.engines.worker import Playing, RolloutWorker
 from megarl.environments import hosts
+from megarl.environments.agents import endpoint
+from megarl.environments.agents.questions import Answer, ChatRequest, Refusal
 from megarl.environments.hosts import agent_host
 from megarl.sandbox.level import Level
 from tests.engines.backwards_engine import BackwardsEngine
@@ -33,7 +35,9 @@ LIMITS = Limits(prompt_tokens=2000, response_tokens=2000, turns=40)
 
 
 class Parrot(BackwardsEngine):
-    """Says what follows the last "say" of what it reads. An answer that it is to say slowly never comes."""
+    """Says what follows the last "say" of what it reads, `late_s` late. An answer that it is to say slowly never comes."""
+
+    late_s = 0.0
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__("engine 0")
@@ -47,6 +51,7 @@ class Parrot(BackwardsEngine):
         return tokens
 
     async def submit(self, requests: Sequence[Request], timeout_s: float) -> None:
+        await asyncio.sleep(self.late_s)
         await super().submit([one for one in requests if "slowly" not in decode(self._tokenizer, one.tokens, finished=False)], timeout_s)
 
 
@@ -106,6 +111,24 @@ def test_each_format_says_what_the_policy_said(tokenizer: PreTrainedTokenizerBas
     episode = one(tokenizer, name)
     assert (episode.error, episode.reward) == (None, 1.0)
     assert len(episode.sample.starts) == {"streams": 3, "responses": 0, "messages_by_hand": 0, "anthropic": 0}[name]
+
+
+def test_a_stream_is_not_silent_while_it_waits(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that gives up after a second without a byte waits three for an answer that is streamed."""
+    monkeypatch.setattr(Parrot, "late_s", 3.0)
+    monkeypatch.setattr(endpoint, "ALIVE_S", 0.1)
+    episode = one(tokenizer, "waits")
+    assert (episode.error, episode.reward, episode.turns) == (None, 1.0, 1)
+
+
+def test_an_error_ends_a_stream_that_has_begun(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def late(self: AgentPlayer, question: ChatRequest) -> Answer:
+        await asyncio.sleep(0.5)
+        raise Refusal(500, "engine_failed", "the engine has failed")
+
+    monkeypatch.setattr(AgentPlayer, "answer", late)
+    monkeypatch.setattr(endpoint, "ALIVE_S", 0.1)
+    assert re.search("APIError: the engine has failed", one(tokenizer, "waits").error or "")
 
 
 @pytest.mark.skipif(find_spec("agents") is None, reason="the package openai-agents is not installed")
