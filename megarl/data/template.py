@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import PromptFormat
 from megarl.data.bounds import in_memory, within_cpu_time
+from megarl.data.calls import JSON_CALLS, CallFormat, learned
 from megarl.data.chat import PROBE, PROBE_TOOL, Chat, Omission, calling, omission, probed, reduced, shape
 from megarl.data.intake import Intake
 from megarl.data.messages import Message, instructed, spoken
@@ -286,6 +287,21 @@ class ChatTemplate:
             if text.count(f"{PROBE}b") >= max(1, like.count(f"{PROBE}b")) and text.count("None") == like.count("None"):
                 return silence
         return {"content": ""}  # so that it is named what the template leaves out
+
+    @cached_property
+    def calls(self) -> CallFormat | None:
+        """How the template writes calls of tools, or asks for them; None: in no form that is read."""
+        question: Message = {"role": "user", "content": f"{PROBE}question"}
+
+        def written(calls: list[dict[str, Any]], content: str | None) -> str | None:
+            chat = [question, self.adapted({"role": "assistant", "content": content, "tool_calls": calls})]
+            text = self._rendered(chat, [PROBE_TOOL]) or self._rendered(chat)
+            return None if text is None else text.rpartition(question["content"])[2]
+
+        prompt = self._one(Chat([question], [PROBE_TOOL], self._data.template_args))
+        opening = prompt.rpartition(question["content"])[2] if isinstance(prompt, str) else ""
+        asks = any(JSON_CALLS.marks[0] in source for source in self._sources)
+        return learned(written, opening, self.end, JSON_CALLS if asks else None)
 
     def _called(self, arguments: Any, silence: Mapping[str, Any]) -> str:
         """Return the rendering of a chat that ends with a call, and of one that goes on; nothing of one that the template refuses."""

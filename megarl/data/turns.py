@@ -13,7 +13,6 @@ import asyncio
 import copy
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from megarl.config import ConfigError, PromptFormat
+from megarl.data.calls import CallFormat, WrittenCall
 from megarl.data.chat import PROBE, Chat
 from megarl.data.images import HERE, ImageReader
 from megarl.data.messages import SPOKEN, Message, arguments_of, tools_of
@@ -38,7 +38,6 @@ from megarl.images import MARK, Image, PlacedImage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CALL = re.compile(r"<tool_call>\s*(\{(?:(?!</?tool_call>).)*\})\s*</tool_call>\s*", re.DOTALL)  # a call as most models write it
 TAIL = 64  # characters of a context that decide how the tokens after them are written
 PLACE = "the conversation"  # its name in errors
 
@@ -340,12 +339,23 @@ class Dialogue:
             thought, content = bare.removeprefix(opening).strip(), rest.strip()
         elif form.header and text.lstrip().startswith(form.header):
             content = text.lstrip().removeprefix(form.header).lstrip()
-        written_calls = CALL.findall(content) if calling else []
-        calls = [call for one in written_calls if (call := _call(one, self._turns.spelled)) is not None]
-        rest = CALL.sub("", content).strip()
-        if calls and content.strip().startswith(rest) and len(calls) == len(written_calls):
-            return Parts(rest, thought, calls)
+        form_of_calls = self._turns.template.calls if calling else None
+        if form_of_calls is not None and (written := form_of_calls.calls(content)):
+            calls = [call for one in written if (call := self._call(form_of_calls, one)) is not None]
+            rest = form_of_calls.without(content).strip()
+            if len(calls) == len(written) and content.strip().startswith(rest):
+                return Parts(rest, thought, calls)
         return Parts(content, thought, [])
+
+    def _call(self, form: CallFormat, written: WrittenCall) -> dict[str, Any] | None:
+        """Return a call as data; None if it is none. Its texts spell no control token."""
+        try:
+            name, arguments = self._turns.spelled.marked(list(form.read(written.body, self._chat.tools)))
+            json.dumps([name, arguments], ensure_ascii=False).encode()  # half a surrogate pair is no text
+        except (ValueError, RecursionError):
+            return None
+        own = {} if (own_id := form.id_of(written.body)) is None else {"id": own_id}
+        return {"type": "function", **own, "function": {"name": name, "arguments": arguments}} if written.closed else None
 
     def _rendered(self, chat: Chat, images: Sequence[Image]) -> str:
         [text] = prompt_texts(self._turns.template, [(PLACE, chat)])
@@ -355,18 +365,6 @@ class Dialogue:
 
     def _encoded(self, text: str) -> list[int]:
         return encode(self._turns.tokenizer, [text], special=False)[0]
-
-
-def _call(text: str, spelled: Spelled) -> dict[str, Any] | None:
-    """Return a call as data; None if it is none. Its texts spell no control token."""
-    try:
-        call = spelled.marked(json.loads(text))
-        json.dumps(call, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
-        return None
-    return {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
 
 
 def check_turns(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str], key: str, data: PromptFormat | None = None) -> bool:

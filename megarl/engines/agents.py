@@ -159,6 +159,10 @@ class AgentPlayer(Player):
         return _Read([*known, *encode(self.tokens.tokenizer, [prompt[len(text) :]], special=False)[0]], None, prompt)
 
     def _read_messages(self, question: ChatRequest) -> _Read:
+        if question.tools and question.calls and self.tokens.template.calls is None:
+            raise Refusal(
+                400, "invalid_tools", "the model's chat template writes calls in a form that is not read; tool_choice=none leaves them text"
+            )
         conversation = list(map(heard, question.messages))
         self._check_size(json.dumps([question.messages, question.tools], ensure_ascii=False))
         before = [
@@ -199,7 +203,8 @@ class AgentPlayer(Player):
             shown, reasoning = parts.content, parts.reasoning
             for index, call in enumerate(parts.calls):
                 arguments = unmarked(json.dumps(call["function"]["arguments"], ensure_ascii=False))
-                calls.append(Call(f"call_{number}_{index}", unmarked(call["function"]["name"]), arguments))
+                name = unmarked(call["function"]["name"])
+                calls.append(Call(call.get("id", f"call_{number}_{index}"), name, arguments))
         finished = sample.finish_reason == "stop"
         answer = Answer(number, shown, reasoning, calls, finished, sample.prompt_length, len(spoken))
         conversation = [*map(heard, question.messages), heard(answer.message)]

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from megarl.batch import Sample
 from megarl.config import EnvironmentSettings, PromptFormat
+from megarl.data.calls import JSON_CALLS, Calls
 from megarl.data.images import ImageReader, answer_reader
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
@@ -283,12 +284,13 @@ class RolloutWorker(EngineActor):
         ]
 
     async def _play(self, share: EnginePrompts, sampling: Sampling, playing: Playing) -> list[_Part]:
+        if self._turns is None or self._turns[0] != playing:
+            self._turns = playing, TurnTokens(self._tokenizer, playing.data, playing.tools, self._reader)
         if self._host is None or self._host[0] != playing.environment:
             if self._host is not None:
                 self._host[1].close()
-            self._host = playing.environment, host_of(playing.environment)
-        if self._turns is None or self._turns[0] != playing:
-            self._turns = playing, TurnTokens(self._tokenizer, playing.data, playing.tools, self._reader)
+            calls = Calls(self._turns[1].template.calls or JSON_CALLS, playing.tools or ())
+            self._host = playing.environment, host_of(playing.environment, calls)
 
         def turn_text(turn: Sample) -> str:
             return text_of(turn, sampling, self._tokenizer, self._ends)

@@ -103,8 +103,8 @@ def _check_template(settings: EnvironmentSettings, data: PromptFormat, tokenizer
         text, text_without = (render_chats(tokenizer, [question], tools, arguments)[0] for tools in ([schema], None))
         if text == text_without or name not in text:
             raise ConfigError(f"{KEY}.tools: the model's chat template does not mention {name!r}: the model would never call it")
-        if "<tool_call>" not in text:
-            raise ConfigError(f"{KEY}.tools: the model's chat template uses another call format than <tool_call>JSON</tool_call>")
+        if TurnTokens(tokenizer, data).template.calls is None:
+            raise ConfigError(f"{KEY}.tools: the model's chat template writes calls of tools in a form that is not read")
 
 
 def answering_role(settings: EnvironmentSettings) -> str:

@@ -16,6 +16,7 @@ from megarl.config import (
     SoftwareEnvironment,
     ToolsEnvironment,
 )
+from megarl.data.calls import JSON, Calls
 from megarl.data.tokenizer import first_line
 from megarl.environments.processes import ProcessHost, code_of
 from megarl.environments.protocol import EnvironmentFailed, Turn
@@ -75,9 +76,9 @@ class Host(Protocol):
         """End everything that it has started. Can be called twice."""
 
 
-def host_of(settings: EnvironmentSettings) -> Host | AgentHost:
-    """Return the host of `settings.source`, agent or environment. It starts processes as needed."""
-    return agent_host(settings) if isinstance(settings.source, AgentEnvironment) else open_host(settings)
+def host_of(settings: EnvironmentSettings, calls: Calls) -> Host | AgentHost:
+    """Return the host of `settings.source`, agent or environment; see `open_host`. It starts processes as needed."""
+    return agent_host(settings) if isinstance(settings.source, AgentEnvironment) else open_host(settings, calls)
 
 
 def agent_host(settings: EnvironmentSettings) -> AgentHost:
@@ -90,13 +91,18 @@ def agent_host(settings: EnvironmentSettings) -> AgentHost:
     return AgentHost(settings.source, settings)
 
 
-def open_host(settings: EnvironmentSettings) -> Host:
-    """Return the host of `settings.source`, with at most `settings.max_concurrent` concurrent episodes. It starts processes as needed."""
-    host = _host(settings)
+def open_host(settings: EnvironmentSettings, calls: Calls = JSON) -> Host:
+    """Return the host of `settings.source`, with at most `settings.max_concurrent` concurrent episodes. It starts processes as needed.
+
+    Args:
+        settings: the `environment` section.
+        calls: how the model calls tools.
+    """
+    host = _host(settings, calls)
     return host if settings.max_concurrent is None else BoundedHost(host, settings.max_concurrent)
 
 
-def _host(settings: EnvironmentSettings) -> Host:
+def _host(settings: EnvironmentSettings, calls: Calls) -> Host:
     if isinstance(settings.source, HttpEnvironment):
         from megarl.environments.http import HttpHost
 
@@ -105,12 +111,12 @@ def _host(settings: EnvironmentSettings) -> Host:
         from megarl.environments.software.host import SoftwareHost
 
         check_containers(settings)
-        return SoftwareHost(settings.source, settings)
+        return SoftwareHost(settings.source, settings, calls)
     process.check(settings.sandbox, "environment.sandbox")  # again, since an engine may be restarted on another machine
     if isinstance(settings.source, ToolsEnvironment):
         from megarl.environments.tools import ToolsHost
 
-        return ToolsHost(settings.source, settings)
+        return ToolsHost(settings.source, settings, calls)
     return ProcessHost(settings)
 
 

@@ -1,4 +1,4 @@
-"""Tools that the model calls in the format of its chat template: <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+"""Tools that the model calls in the form of its chat template (`megarl.data.calls`).
 
 Each call is answered by a message with the role `tool`; for a malformed call, it says what is wrong. A turn without a call is the answer,
 and ends the episode. Each Python program runs in a new sandbox, which is removed afterwards, so that no program affects another. The user's
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import re
 import select
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from megarl.config import EnvironmentSettings, SandboxSettings, ToolsEnvironment
+from megarl.data.calls import JSON, CallFormat, Calls
 from megarl.environments.calculator import calculate
 from megarl.environments.own_tools import OwnTools
 from megarl.environments.protocol import Message, Turn
@@ -26,7 +26,6 @@ from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
 from megarl.text.display import printable
 
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 MAX_CALLS = 8  # in one turn
 START_S, GRACE_S = 60.0, 1.0  # time limit for the process to start; additional time for its answer to arrive
 
@@ -44,10 +43,16 @@ SCHEMAS = {
 
 
 class ToolsHost:
-    """Runs the calls of all episodes, at most `settings.workers` programs or functions at a time."""
+    """Runs the calls of all episodes, at most `settings.workers` programs or functions at a time.
 
-    def __init__(self, source: ToolsEnvironment, settings: EnvironmentSettings) -> None:
-        self.source, self._settings = source, settings
+    Args:
+        source: the source.
+        settings: the `environment` section.
+        calls: how the model calls its tools.
+    """
+
+    def __init__(self, source: ToolsEnvironment, settings: EnvironmentSettings, calls: Calls = JSON) -> None:
+        self.source, self.calls, self._settings = source, calls, settings
         self._names = [tool.rpartition(":")[2] for tool in source.tools]
         self._own = OwnTools(source.own, settings, source.output_chars)
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="tools")
@@ -56,10 +61,10 @@ class ToolsHost:
         """Return a new episode."""
         return ToolsEpisode(self)
 
-    async def call(self, text: str) -> tuple[str, bool]:
-        """Run the call between two tags. Return the answer, and whether the call succeeded."""
+    async def call(self, body: str) -> tuple[str, bool]:
+        """Run a call. Return the answer, and whether the call succeeded."""
         try:
-            name, arguments = read_call(text, self._names)
+            name, arguments = read_call(self.calls, body, self._names)
             if name == "calculator":
                 return calculate(arguments["expression"]), True
         except ValueError as fault:
@@ -81,11 +86,12 @@ class AnsweredCalls:
     """Answers the calls of an episode's turns, and counts them and those that failed.
 
     Args:
-        call: runs the call between two tags; returns the answer, and whether the call succeeded.
+        form: how the model writes calls.
+        call: runs a call, of which it gets the body; returns the answer, and whether the call succeeded.
     """
 
-    def __init__(self, call: Callable[[str], Awaitable[tuple[str, bool]]]) -> None:
-        self._call, self._calls, self._errors = call, 0, 0
+    def __init__(self, form: CallFormat, call: Callable[[str], Awaitable[tuple[str, bool]]]) -> None:
+        self._form, self._call, self._calls, self._errors = form, call, 0, 0
 
     @property
     def info(self) -> dict[str, float]:
@@ -94,13 +100,13 @@ class AnsweredCalls:
 
     async def answer(self, text: str, finished: bool) -> list[Message]:
         """Return the answers to a turn's calls, in order; none if a limit has cut it off."""
-        calls = CALL.findall(text) if finished else []
+        calls = self._form.calls(text) if finished else []
         answers: list[Message] = []
         for number, call in enumerate(calls[: MAX_CALLS + 1]):
             if number == MAX_CALLS:
                 output, worked = f"error: {len(calls)} calls in one turn, more than {MAX_CALLS}", False
             else:
-                output, worked = await self._call(call)
+                output, worked = await self._call(call.body)
             self._calls, self._errors = self._calls + 1, self._errors + (not worked)
             answers.append({"role": "tool", "content": output or "(nothing was printed)"})
         return answers
@@ -110,7 +116,7 @@ class ToolsEpisode:
     """One episode; see `hosts.Episode`. It counts the calls, and those that failed."""
 
     def __init__(self, host: ToolsHost) -> None:
-        self._calls = AnsweredCalls(host.call)
+        self._calls = AnsweredCalls(host.calls.format, host.call)
 
     async def reset(self, seed: int, task: dict[str, Any] | None) -> Turn:
         """Keep the data's prompt as it is; the chat template has described the tools in it."""
@@ -125,15 +131,18 @@ class ToolsEpisode:
         """Do nothing: an episode holds no resources."""
 
 
-def read_call(text: str, tools: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return a call's tool and arguments. Raises ValueError, with a message for the model, if the call is malformed."""
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError('a call is JSON: {"name": ..., "arguments": {...}}') from None
-    name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValueError('a call has a text "name" and an object "arguments"')
+def read_call(calls: Calls, body: str, tools: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return a call's tool and arguments.
+
+    Args:
+        calls: how the model calls its tools.
+        body: the call's body.
+        tools: the names of the tools.
+
+    Raises:
+        ValueError: the call is malformed; with a message for the model.
+    """
+    name, arguments = calls.format.read(body, calls.tools)
     if name not in tools:
         raise ValueError(f"there is no tool {name!r:.80} (there are: {', '.join(tools)})")
     argument = ARGUMENTS.get(name)  # the arguments of a user's function are checked in its process

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megarl.config import CommandContainers, EnvironmentSettings, LocalContainers, SoftwareEnvironment
+from megarl.data.calls import JSON, Calls
 from megarl.environments.containers.container import Container, ContainerGone, Ran
 from megarl.environments.protocol import EnvironmentFailed, Turn
 from megarl.environments.software.rows import ANSWERS, ROWS, BadTask, Task
@@ -69,10 +70,11 @@ class SoftwareHost:
     Args:
         source: the source.
         settings: the `environment` section.
+        calls: how the model calls its tools.
     """
 
-    def __init__(self, source: SoftwareEnvironment, settings: EnvironmentSettings) -> None:
-        self.source, self.settings = source, settings
+    def __init__(self, source: SoftwareEnvironment, settings: EnvironmentSettings, calls: Calls = JSON) -> None:
+        self.source, self.settings, self.calls = source, settings, calls
         self.containers = set[Container]()
         self.closed = False
         # A pool as long-lived as the host: a sandboxed process dies with the thread that started it.
@@ -130,7 +132,7 @@ class SoftwareEpisode:
 
     def __init__(self, host: SoftwareHost) -> None:
         self._host, self._source = host, host.source
-        self._calls = AnsweredCalls(lambda call: self._host.apart(partial(self._call, call)))
+        self._calls = AnsweredCalls(host.calls.format, lambda call: self._host.apart(partial(self._call, call)))
         self._task: Task
         self._container: Container
         self._directory: str
@@ -207,9 +209,9 @@ class SoftwareEpisode:
             raise BadTask(f"setup: {posixpath.basename(path)} cannot be written: {error}") from None
 
     def _call(self, call: str) -> tuple[str, bool]:
-        """Run the call between two tags. Return the answer, and whether the call succeeded."""
+        """Run a call. Return the answer, and whether the call succeeded."""
         try:
-            name, arguments = read_call(call, self._source.tools)
+            name, arguments = read_call(self._host.calls, call, self._source.tools)
             expected = list(SCHEMAS[name]["function"]["parameters"]["properties"])
             if sorted(arguments) != sorted(expected) or not all(isinstance(value, str) for value in arguments.values()):
                 raise ValueError(f"{name} takes the texts {', '.join(expected)}")

@@ -36,7 +36,17 @@ def user(text: str) -> dict[str, Any]:
 
 def tools_in_chat(task: Task) -> float:
     """OpenAI's loop: a call, its result, the answer; then a turn without a word of the tools' calls."""
-    client, messages = Client(), [user(f"say <think>\nhm\n</think>\n\nso {CALL}")]
+    return _tools_in_chat(CALL, "<think>\nhm")
+
+
+def tools_in_xml(task: Task) -> float:
+    """The same with a model that writes each argument between marks, and whose template begins its reasoning."""
+    arguments = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in {"a": 2, "b": 3}.items())
+    return _tools_in_chat(f"<tool_call>\n<function=add>\n{arguments}</function>\n</tool_call>", "hm")
+
+
+def _tools_in_chat(written: str, thought: str) -> float:
+    client, messages = Client(), [user(f"say {thought}\n</think>\n\nso {written}")]
     first = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
     [choice] = first.choices
     assert (choice.finish_reason, choice.message.content, choice.message.reasoning_content) == ("tool_calls", "so", "hm"), choice
@@ -48,8 +58,8 @@ def tools_in_chat(task: Task) -> float:
         second.choices[0].message.content == "5"
         and second.usage.total_tokens == second.usage.prompt_tokens + second.usage.completion_tokens
     )
-    refused = client.chat.completions.create(model=MODEL, messages=[user(f"say {CALL}")], tools=TOOLS, tool_choice="none")
-    assert refused.choices[0].message.tool_calls is None and refused.choices[0].message.content == CALL
+    refused = client.chat.completions.create(model=MODEL, messages=[user(f"say {written}")], tools=TOOLS, tool_choice="none")
+    assert refused.choices[0].message.tool_calls is None and refused.choices[0].message.content == written
     return 1.0
 
 

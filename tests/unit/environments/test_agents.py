@@ -104,6 +104,19 @@ def test_a_call_and_its_result_go_on_with_the_very_tokens(tokenizer: PreTrainedT
     assert [decode(tokenizer, part.tolist(), finished=False) for part in sampled[::2]][1] == "5<|im_end|>"
 
 
+def test_calls_in_the_form_of_the_model_s_template(published: dict[str, PreTrainedTokenizerBase]) -> None:
+    """Qwen3.5's: the client's arguments have the types of the schema, and what it sends back goes on with the very tokens."""
+    episode = one(published["qwen3.5"], "tools_in_xml")
+    assert (episode.error, episode.reward, episode.turns, len(episode.sample.starts)) == (None, 1.0, 3, 1)
+    text = decode(published["qwen3.5"], episode.sample.tokens[: episode.sample.starts[0]].tolist(), finished=False)
+    assert "<tool_response>\nsay 5\n</tool_response><|im_end|>" in text
+
+
+def test_tools_of_a_template_whose_calls_are_not_read(published: dict[str, PreTrainedTokenizerBase]) -> None:
+    episode = one(published["gpt-oss"], "tools_in_chat")
+    assert re.search("chat template writes calls in a form that is not read", episode.error or "")
+
+
 @pytest.mark.parametrize("name", ["streams", "responses", "messages_by_hand", "anthropic"])
 def test_each_format_says_what_the_policy_said(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     if name == "anthropic" and find_spec("anthropic") is None:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from megarl.config import EnvironmentSettings, SandboxSettings, ToolsEnvironment
+from megarl.data.calls import JSON, Calls
+from megarl.data.turns import TurnTokens
 from megarl.environments.calculator import calculate
 from megarl.environments.protocol import Turn
-from megarl.environments.tools import ToolsHost
+from megarl.environments.tools import SCHEMAS, ToolsHost
 from megarl.sandbox.level import Level, level
 from tests.unit.sandbox.test_hostile import SECRET, host, leftovers
 
@@ -21,9 +24,9 @@ SETTINGS = EnvironmentSettings(
 )
 
 
-def answered(turns: list[str], settings: EnvironmentSettings = SETTINGS, finished: bool = True) -> list[Turn]:
+def answered(turns: list[str], settings: EnvironmentSettings = SETTINGS, finished: bool = True, calls: Calls = JSON) -> list[Turn]:
     async def body() -> list[Turn]:
-        tools = ToolsHost(settings.source, settings)  # type: ignore[arg-type]
+        tools = ToolsHost(settings.source, settings, calls)  # type: ignore[arg-type]
         one = tools.open()
         assert await one.reset(1, None) == Turn(None)
         try:
@@ -54,6 +57,26 @@ def test_the_calculator_calculates_and_says_what_it_cannot() -> None:
     assert calculate("-" * 200 + "1") == "1"
     with pytest.raises(ValueError, match="257 characters, more than 256"):
         calculate("1" * 257)
+
+
+def test_calls_in_another_form_are_answered(published: dict[str, PreTrainedTokenizerBase]) -> None:
+    """Each published template's own way to write a call; arguments are texts, whatever they look like."""
+    for name in ("qwen3.5", "glm-4.5", "deepseek-r1", "llama-3.1"):
+        turns = TurnTokens(published[name], tools=[SCHEMAS["calculator"]])
+        form = turns.template.calls
+        assert form is not None
+        message = {"role": "assistant", "content": None, "tool_calls": [function("calculator", expression="6*7")]}
+        [text] = turns.template.texts([turns.template.chat([{"role": "user", "content": "Q!"}, message], "the chat")], generation=False)
+        mark = form.marks[0] or '{"name"'
+        turn = mark + str(text).rpartition(mark)[2].partition(turns.template.end)[0]
+        worse = turn.replace("calculator", "cal culator").replace('"expression":', '"expression"')
+        first, second = answered([turn, worse], calls=Calls(form, [SCHEMAS["calculator"]]))
+        assert said(first) == ["42"]
+        assert second.done if name == "llama-3.1" else said(second)[0].startswith("error: a call is ")
+
+
+def function(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def test_malformed_tool_calls_get_an_error_as_answer() -> None:
