@@ -81,21 +81,7 @@ def fingerprints(stack_BRC: Tensor, row: int = 0, column: int = 0) -> Tensor:
     Raises:
         TypeError: the dtype is not supported.
     """
-    count, rows, columns = stack_BRC.shape
-    device = stack_BRC.device
-    key_C, key_R = _keys(_COLUMNS, column, columns, device), _keys(_ROWS, row, rows, device)
-    if (sums := _compiled_sums(stack_BRC, key_R, key_C)) is not None:
-        return sums[0]
-    sum_BR = torch.empty(count, rows, dtype=torch.int64, device=device)
-    chunk = _CHUNK[device.type]
-    together = max(1, chunk // max(1, rows * columns))
-    step = max(1, chunk // max(1, columns))
-    patterns = _Patterns(stack_BRC, min(count, together) * min(rows, step) * columns)
-    for first in range(0, count, together):
-        for start in range(0, rows, step):
-            bits = patterns.of(stack_BRC[first : first + together, start : start + step])
-            sum_BR[first : first + together, start : start + step] = _weighted(bits, key_C)
-    return _weighted(sum_BR, key_R)
+    return _sums(stack_BRC, row, column)[0]
 
 
 def keys(rows: int, columns: int, row: int, column: int, device: torch.device) -> Tensor:
@@ -134,6 +120,25 @@ def rearranged_fingerprints(stack_BP: Tensor, key_P: Tensor) -> Tensor:
             bits = patterns.of(stack_BP[first : first + together, start : start + step])
             total_B[first : first + together] += _weighted(bits, key_P[start : start + step])
     return total_B
+
+
+def _sums(stack_BRC: Tensor, row: int, column: int) -> tuple[Tensor, Tensor | None]:
+    """The `fingerprints` of matrices, and whether all elements of each are finite, bool [B], where the compiled function did both."""
+    count, rows, columns = stack_BRC.shape
+    device = stack_BRC.device
+    key_C, key_R = _keys(_COLUMNS, column, columns, device), _keys(_ROWS, row, rows, device)
+    if (sums := _compiled_sums(stack_BRC, key_R, key_C)) is not None:
+        return sums
+    sum_BR = torch.empty(count, rows, dtype=torch.int64, device=device)
+    chunk = _CHUNK[device.type]
+    together = max(1, chunk // max(1, rows * columns))
+    step = max(1, chunk // max(1, columns))
+    patterns = _Patterns(stack_BRC, min(count, together) * min(rows, step) * columns)
+    for first in range(0, count, together):
+        for start in range(0, rows, step):
+            bits = patterns.of(stack_BRC[first : first + together, start : start + step])
+            sum_BR[first : first + together, start : start + step] = _weighted(bits, key_C)
+    return _weighted(sum_BR, key_R), None
 
 
 def _compiled_sums(stack_BRC: Tensor, key_R: Tensor, key_C: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -216,10 +221,9 @@ class Fingerprinter:
                 raise ValueError(f"{one} came twice in one weight stream")
             self._numel[one] = stack[0].numel()
         matrices = stack.flatten(2) if stack.ndim > 2 else stack.reshape(len(names), 1, -1)
-        key_R, key_C = (_keys(seed, 0, size, matrices.device) for seed, size in zip((_ROWS, _COLUMNS), matrices.shape[1:], strict=True))
-        sums = _compiled_sums(matrices, key_R, key_C)
-        self._values.append(fingerprints(matrices) if sums is None else sums[0])
-        self._finite.append(_extremes(matrices.detach()).isfinite().all(0) if sums is None else sums[1])
+        values, finite = _sums(matrices, 0, 0)
+        self._values.append(values)
+        self._finite.append(_extremes(matrices.detach()).isfinite().all(0) if finite is None else finite)
 
     def digest(self) -> dict[str, Print]:
         """All fingerprints by name. Raises FloatingPointError naming tensors with NaN or infinity, whose bits engines do not preserve."""
