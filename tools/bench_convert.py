@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.peak_memory import PeakMemory
+
 SIDES = ("copy", "to_megatron", "to_hf", "transformers")
 SPEED = 0.6  # least speed, relative to a copy
 SLACK = 64 << 20  # bytes that Python and torch allocate on first use
@@ -99,16 +101,9 @@ def copy(source: Path, target: Path) -> None:
 def child(name: str, source: Path, target: Path, workers: int) -> None:
     """Run one side and print its figure."""
     run = side(name, source, target, workers)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before, begun = peak(), time.perf_counter()
+    peak, begun = PeakMemory(), time.perf_counter()
     run()
-    print(json.dumps(Figure(time.perf_counter() - begun, peak() - before)))
-
-
-def peak() -> int:
-    """Return the peak memory of this process in bytes. (getrusage's figure starts from the parent's.)"""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
-    return int(line.split()[1]) << 10
+    print(json.dumps(Figure(time.perf_counter() - begun, peak.extra())))
 
 
 def measure(directory: Path, rounds: int, workers: int) -> dict[str, list[Figure]]:

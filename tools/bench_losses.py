@@ -12,7 +12,6 @@ import functools
 import gc
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Batch
+from tools.peak_memory import PeakMemory
 
 ROOT = Path(__file__).resolve().parent.parent
 PEER = "trl==1.16.0"
@@ -71,16 +71,9 @@ def peak_extra(run: Run) -> int:
     """Return the most bytes by which resident memory rises while `run` runs."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark (Linux, proc_pid_clear_refs(5))
-    before = _status("VmRSS")
+    peak = PeakMemory()
     run()
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
-    match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert match is not None
-    return int(match[1]) * 1024
+    return peak.extra()
 
 
 def sequences(count: int, length: int, prompt: int = 0) -> Batch:

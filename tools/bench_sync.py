@@ -121,7 +121,7 @@ async def measure(shape: dict[str, Any], rounds: int) -> tuple[list[Round], int,
                     prints.add(name, tensor)
                 check(prints.digest(), await engine.fingerprints(TIMEOUT_S), "the engine")
                 verified = time.process_time() + await engine.cpu()
-                results.append(Round(own, stacks, loaded - begun, verified - loaded, peak.mib(), await engine.peak()))
+                results.append(Round(own, stacks, loaded - begun, verified - loaded, peak.extra() / 2**20, await engine.peak()))
             sender.close()
         finally:
             await engine.close()

@@ -23,7 +23,7 @@ class BenchExtension(WorkerExtension):
 
     def bench_peak(self) -> float:
         """The most memory, in MiB, that this process has held since `bench_start_peak` on top of what it held then."""
-        return self._bench_peak.mib()
+        return self._bench_peak.extra() / 2**20
 
     def bench_experts(self, own: bool, stacks: list[tuple[list[str], list[int]]]) -> float:
         """CPU seconds of loading random experts, by vLLM's own calls (`own`) or by stacks; the rest of the model stays as it is."""

@@ -11,14 +11,14 @@ class PeakMemory:
 
     def __init__(self) -> None:
         (_PROCESS / "clear_refs").write_text("5")  # proc_pid_clear_refs(5): the peak becomes what is held now
-        self._before = _mib("VmRSS")
+        self._before = _bytes("VmRSS")
 
-    def mib(self) -> float:
-        """The peak since then, in MiB on top of what was held then."""
-        return _mib("VmHWM") - self._before
+    def extra(self) -> int:
+        """The peak since then, in bytes on top of what was held then."""
+        return _bytes("VmHWM") - self._before
 
 
-def _mib(field: str) -> float:
+def _bytes(field: str) -> int:
     line = re.search(rf"^{field}:\s*(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
     assert line is not None, f"/proc/self/status has no {field}"
-    return int(line[1]) / 1024
+    return int(line[1]) << 10

@@ -22,19 +22,15 @@ ROOT = Path(__file__).resolve().parents[3]
 # Converts there and back, and prints how much memory each took at most.
 MEASURE = """
 import json, sys
-from pathlib import Path
 import megarl.convert.to_hf, megarl.convert.to_megatron
 from megarl.cli import main
-
-def held():
-    return [int(line.split()[1]) << 10 for line in Path("/proc/self/status").open() if line.startswith("VmHWM:")][0]
+from tools.peak_memory import PeakMemory
 
 peaks = []
 for direction, source, out in (("hf-to-megatron", "source", "steps"), ("megatron-to-hf", "steps", "back")):
-    Path("/proc/self/clear_refs").write_text("5")
-    before = held()
+    peak = PeakMemory()
     assert main(["convert", direction, f"{sys.argv[1]}/{source}", f"{sys.argv[1]}/{out}", "--workers", "4"]) == 0
-    peaks.append(held() - before)
+    peaks.append(peak.extra())
 print(json.dumps(peaks))
 """
 
