@@ -70,7 +70,7 @@ class Matrices:
     ranks: int  # of them that have a shard; 1: each has all of it
 
 
-def matrices_of(chunks: Iterable[Any], model: ModelDescription, grid: Grid, settings: MuonSettings) -> dict[Tensor, Matrices]:
+def matrices_of(chunks: Iterable[Any], model: ModelDescription, grid: Grid, settings: MuonSettings | None) -> dict[Tensor, Matrices]:
     """The parameters of this rank that Muon updates.
 
     Args:
@@ -79,6 +79,8 @@ def matrices_of(chunks: Iterable[Any], model: ModelDescription, grid: Grid, sett
         grid: this rank's grid.
         settings: the section `optimizer.muon`.
     """
+    if settings is None:
+        return {}
     chunks = list(chunks)
     parameters = local_parameters(chunks, grid.ep_rank)
     matrices = {}

@@ -173,7 +173,7 @@ class Trainable:
 
 
 def make_trainable(
-    chunks: Sequence[MegatronModule], settings: OptimizerSettings, total_steps: int, matrices: Mapping[Tensor, Matrices] | None = None
+    chunks: Sequence[MegatronModule], settings: OptimizerSettings, total_steps: int, matrices: Mapping[Tensor, Matrices] = {}
 ) -> Trainable:
     """Wrap this rank's loaded chunks for training. Collective. Load the weights first: the optimizer copies them to float32.
 
@@ -181,7 +181,7 @@ def make_trainable(
         chunks: from `build.build_chunks`, with grad.
         settings: the optimizer settings.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-        matrices: the parameters that Muon updates (`muon.matrices_of`), if it does.
+        matrices: the parameters that Muon updates (`muon.matrices_of`).
 
     Returns:
         The chunks in data-parallel wrappers, which hold the gradients in float32, and their optimizer.
@@ -206,14 +206,13 @@ def make_trainable(
     )
     # Vectors (norms) are not decayed.
     overrides = get_standard_config_overrides(optimizer_config)
-    assert (settings.muon is None) == (matrices is None)
-    if settings.muon is not None and matrices is not None:
+    if settings.muon is not None:
         key = ParamKey(predicate=ParamPredicate(MUON, matrices.__contains__))
         own: Any = {MUON: True, "max_lr": settings.muon.lr or settings.lr}  # Megatron allows `optimizer` only where it builds Muon itself
         overrides[key] = own
     optimizer = get_megatron_optimizer(optimizer_config, wrapped, config_overrides=overrides, use_gloo_process_groups=False)
     choose().fuse_optimizer(optimizer)
-    if settings.muon is not None and matrices is not None:
+    if settings.muon is not None:
         for part in (part for part in optimizer.chained_optimizers if not part.is_stub_optimizer):
             part.optimizer = MuonBesideAdam(part, matrices, settings.muon)
     config.finalize_model_grads_func = finalize_model_grads

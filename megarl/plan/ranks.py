@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megarl.config import Layout, ModelSettings
+from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models.description import ModelDescription
 from megarl.plan.activations import MicroBatchShape, Spec
 from megarl.plan.devices import GB, IMBALANCE
@@ -22,11 +22,13 @@ class PlannedModel:
 
     name: str
     model: ModelDescription = field(repr=False)
-    trained: bool
+    optimizer: OptimizerSettings | None  # None: it is not trained
     value: bool  # whether it has a scalar head
     micro_batch_tokens: int
-    offloaded: float = 0.0  # share of the parameters whose moments are in host memory
-    muon: bool = False  # Muon updates its matrices
+
+    @property
+    def trained(self) -> bool:
+        return self.optimizer is not None
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,7 @@ class _Model:
 
 
 def _stage(models: Sequence[_Model], layout: Layout, settings: ModelSettings, stage: int, work: Work) -> StageMemory:
-    model_states = [
-        states(model.chunks[stage], layout, settings.dtype, role.offloaded, trained=role.trained, muon=role.muon)
-        for model in models
-        for role in [model.role]
-    ]
+    model_states = [states(model.chunks[stage], layout, settings.dtype, model.role.optimizer) for model in models]
     # The reference of a model with adapters is that model, without them.
     own = [state for model, state in zip(models, model_states, strict=True) if not _is_within(model, models, settings)]
     everything = sum(own, States(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config import Layout
+from megarl.config import Layout, OptimizerSettings
 from megarl.plan.parameters import ChunkParameters, SizeCounts, buffer_elements, count, replicas
 
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes
@@ -31,34 +31,30 @@ class States:
         )
 
 
-def states(
-    chunks: Sequence[ChunkParameters], layout: Layout, dtype: str, offloaded: float = 0.0, *, trained: bool, muon: bool = False
-) -> States:
-    """Return what a rank holds of a model that is trained or frozen.
+def states(chunks: Sequence[ChunkParameters], layout: Layout, dtype: str, optimizer: OptimizerSettings | None) -> States:
+    """Return what a rank holds of a model.
 
     Args:
         chunks: the rank's parameters.
         layout: the layout of the model's ranks.
         dtype: the dtype of the weights.
-        offloaded: share of the parameters whose moments are in host memory, beside pinned copies of the main weights and the gradients.
-        trained: whether the model is trained, and so has gradients and an optimizer.
-        muon: whether Muon updates its matrices.
+        optimizer: the settings of its optimizer; None: it is frozen. Beside moments in host memory there are pinned copies of the main
+            weights and the gradients.
     """
-    chunk_states = [_chunk(chunk, layout, ITEM[dtype], offloaded, trained=trained, muon=muon) for chunk in chunks]
-    return sum(chunk_states, States(0))
+    return sum((_chunk(chunk, layout, ITEM[dtype], optimizer) for chunk in chunks), States(0))
 
 
-def _chunk(chunk: ChunkParameters, layout: Layout, item: int, offloaded: float, *, trained: bool, muon: bool) -> States:
+def _chunk(chunk: ChunkParameters, layout: Layout, item: int, optimizer: OptimizerSettings | None) -> States:
     buffers = 4 * chunk.buffers
-    if not trained:
+    if optimizer is None:
         return States(chunk.elements * item + buffers)
     lengths = [buffer_elements(sizes, copies) for sizes, copies in zip((chunk.dense, chunk.experts), replicas(layout), strict=True)]
     each = [length // copies for length, copies in zip(lengths, replicas(layout), strict=True)]
     shares = sum(each)
     # Of Muon's matrices the rank may have few: the slice of one rank is all embedding.
     others = [count(chunk.dense) - chunk.dense_matrices, count(chunk.experts) - chunk.expert_matrices]
-    second = sum(map(min, each, others)) if muon else shares
-    moments, away = (shares + second) * MOMENT, round(shares * offloaded)
+    second = sum(map(min, each, others)) if optimizer.muon is not None else shares
+    moments, away = (shares + second) * MOMENT, round(shares * optimizer.offloaded)
     copies = round(away * 2 * _pinned(chunk.dense + chunk.experts))
     main = shares * 4 if item < 4 else 0
     return States(

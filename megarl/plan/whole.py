@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from megarl.cluster.process_kinds import assign_roles
-from megarl.config import DpoConfig, OptimizerSettings, RmConfig, RunSettings, SupervisedConfig, TrainConfig, model_of
+from megarl.config import DpoConfig, RmConfig, RunSettings, SupervisedConfig, TrainConfig, model_of
 from megarl.engines.engine import SCORED_TOKENS, as_rollout
 from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
@@ -186,20 +186,10 @@ def _groups(config: RunSettings, models: Models) -> list[GroupMemory]:
     assert isinstance(config, SupervisedConfig)
     check_layout(models["model"], config.layout, config.model.megatron)
     tokens = config.supervised.micro_batch_tokens
-    optimizer = config.optimizers["optimizer"]
-    roles = [
-        PlannedModel(
-            "model",
-            models["model"],
-            trained=True,
-            value=isinstance(config, RmConfig),
-            micro_batch_tokens=tokens,
-            offloaded=optimizer.offloaded,
-            muon=optimizer.muon is not None,
-        )
-    ]
+    value = isinstance(config, RmConfig)
+    roles = [PlannedModel("model", models["model"], config.optimizers["optimizer"], value=value, micro_batch_tokens=tokens)]
     if isinstance(config, DpoConfig) and config.algorithm.needs_reference:
-        roles.append(PlannedModel("reference", models["model"], trained=False, value=False, micro_batch_tokens=tokens))
+        roles.append(PlannedModel("reference", models["model"], None, value=False, micro_batch_tokens=tokens))
     work = Work(config.supervised.max_tokens, max(1, config.supervised.batch_size // config.layout.dp), 0)
     return [plan_group(roles, config.layout, config.model, work)]
 
@@ -211,19 +201,8 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         check_layout(model, layout, config.model.megatron)
         if name == "critic" and config.critic is not None:
             tokens = config.critic.micro_batch_tokens or tokens
-        trained = {"policy": "optimizer", "critic": "critic.optimizer"}.get(name)
-        optimizer = config.optimizers[trained] if trained else OptimizerSettings()
-        roles.append(
-            PlannedModel(
-                name,
-                model,
-                trained is not None,
-                value=name in ("critic", "reward"),
-                micro_batch_tokens=tokens,
-                offloaded=optimizer.offloaded,
-                muon=optimizer.muon is not None,
-            )
-        )
+        optimizer = config.optimizers.get({"policy": "optimizer", "critic": "critic.optimizer"}.get(name, ""))
+        roles.append(PlannedModel(name, model, optimizer, value=name in ("critic", "reward"), micro_batch_tokens=tokens))
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         micro_batches=ceil(micro_batches(config.train, config.rollout, layout) / MEAN_LENGTH),  # all responses of the greatest length

@@ -115,8 +115,7 @@ class Model:
             put_adapters(self._modules, self.description, lora, grid)
         self._trainable: Trainable | None = None
         if optimizer is not None:
-            muon = optimizer.muon
-            matrices = None if muon is None else matrices_of(self._modules, self.description, grid, muon)
+            matrices = matrices_of(self._modules, self.description, grid, optimizer.muon)
             self._trainable = make_trainable(self._modules, optimizer, updates, matrices)
         self.chunks = self._trainable.chunks if self._trainable is not None else self._modules
         self.routing = Routing(self.chunks, grid)

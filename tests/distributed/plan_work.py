@@ -43,6 +43,10 @@ class Case:
     def settings(self) -> ModelSettings:
         return ModelSettings(path=Path(self.family), dtype=self.dtype, recompute=self.recompute)
 
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        return OptimizerSettings(lr=1e-3, muon=MuonSettings() if self.muon else None)
+
 
 class Saved:
     """The storages that autograd keeps, each once and without those in `known`: how many bytes at a time, at most."""
@@ -86,9 +90,7 @@ def _measure(grid: Grid, model: ModelDescription, case: Case) -> dict[str, int]:
     chunks = build_chunks(transformer_config(model, case.settings, grid.layout, choose()), model, choose(), grad=True)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.data.normal_(std=0.02)
-    muon = MuonSettings() if case.muon else None
-    matrices = None if muon is None else matrices_of(chunks, model, grid, muon)
-    policy = make_trainable(chunks, OptimizerSettings(lr=1e-3, muon=muon), 10, matrices)
+    policy = make_trainable(chunks, case.optimizer, 10, matrices_of(chunks, model, grid, case.optimizer.muon))
     weights = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     known = {tensor.untyped_storage().data_ptr() for tensor in weights}
     predictor = PredictorPass(policy.chunks, grid, model.vocab, 0.1) if model.predicts else None

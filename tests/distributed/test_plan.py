@@ -122,7 +122,7 @@ def test_planned_bytes_are_those_of_real_ranks(pool: Pool, name: str, long: bool
     measured = pool.run(measure, layout, DESCRIPTIONS, cases)
     for index, case in enumerate(cases):
         model = replace(DESCRIPTIONS[case.family], mtp=case.mtp)
-        role = PlannedModel("policy", model, trained=True, value=False, micro_batch_tokens=LENGTH * SEQUENCES, muon=case.muon)
+        role = PlannedModel("policy", model, case.optimizer, value=False, micro_batch_tokens=LENGTH * SEQUENCES)
         planned = plan_group([role], layout, case.settings, Work(LENGTH, case.micro_batches, 0, gpu=False))
         held = [rank[index] for rank in measured]
         for rank, real in enumerate(held):

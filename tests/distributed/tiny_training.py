@@ -146,8 +146,7 @@ def build(grid: Grid, job: Job) -> Trainable:
         if job.lora.init is None:
             stir(chunks, grid)
     optimizer = OptimizerSettings.model_validate({"lr": 1e-3, **job.optimizer})
-    matrices = None if optimizer.muon is None else matrices_of(chunks, model, grid, optimizer.muon)
-    return make_trainable(chunks, optimizer, 10, matrices)
+    return make_trainable(chunks, optimizer, 10, matrices_of(chunks, model, grid, optimizer.muon))
 
 
 def stir(chunks: list[Any], grid: Grid) -> None:

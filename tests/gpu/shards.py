@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Layout, ModelSettings
+from megarl.config import Layout, ModelSettings, OptimizerSettings
 from megarl.models.description import ModelDescription
 from megarl.models.registry import completed
 from megarl.plan.facts import facts
@@ -58,7 +58,6 @@ def train(grid: Any, model: ModelDescription, settings: ModelSettings, tokens: i
     import torch
 
     from megarl.batch import Sample, pack
-    from megarl.config import OptimizerSettings
     from megarl.parallel import schedule
     from megarl.parallel.backend import choose
     from megarl.parallel.build import build_chunks, transformer_config
@@ -105,7 +104,7 @@ def check(there: Run, report: Report, *, small: bool = False) -> None:
         name = f"recompute {recompute}"
         with report.section(name):
             measured = there(train, model, settings, tokens)
-            role = PlannedModel("policy", model, trained=True, value=False, micro_batch_tokens=tokens)
+            role = PlannedModel("policy", model, OptimizerSettings(), value=False, micro_batch_tokens=tokens)
             [stage] = plan_group([role], Layout(), settings, Work(tokens, 1, 0, gpu=measured["gpu"], fused=measured["fused"])).stages
             parts = {part: size for part, size in stage.parts.items() if part != "context"}
             states, planned = sum(parts[part] for part in ("weights", "gradients", "optimizer")), sum(parts.values())

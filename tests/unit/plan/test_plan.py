@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megarl.checks.memory import check_fits, warnings
 from megarl.cli import main
-from megarl.config import ConfigError, Layout, ModelSettings, SftConfig, TrainConfig, load
+from megarl.config import ConfigError, Layout, ModelSettings, MuonSettings, OptimizerSettings, SftConfig, TrainConfig, load
 from megarl.models.description import ModelDescription
 from megarl.models.hf import stack_of
 from megarl.plan.activations import MicroBatchShape, layer_bytes
@@ -36,6 +36,7 @@ from tests.published_models import MODELS, QWEN3_VL_30B_A3B, config_of, descript
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSPO = EXAMPLES / "qwen3_30b_a3b" / "gspo.yaml"
+ADAM = OptimizerSettings()
 # Example -> its model, and the GPUs that there are, where these are fewer than ranks and engines apart ask for.
 PLANNED: dict[str, tuple[str, int | None]] = {
     "qwen3_30b_a3b/gspo.yaml": ("Qwen3-30B-A3B", None),
@@ -82,11 +83,15 @@ def test_a_rank_on_a_gpu_peaks_where_an_h200_did(layers: int, whole: bool, fused
     """Layers of Qwen3-30B-A3B, 16,384 tokens, on 2026-11-26; CUDA's libraries had 0.3 GB of their own."""
     config = config_of(MODELS["Qwen3-30B-A3B"]) | {"num_hidden_layers": layers}
     config |= {} if whole else {"num_experts": 16, "vocab_size": 75_968}
-    role = PlannedModel("policy", ModelDescription.of(config), trained=True, value=False, micro_batch_tokens=16_384)
+    role = PlannedModel("policy", ModelDescription.of(config), ADAM, value=False, micro_batch_tokens=16_384)
     settings = ModelSettings(path=Path("model"), dtype="bfloat16", recompute=recompute)  # type: ignore[arg-type]
     [stage] = plan_group([role], Layout(), settings, Work(16_384, 1, 0, fused=fused)).stages
     peak = stage.total - stage.parts["context"]
     assert peak <= measured and peak == pytest.approx(measured, rel=0.02)
+
+
+def offloaded(share: float) -> OptimizerSettings:
+    return OptimizerSettings(megatron={"optimizer_cpu_offload": True, "optimizer_offload_fraction": share})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,7 +113,7 @@ def test_ranks_of_a_large_layout_hold_the_model_once_for_each_replica(name: str)
         copies = replicas(layout)
         expected = (2 + 4) * (dense + inside) + 12 * (dense / copies[0] + inside / copies[1])
         expected += 2 * sum(chunk.frozen for chunk in stage)
-        held, half = states(stage, layout, "bfloat16", trained=True), states(stage, layout, "bfloat16", 0.5, trained=True)
+        held, half = (states(stage, layout, "bfloat16", optimizer) for optimizer in (ADAM, offloaded(0.5)))
         assert held.total == pytest.approx(expected, rel=1e-4) and held.host == 0
         assert held.optimizer - half.optimizer == pytest.approx(held.optimizer / 3, rel=1e-4), "half of the two moments of three float32"
         moments = held.optimizer / 3
@@ -127,7 +132,7 @@ def test_an_indexer_costs_weights_masks_and_time_and_no_optimizer(name: str) -> 
     own = n["index_n_heads"] * n["index_head_dim"]
     assert flops[0] - flops[1] == n["num_hidden_layers"] * 8192 * (heads + 2 * FLOAT32 * own)
     [[chunk]] = shards(description_of(MODELS[name]), "lm", Layout(), {})
-    whole, other = (states([one], Layout(), "bfloat16", trained=True) for one in (chunk, replace(chunk, frozen=0)))
+    whole, other = (states([one], Layout(), "bfloat16", ADAM) for one in (chunk, replace(chunk, frozen=0)))
     assert (whole.weights - other.weights, whole.gradients, whole.optimizer) == (2 * chunk.frozen, other.gradients, other.optimizer)
     assert chunk.frozen == sum(prod(shape) for key, shape in description_of(MODELS[name]).expected().items() if ".indexer." in key)
 
@@ -135,7 +140,8 @@ def test_an_indexer_costs_weights_masks_and_time_and_no_optimizer(name: str) -> 
 def test_muon_keeps_one_moment_of_matrices() -> None:
     """Of a rank whose slice is all embedding there are two of everything."""
     chunk = ChunkParameters(dense=((1 << 20, 3), (1 << 10, 2)), experts=((1 << 21, 8),), dense_matrices=2 << 20, expert_matrices=8 << 21)
-    one, two = (states([chunk], Layout(ranks=ranks), "bfloat16", trained=True, muon=True) for ranks in (1, 4))
+    muon = OptimizerSettings(muon=MuonSettings())
+    one, two = (states([chunk], Layout(ranks=ranks), "bfloat16", muon) for ranks in (1, 4))
     elements, others = (3 << 20) + (2 << 10) + (8 << 21), (1 << 20) + (2 << 10)
     assert one.optimizer == 8 * elements + 4 * others
     assert two.optimizer == 8 * elements // 4 + 4 * ((3 << 20) + (2 << 10)) // 4, "the slice of dense parameters, and no expert's"
@@ -148,7 +154,7 @@ def test_muon_keeps_one_moment_of_matrices() -> None:
 
 def test_pinned_copies_of_an_offloaded_optimizer_take_powers_of_two() -> None:
     chunk = ChunkParameters(dense=((1 << 20, 2),), experts=((3 << 20, 4),))  # 4 and 12 MiB in float32, for which torch takes 4 and 16
-    host = states([chunk], Layout(), "bfloat16", 1.0, trained=True).host
+    host = states([chunk], Layout(), "bfloat16", offloaded(1.0)).host
     assert host == 14 * (8 << 20) + 2 * (2 * (4 << 20) + 4 * (16 << 20)), "moments, and copies of main weights and gradients"
 
 
