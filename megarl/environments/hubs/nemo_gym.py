@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+CLOSED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 MAX_BYTES = 1 << 20
 PARAMS = "responses_create_params"
 
@@ -52,7 +52,7 @@ class NemoGym:
             answer = self._post("step", self._answered())
             over = bool(answer["terminated"] or answer["truncated"])
             return answer.get("observation"), float(answer["reward"]), over
-        calls = CALL.findall(text) if finished else []
+        calls = CLOSED_CALL.findall(text) if finished else []
         if not calls:
             self._output.append(self._said(text))
             return None, float(self._post("verify", self._answered())["reward"]), True
