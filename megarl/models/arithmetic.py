@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megarl.models.decoder_blocks import FULL, SLIDING
+from megarl.models.decoder import FULL, SLIDING
 from megarl.models.description import ModelDescription
 
 # Keys that families read and that are sizes of tensors, do not change what a token's logits are, or have another form in `arithmetic`.

@@ -1,4 +1,4 @@
-"""The types of the values in config.json and generation_config.json. Which keys a family requires is defined in the family's file."""
+"""The values in config.json and generation_config.json, and their types. Which keys a family requires is defined in the family's file."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ ConfigJson = Mapping[str, Any]  # a model's config.json, with transformers' defa
 TokenIds = Annotated[
     list[NonNegativeInt], BeforeValidator(lambda given: given if isinstance(given, list) else [] if given is None else [given])
 ]
+MAX = (1 << 31) - 1  # of any number: Megatron and CUDA count with 32 bits
 Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -78,3 +79,14 @@ def check_kinds(config: dict[str, Any], name: str) -> None:
         first = fault["loc"][0]
         key = ".".join(map(str, fault["loc"])) if isinstance(config[str(first)], dict | list) else first
         raise ConfigError(f"model.path: {name}'s {key}={fault['input']!r:.200}: {fault['msg']}") from None
+
+
+def number(config: ConfigJson, key: str) -> int:
+    """Return a positive integer from config.json. Raise ConfigError if it is missing, not a positive integer or too large."""
+    if key not in config:
+        raise ConfigError(f"model.path: config.json lacks {key}")
+    if type(config[key]) is not int or config[key] < 1:
+        raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is not a positive integer")
+    if config[key] > MAX:
+        raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is more than {MAX}")
+    return config[key]

@@ -4,14 +4,14 @@ among all (greedy). V2-Lite has no latent of queries.
 
 The chosen experts' probabilities are multiplied by routed_scaling_factor as they are. Refused: norm_topk_prob=true, which the published
 code takes for a sum of 1 without the factor, vLLM for one with it, and transformers not at all; and what every family refuses
-(`decoder_blocks.refuse`).
+(`decoder.refuse`).
 """
 
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder, mla
 from megarl.models import decoder_blocks as blocks
-from megarl.models import mla
 from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
@@ -61,7 +61,7 @@ def sizes(config: ConfigJson) -> Sizes:
     if config["topk_method"] not in METHODS:
         raise ConfigError(f"model.path: config.json's topk_method={config['topk_method']!r} is none of {', '.join(METHODS)}")
     expected = {"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False}
-    return mla.sizes(NAME, config, blocks.shared_sizes(config), **expected)
+    return mla.sizes(NAME, config, decoder.shared_sizes(config), **expected)
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -74,8 +74,8 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     n = sizes(config)
     return {
         **mla.fields(NAME, config, n, rope(config)),
-        **blocks.softmax_fields(config, n, normalized=False),
-        **blocks.shared_fields(config, n, grouped=config["topk_method"] != "greedy"),
+        **decoder.softmax_fields(config, n, normalized=False),
+        **decoder.shared_fields(config, n, grouped=config["topk_method"] != "greedy"),
     }
 
 

@@ -3,13 +3,13 @@
 which a sigmoid router chooses by score plus bias, within groups.
 
 Kimi-K2 has one group and another model_type, Moonlight plain RoPE and no latent of queries. Refused: what every family refuses
-(`decoder_blocks.refuse`).
+(`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder, mla
 from megarl.models import decoder_blocks as blocks
-from megarl.models import mla
 from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
@@ -56,7 +56,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' DeepseekV3Config
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
-    return mla.sizes(NAME, config, blocks.shared_sizes(config), scoring_func="sigmoid", topk_method="noaux_tc")
+    return mla.sizes(NAME, config, decoder.shared_sizes(config), scoring_func="sigmoid", topk_method="noaux_tc")
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -67,7 +67,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's MLATransformerConfig."""
     n = sizes(config)
-    return {**mla.fields(NAME, config, n, rope(config)), **blocks.sigmoid_fields(NAME, config, n)}
+    return {**mla.fields(NAME, config, n, rope(config)), **decoder.sigmoid_fields(NAME, config, n)}
 
 
 FAMILY = Family(
@@ -84,7 +84,7 @@ FAMILY = Family(
     optional=blocks.unused,
     predictors=blocks.predictors,
     predictor=blocks.predictor,
-    spellings=blocks.SIGMOID_SPELLINGS,
+    spellings=decoder.SIGMOID_SPELLINGS,
     names=("kimi_k2",),
     layer_spec=mla.layer_spec,
 )

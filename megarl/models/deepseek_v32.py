@@ -1,13 +1,13 @@
 """DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556): DeepSeek-V3 with sparse attention, whose indexer is frozen: it gets no gradient.
 
 Its multi-token prediction (one further layer) is not trained here. transformers has no class for its classifiers, so only megarl can load a
-saved critic or reward model. Refused: what every family refuses (`decoder_blocks.refuse`).
+saved critic or reward model. Refused: what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder, deepseek_v3, indexer, mla
 from megarl.models import decoder_blocks as blocks
-from megarl.models import deepseek_v3, indexer, mla
 from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
@@ -39,7 +39,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's MLATransformerConfig."""
     n = sizes(config)
-    return {**mla.fields(NAME, config, n, rope(config)), **blocks.sigmoid_fields(NAME, config, n), **indexer.fields(n)}
+    return {**mla.fields(NAME, config, n, rope(config)), **decoder.sigmoid_fields(NAME, config, n), **indexer.fields(n)}
 
 
 FAMILY = Family(
@@ -54,6 +54,6 @@ FAMILY = Family(
     defaults=DEFAULTS,
     optional=blocks.unused,
     predictors=blocks.predictors,
-    spellings={**blocks.SIGMOID_SPELLINGS, "num_experts": "n_routed_experts"},
+    spellings={**decoder.SIGMOID_SPELLINGS, "num_experts": "n_routed_experts"},
     layer_spec=mla.layer_spec,
 )

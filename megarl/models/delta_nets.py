@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import check_one_predictor, number
+from megarl.models.config_json import ConfigJson, number
+from megarl.models.decoder import check_one_predictor
 from megarl.models.family import PredictorNames
 from megarl.models.sizes import MAMBA, Sizes
 from megarl.models.weight_map import BLOCK, LAYER, WeightMapping

@@ -2,14 +2,15 @@
 neighbouring values, and beside shared experts, where there are any, a mixture of experts, chosen by softmax plus a bias and weighted by the
 softmax over the chosen ones. The first layers are dense.
 
-Refused: other dense layers, biases, and what every family refuses (`decoder_blocks.refuse`).
+Refused: other dense layers, biases, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -47,8 +48,8 @@ _INDICES = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
-    blocks.refuse(NAME, config, use_bias=False, moe_norm_min=1e-12, sliding_window=None)
-    layers, inner = blocks.number(config, "num_hidden_layers"), blocks.number(config, "moe_intermediate_size")
+    decoder.refuse(NAME, config, use_bias=False, moe_norm_min=1e-12, sliding_window=None)
+    layers, inner = number(config, "num_hidden_layers"), number(config, "moe_intermediate_size")
     for key in _INDICES:
         if type(config[key]) is not int:
             raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200} is not an integer")
@@ -59,11 +60,11 @@ def sizes(config: ConfigJson) -> Sizes:
             f"model.path: config.json's moe_layer_start_index={start}, moe_layer_end_index={end} and moe_layer_interval={interval} for "
             f"{layers} layers, with moe_num_shared_experts={shared}: for {NAME} all layers from the first with experts on must have them"
         )
-    return blocks.decoder_sizes(
+    return decoder.sizes(
         config,
-        ffn=blocks.number(config, "intermediate_size") if routed.start else None,
+        ffn=number(config, "intermediate_size") if routed.start else None,
         dense=routed.start,
-        experts=blocks.number(config, "moe_num_experts"),
+        experts=number(config, "moe_num_experts"),
         expert_ffn=inner,
         shared_ffn=shared * inner,
     )
@@ -93,8 +94,8 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(config)
     return {
-        **blocks.decoder_fields(config, n, rope(config)),
-        **blocks.softmax_fields({**config, "num_experts_per_tok": config["moe_k"]}, n, normalized=True),
+        **decoder.fields(config, n, rope(config)),
+        **decoder.softmax_fields({**config, "num_experts_per_tok": config["moe_k"]}, n, normalized=True),
         "moe_router_enable_expert_bias": True,
         "moe_layer_freq": [0] * n.dense + [1] * (n.layers - n.dense) if n.dense else 1,
         "moe_shared_expert_intermediate_size": n.shared_ffn or None,

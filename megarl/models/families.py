@@ -10,8 +10,7 @@ from megarl.config import ConfigError, Layout, Mtp
 from megarl.errors import Absent
 from megarl.host.unchecked import where_present
 from megarl.models import hf as directory
-from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import number
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.description import ModelDescription
 from megarl.models.family import HeadKind
 from megarl.models.quantized import FLOAT8, QUANTIZATION, quantization

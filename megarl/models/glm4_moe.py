@@ -2,12 +2,13 @@
 and router.
 
 transformers has no class for its classifiers, so only megarl can load a saved critic or reward model. Refused: YaRN, whose scale would also
-affect the part of the head that is not rotated, and what every family refuses (`decoder_blocks.refuse`).
+affect the part of the head that is not rotated, and what every family refuses (`decoder.refuse`).
 """
 
 from functools import partial
 from typing import Any
 
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family, scalar_head
@@ -50,8 +51,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
-    blocks.refuse(NAME, config)
-    return blocks.decoder_sizes(config, **blocks.shared_sizes(config))
+    decoder.refuse(NAME, config)
+    return decoder.sizes(config, **decoder.shared_sizes(config))
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -68,7 +69,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(config)
-    return {**blocks.decoder_fields(config, n, turned(config), **_attention(config)), **blocks.sigmoid_fields(NAME, config, n)}
+    return {**decoder.fields(config, n, turned(config), **_attention(config)), **decoder.sigmoid_fields(NAME, config, n)}
 
 
 def _attention(config: ConfigJson) -> dict[str, Any]:
@@ -92,5 +93,5 @@ FAMILY = Family(
     optional=blocks.unused,
     predictors=blocks.predictors,
     predictor=blocks.predictor,
-    spellings=blocks.SIGMOID_SPELLINGS,
+    spellings=decoder.SIGMOID_SPELLINGS,
 )

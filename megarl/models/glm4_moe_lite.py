@@ -1,13 +1,13 @@
 """GLM-4.7-Flash (glm4_moe_lite, https://huggingface.co/zai-org/GLM-4.7-Flash): DeepSeek-V3's attention, experts and router in another size.
 
 Its multi-token prediction (one further layer) is not trained here. transformers has no class for its classifiers, so only megarl can load a
-saved critic or reward model. Refused: what every family refuses (`decoder_blocks.refuse`).
+saved critic or reward model. Refused: what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder, mla
 from megarl.models import decoder_blocks as blocks
-from megarl.models import mla
 from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
@@ -52,8 +52,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeLiteConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
-    n = mla.sizes(NAME, config, blocks.shared_sizes(config), scoring_func="sigmoid", topk_method="noaux_tc")
-    blocks.check_mlp_layer_types(config, n, 1)
+    n = mla.sizes(NAME, config, decoder.shared_sizes(config), scoring_func="sigmoid", topk_method="noaux_tc")
+    decoder.check_mlp_layer_types(config, n, 1)
     return n
 
 
@@ -65,7 +65,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's MLATransformerConfig."""
     n = sizes(config)
-    return {**mla.fields(NAME, config, n, rope(config)), **blocks.sigmoid_fields(NAME, config, n)}
+    return {**mla.fields(NAME, config, n, rope(config)), **decoder.sigmoid_fields(NAME, config, n)}
 
 
 FAMILY = Family(

@@ -6,9 +6,9 @@ Refused: layers that share the keys which another layer has chosen (GLM-5.2), an
 
 from typing import Any
 
+from megarl.models import decoder, deepseek_v32, indexer, mla
 from megarl.models import decoder_blocks as blocks
-from megarl.models import deepseek_v32, indexer, mla
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' GlmMoeDsaConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map and Megatron's MLA do not support."""
-    whole = {"index_topk_freq": 1, "index_topk_pattern": None, "indexer_types": ["full"] * blocks.number(config, "num_hidden_layers")}
+    whole = {"index_topk_freq": 1, "index_topk_pattern": None, "indexer_types": ["full"] * number(config, "num_hidden_layers")}
     return indexer.sizes(NAME, config, interleaved=True, **whole)
 
 
@@ -50,7 +50,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's MLATransformerConfig."""
     n = sizes(config)
-    return {**mla.fields(NAME, config, n, rope(config)), **blocks.sigmoid_fields(NAME, config, n), **indexer.fields(n)}
+    return {**mla.fields(NAME, config, n, rope(config)), **decoder.sigmoid_fields(NAME, config, n), **indexer.fields(n)}
 
 
 FAMILY = Family(
@@ -65,6 +65,6 @@ FAMILY = Family(
     defaults=DEFAULTS,
     optional=blocks.unused,
     predictors=blocks.predictors,
-    spellings={**blocks.SIGMOID_SPELLINGS, "num_experts": "n_routed_experts"},
+    spellings={**decoder.SIGMOID_SPELLINGS, "num_experts": "n_routed_experts"},
     layer_spec=mla.layer_spec,
 )

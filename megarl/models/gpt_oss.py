@@ -8,14 +8,15 @@ everywhere but in the norms, and a mixture of experts in every layer, whose gate
 The router's softmax is over the chosen experts. Published weights are MXFP4, and are read as bfloat16 (`quantized.from_mxfp4`).
 
 Refused: other slopes of the sigmoid than 1.702 (Megatron's quick_gelu), attention without biases, and what every family refuses
-(`decoder_blocks.refuse`).
+(`decoder.refuse`).
 """
 
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import Rope
 from megarl.models.rope import rope as described_rope
@@ -60,9 +61,9 @@ ROPE: dict[str, Any] = {
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map and Megatron do not support."""
-    blocks.refuse(NAME, config, windows=True, attention_bias=True, swiglu_alpha=1.702)
-    experts, inner = blocks.number(config, "num_local_experts"), blocks.number(config, "intermediate_size")
-    return blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
+    decoder.refuse(NAME, config, windows=True, attention_bias=True, swiglu_alpha=1.702)
+    experts, inner = number(config, "num_local_experts"), number(config, "intermediate_size")
+    return decoder.sizes(config, experts=experts, expert_ffn=inner)
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -96,11 +97,11 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     n, limit = sizes(config), config["swiglu_limit"]
     if not isinstance(limit, int | float) or isinstance(limit, bool) or limit <= 0:
         raise ConfigError(f"model.path: config.json's swiglu_limit={limit!r:.200} is not a positive number")
-    every_other = [blocks.FULL if layer % 2 else blocks.SLIDING for layer in range(n.layers)]
+    every_other = [decoder.FULL if layer % 2 else decoder.SLIDING for layer in range(n.layers)]
     return {
-        **blocks.decoder_fields(config, n, rope(config), bias=True),
-        **blocks.softmax_fields(config, n, normalized=True),
-        **blocks.window_fields(config, blocks.layer_types(config, every_other)),
+        **decoder.fields(config, n, rope(config), bias=True),
+        **decoder.softmax_fields(config, n, normalized=True),
+        **decoder.window_fields(config, decoder.layer_types(config, every_other)),
         "add_bias_linear": True,
         "bias_dropout_fusion": False,  # moe/experts.py:205
         "softmax_type": "learnable",

@@ -2,13 +2,14 @@
 attention scores and logits.
 
 transformers has no class for its classifiers, so only megarl can load a saved critic or reward model. Refused: biases of attention or
-MLP, sliding windows, sinks and a RoPE for each layer (Granite-SWA's), and what every family refuses (`decoder_blocks.refuse`).
+MLP, sliding windows, sinks and a RoPE for each layer (Granite-SWA's), and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.granitemoe import FACTORS, UNIFORM, multipliers, softmax_scale
 from megarl.models.rope import rope
@@ -36,8 +37,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' GraniteConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, layers that differ."""
-    blocks.refuse("Granite", config, **UNIFORM, attention_bias=False, mlp_bias=False)
-    return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
+    decoder.refuse("Granite", config, **UNIFORM, attention_bias=False, mlp_bias=False)
+    return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -51,7 +52,7 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig. Raise ConfigError for a factor that is not positive."""
     turned = rope(config)
     multipliers(config)
-    return {**blocks.decoder_fields(config, sizes(config), turned), "softmax_scale": softmax_scale(config, turned)}
+    return {**decoder.fields(config, sizes(config), turned), "softmax_scale": softmax_scale(config, turned)}
 
 
 FAMILY = Family(

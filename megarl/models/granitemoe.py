@@ -8,14 +8,15 @@ the residual stream, and the logits:
 
 A layer's experts are stored as two tensors, `input_linear` (gate and up) and `output_linear`. transformers has no class for its
 classifiers, so only megarl can load a saved critic or reward model. Refused: biases, and what every family refuses
-(`decoder_blocks.refuse`).
+(`decoder.refuse`).
 """
 
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, Multipliers, scalar_head
 from megarl.models.rope import Rope, rope
 from megarl.models.sizes import Sizes
@@ -49,10 +50,10 @@ DEFAULTS: dict[str, Any] = {  # of transformers' GraniteMoeConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
-    blocks.refuse(NAME, config, **UNIFORM, attention_bias=False)
-    experts, inner = blocks.number(config, "num_local_experts"), blocks.number(config, "intermediate_size")
-    n = blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
-    blocks.check_head_dim(n)  # vLLM derives it
+    decoder.refuse(NAME, config, **UNIFORM, attention_bias=False)
+    experts, inner = number(config, "num_local_experts"), number(config, "intermediate_size")
+    n = decoder.sizes(config, experts=experts, expert_ffn=inner)
+    decoder.check_head_dim(n)  # vLLM derives it
     return n
 
 
@@ -84,8 +85,8 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     n, turned = sizes(config), rope(config)
     multipliers(config)
     return {
-        **blocks.decoder_fields(config, n, turned),
-        **blocks.softmax_fields(config, n, normalized=True),
+        **decoder.fields(config, n, turned),
+        **decoder.softmax_fields(config, n, normalized=True),
         "softmax_scale": softmax_scale(config, turned),
     }
 

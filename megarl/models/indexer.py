@@ -9,8 +9,8 @@ from typing import Any
 
 from megarl.config import ConfigError
 from megarl.lazy_torch import Tensor, torch
-from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import check_mlp_layer_types, number, shared_sizes
+from megarl.models.config_json import ConfigJson, number
+from megarl.models.decoder import check_mlp_layer_types, shared_sizes
 from megarl.models.mla import sizes as mla_sizes
 from megarl.models.sizes import Indexer, Sizes
 from megarl.models.weight_map import BLOCK, INDEXER, LAYER, WeightMapping

@@ -1,13 +1,14 @@
 """Llama 2 and 3 (https://arxiv.org/abs/2407.21783): grouped-query attention and a gated MLP; since 3.1, RoPE with frequencies scaled by
 wavelength; the 3.2 models tie the embeddings.
 
-Refused: biases of attention or MLP, and what every family refuses (`decoder_blocks.refuse`).
+Refused: biases of attention or MLP, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -34,8 +35,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, other activations."""
-    blocks.refuse("Llama", config, attention_bias=False, mlp_bias=False)
-    return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
+    decoder.refuse("Llama", config, attention_bias=False, mlp_bias=False)
+    return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -47,7 +48,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    return blocks.decoder_fields(config, sizes(config), rope(config))
+    return decoder.fields(config, sizes(config), rope(config))
 
 
 FAMILY = Family(

@@ -4,14 +4,15 @@ plus bias.
 
 Its multi-token prediction (three further layers) is not trained here. transformers has no class for its classifiers, so only megarl can
 load a saved critic or reward model. Refused: linear attention (attn_type_list), shared experts, routers without a bias, norms of single
-heads, YaRN, and what every family refuses (`decoder_blocks.refuse`).
+heads, YaRN, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import Rope, rope
 from megarl.models.sizes import Sizes
@@ -49,7 +50,7 @@ def turned(config: ConfigJson) -> Rope:
 
     Raises ConfigError if config.json also gives it in another way, and differently.
     """
-    width, head = config["rotary_dim"], blocks.number(config, "head_dim")
+    width, head = config["rotary_dim"], number(config, "head_dim")
     given = config if width is None else {"partial_rotary_factor": width / head, **config}
     rotation = rope(given, partial=True)
     if width is not None and int(head * rotation.fraction) != width:
@@ -62,7 +63,7 @@ def turned(config: ConfigJson) -> Rope:
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
     attention: dict[str, Any] = {
-        "attn_type_list": [1] * blocks.number(config, "num_hidden_layers"),
+        "attn_type_list": [1] * number(config, "num_hidden_layers"),
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",
     }
@@ -72,9 +73,9 @@ def sizes(config: ConfigJson) -> Sizes:
         "router_jitter_noise": 0.0,
         "shared_intermediate_size": 0,
     }
-    blocks.refuse(NAME, config, attention_bias=False, sliding_window=None, **attention, **router)
-    experts, inner = blocks.number(config, "num_local_experts"), blocks.number(config, "intermediate_size")
-    return blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
+    decoder.refuse(NAME, config, attention_bias=False, sliding_window=None, **attention, **router)
+    experts, inner = number(config, "num_local_experts"), number(config, "intermediate_size")
+    return decoder.sizes(config, experts=experts, expert_ffn=inner)
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -92,7 +93,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(config)
-    return {**blocks.decoder_fields(config, n, turned(config), norm=True), **blocks.plain_sigmoid_fields(NAME, config, n)}
+    return {**decoder.fields(config, n, turned(config), norm=True), **decoder.plain_sigmoid_fields(NAME, config, n)}
 
 
 FAMILY = Family(
@@ -108,5 +109,5 @@ FAMILY = Family(
     optional=blocks.unused,
     predictors=blocks.predictors,
     spellings={"num_experts": "num_local_experts", "num_mtp_modules": "num_nextn_predict_layers"},
-    layer_spec=blocks.norm_over_all_heads,
+    layer_spec=decoder.norm_over_all_heads,
 )

@@ -1,12 +1,13 @@
 """Mistral (https://arxiv.org/abs/2310.06825): grouped-query attention, whose heads need not divide the hidden size, and a gated MLP.
 
-In 7B v0.1 all layers have a sliding window. Refused: what every family refuses (`decoder_blocks.refuse`).
+In 7B v0.1 all layers have a sliding window. Refused: what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -32,8 +33,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' MistralConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support, such as other activations."""
-    blocks.refuse("Mistral", config, windows=True)
-    return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
+    decoder.refuse("Mistral", config, windows=True)
+    return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -45,8 +46,8 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    windows = blocks.window_fields(config, blocks.uniform_layer_types(config))
-    return {**blocks.decoder_fields(config, sizes(config), rope(config)), **windows}
+    windows = decoder.window_fields(config, decoder.uniform_layer_types(config))
+    return {**decoder.fields(config, sizes(config), rope(config)), **windows}
 
 
 FAMILY = Family(

@@ -1,13 +1,14 @@
 """Mixtral (https://arxiv.org/abs/2401.04088): grouped-query attention, and in every layer a mixture of gated experts whose router scales
 the probabilities of the chosen experts to a sum of 1.
 
-Refused: sliding windows, and what every family refuses (`decoder_blocks.refuse`).
+Refused: sliding windows, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -36,9 +37,9 @@ DEFAULTS: dict[str, Any] = {  # of transformers' MixtralConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: sliding windows, other activations."""
-    blocks.refuse("Mixtral", config, sliding_window=None, router_jitter_noise=0.0)
-    experts, inner = blocks.number(config, "num_local_experts"), blocks.number(config, "intermediate_size")
-    return blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
+    decoder.refuse("Mixtral", config, sliding_window=None, router_jitter_noise=0.0)
+    experts, inner = number(config, "num_local_experts"), number(config, "intermediate_size")
+    return decoder.sizes(config, experts=experts, expert_ffn=inner)
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -55,7 +56,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(config)
-    return {**blocks.decoder_fields(config, n, rope(config)), **blocks.softmax_fields(config, n, normalized=True)}
+    return {**decoder.fields(config, n, rope(config)), **decoder.softmax_fields(config, n, normalized=True)}
 
 
 FAMILY = Family(

@@ -5,9 +5,9 @@ queries from another or directly. What its families share: sizes, weight map and
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import number
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.rope import Rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
@@ -26,7 +26,7 @@ def sizes(family: str, config: ConfigJson, mlp: dict[str, int | None], **expecte
         mlp: the sizes of its MLPs and experts.
         **expected: the only supported value of further keys.
     """
-    blocks.refuse(family, config, attention_bias=False, rope_interleave=True, moe_layer_freq=1, **expected)
+    decoder.refuse(family, config, attention_bias=False, rope_interleave=True, moe_layer_freq=1, **expected)
     heads, groups, rotary = number(config, "num_attention_heads"), config["num_key_value_heads"], number(config, "qk_rope_head_dim")
     if groups not in (None, heads):
         raise ConfigError(f"model.path: config.json's num_key_value_heads={groups!r} is not num_attention_heads={heads}")
@@ -89,7 +89,7 @@ def fields(family: str, config: ConfigJson, n: Sizes, rope: Rope) -> dict[str, A
         rope: its rotary embedding.
     """
     return {
-        **blocks.decoder_fields(config, n, Rope("default", rope.theta, 1.0, {}), norm=True),
+        **decoder.fields(config, n, Rope("default", rope.theta, 1.0, {}), norm=True),
         "multi_latent_attention": True,
         "q_lora_rank": config["q_lora_rank"],
         "kv_lora_rank": number(config, "kv_lora_rank"),

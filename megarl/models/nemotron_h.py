@@ -5,15 +5,15 @@ DeepSeek-V3's.
 Time steps have no bounds, as in the Megatron that trained these models and in vLLM; transformers' class raises them to time_step_min,
 whatever time_step_limit says, where it computes whole prompts. Multi-token prediction is not trained here. Refused: experts in a latent
 space (moe_latent_size: Nemotron-3 Super and Ultra), more than one shared expert, biases but the convolution's, a convolution over more or
-fewer than 4 tokens, time_step_limit, and what every family refuses (`decoder_blocks.refuse`).
+fewer than 4 tokens, time_step_limit, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import number
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import Rope
 from megarl.models.sizes import ATTENTION, MAMBA, MIXTURE, MLP, Sizes
@@ -115,7 +115,7 @@ def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
     limit = config["time_step_limit"]
     given = {**config, "layer_types": None, "time_step_limit": None if limit in UNLIMITED else limit}
-    blocks.refuse(NAME, given, **SUPPORTED)
+    decoder.refuse(NAME, given, **SUPPORTED)
     pattern, groups, heads = kinds(config), number(config, "n_groups"), number(config, "mamba_num_heads")
     if heads % groups:
         raise ConfigError(f"model.path: config.json's n_groups={groups} does not divide mamba_num_heads={heads}")
@@ -124,7 +124,7 @@ def sizes(config: ConfigJson) -> Sizes:
         "expert_ffn": number(config, "moe_intermediate_size"),
         "shared_ffn": number(config, "moe_shared_expert_intermediate_size"),
     }
-    return blocks.decoder_sizes(
+    return decoder.sizes(
         {**config, "num_hidden_layers": len(pattern)},
         ffn=number(config, "intermediate_size") if MLP in pattern else None,
         linear_heads=groups if MAMBA in pattern else 0,
@@ -200,8 +200,8 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(config)
     return {
-        **blocks.decoder_fields({**config, "rms_norm_eps": config["layer_norm_epsilon"]}, n, rope(config)),
-        **(blocks.sigmoid_fields(NAME, config, n) if n.experts else {}),
+        **decoder.fields({**config, "rms_norm_eps": config["layer_norm_epsilon"]}, n, rope(config)),
+        **(decoder.sigmoid_fields(NAME, config, n) if n.experts else {}),
         "moe_layer_freq": [int(kind == MIXTURE) for kind in n.blocks],
         "no_rope_freq": [1] * n.layers,
         "gated_linear_unit": False,

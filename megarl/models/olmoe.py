@@ -2,13 +2,14 @@
 mixture of gated experts, weighted by their probabilities as they are.
 
 transformers has no class for its classifiers, so only megarl can load a saved critic or reward model. Refused: clipped queries, keys and
-values, biases, and what every family refuses (`decoder_blocks.refuse`).
+values, biases, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -41,10 +42,10 @@ DEFAULTS: dict[str, Any] = {  # of transformers' OlmoeConfig
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
     # vLLM 0.30.0 has these two values in its code (models/olmoe.py:94, :164), whatever config.json says.
-    blocks.refuse(NAME, config, attention_bias=False, clip_qkv=None, rms_norm_eps=1e-5, norm_topk_prob=False)
-    experts, inner = blocks.number(config, "num_experts"), blocks.number(config, "intermediate_size")
-    n = blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
-    blocks.check_head_dim(n)  # transformers' norms have the hidden size
+    decoder.refuse(NAME, config, attention_bias=False, clip_qkv=None, rms_norm_eps=1e-5, norm_topk_prob=False)
+    experts, inner = number(config, "num_experts"), number(config, "intermediate_size")
+    n = decoder.sizes(config, experts=experts, expert_ffn=inner)
+    decoder.check_head_dim(n)  # transformers' norms have the hidden size
     return n
 
 
@@ -57,7 +58,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(config)
-    return {**blocks.decoder_fields(config, n, rope(config), norm=True), **blocks.softmax_fields(config, n, normalized=False)}
+    return {**decoder.fields(config, n, rope(config), norm=True), **decoder.softmax_fields(config, n, normalized=False)}
 
 
 FAMILY = Family(
@@ -72,5 +73,5 @@ FAMILY = Family(
     defaults=DEFAULTS,
     optional=blocks.unused,
     spellings={"num_local_experts": "num_experts"},
-    layer_spec=blocks.norm_over_all_heads,
+    layer_spec=decoder.norm_over_all_heads,
 )

@@ -2,14 +2,15 @@
 value in one tensor, and gate and up projection in another.
 
 In Phi-3-mini-4k all layers have a sliding window. Refused: every scaled RoPE (longrope: Phi-4-mini and the 128k models; transformers treats
-"yarn" as longrope), biases, and what every family refuses (`decoder_blocks.refuse`).
+"yarn" as longrope), biases, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import Rope, rope
 from megarl.models.sizes import Sizes
@@ -40,8 +41,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Phi3Config
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, other activations."""
-    blocks.refuse(NAME, config, windows=True, attention_bias=False, mlp_bias=False, resid_pdrop=0.0, embd_pdrop=0.0)
-    return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
+    decoder.refuse(NAME, config, windows=True, attention_bias=False, mlp_bias=False, resid_pdrop=0.0, embd_pdrop=0.0)
+    return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -66,8 +67,8 @@ def plain_rope(config: ConfigJson) -> Rope:
 
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    windows = blocks.window_fields(config, blocks.uniform_layer_types(config))
-    return {**blocks.decoder_fields(config, sizes(config), plain_rope(config)), **windows}
+    windows = decoder.window_fields(config, decoder.uniform_layer_types(config))
+    return {**decoder.fields(config, sizes(config), plain_rope(config)), **windows}
 
 
 FAMILY = Family(

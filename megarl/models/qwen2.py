@@ -2,14 +2,15 @@
 query, key and value, and a gated MLP; small models tie the embeddings. With `use_sliding_window` the layers from `max_window_layers` on
 have a sliding window, or those that `layer_types` says.
 
-Refused: what every family refuses (`decoder_blocks.refuse`). YaRN, which Qwen2.5 documents for long texts, is
+Refused: what every family refuses (`decoder.refuse`). YaRN, which Qwen2.5 documents for long texts, is
 supported.
 """
 
 from typing import Any
 
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -38,8 +39,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen2Config
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support, such as other activations."""
-    blocks.refuse("Qwen2", config, windows=True)
-    return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
+    decoder.refuse("Qwen2", config, windows=True)
+    return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -58,13 +59,13 @@ def windows(config: ConfigJson) -> dict[str, Any]:
     """Return the TransformerConfig fields of the sliding windows. Raise ConfigError for `layer_types` that do not fit."""
     used = {**config, "sliding_window": config["sliding_window"] if config["use_sliding_window"] else None}
     first = config["max_window_layers"] if used["sliding_window"] is not None else config["num_hidden_layers"]
-    default = [blocks.SLIDING if layer >= first else blocks.FULL for layer in range(config["num_hidden_layers"])]
-    return blocks.window_fields(used, blocks.layer_types(used, default))
+    default = [decoder.SLIDING if layer >= first else decoder.FULL for layer in range(config["num_hidden_layers"])]
+    return decoder.window_fields(used, decoder.layer_types(used, default))
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    return {**blocks.decoder_fields(config, sizes(config), rope(config), bias=True), **windows(config)}
+    return {**decoder.fields(config, sizes(config), rope(config), bias=True), **windows(config)}
 
 
 FAMILY = Family(

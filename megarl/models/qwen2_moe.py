@@ -1,14 +1,15 @@
 """Qwen1.5-MoE and Qwen2-MoE (https://arxiv.org/abs/2407.10671): grouped-query attention with biases, and a mixture of gated experts beside
 a shared expert, which a gate of its own scales. Layers may be dense (mlp_only_layers, decoder_sparse_step), if they are the first ones.
 
-Refused: other dense layers, and what every family refuses (`decoder_blocks.refuse`).
+Refused: other dense layers, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -43,23 +44,23 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen2MoeConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
-    blocks.refuse(NAME, config, qkv_bias=True, dual_chunk_attention_config=None)  # vLLM has the biases, whatever config.json says
-    layers, step, only = blocks.number(config, "num_hidden_layers"), blocks.number(config, "decoder_sparse_step"), config["mlp_only_layers"]
+    decoder.refuse(NAME, config, qkv_bias=True, dual_chunk_attention_config=None)  # vLLM has the biases, whatever config.json says
+    layers, step, only = number(config, "num_hidden_layers"), number(config, "decoder_sparse_step"), config["mlp_only_layers"]
     dense = [layer for layer in range(layers) if layer in (only or ()) or (layer + 1) % step]
     if dense != list(range(len(dense))) or len(dense) == layers:
         raise ConfigError(
             f"model.path: config.json's decoder_sparse_step={step} and mlp_only_layers={only!r:.200} make other layers dense than the "
             f"first ones, which is not supported for {NAME}"
         )
-    n = blocks.decoder_sizes(
+    n = decoder.sizes(
         config,
-        ffn=blocks.number(config, "intermediate_size") if dense else None,
+        ffn=number(config, "intermediate_size") if dense else None,
         dense=len(dense),
-        experts=blocks.number(config, "num_experts"),
-        expert_ffn=blocks.number(config, "moe_intermediate_size"),
-        shared_ffn=blocks.number(config, "shared_expert_intermediate_size"),
+        experts=number(config, "num_experts"),
+        expert_ffn=number(config, "moe_intermediate_size"),
+        shared_ffn=number(config, "shared_expert_intermediate_size"),
     )
-    blocks.check_head_dim(n)  # vLLM derives it
+    decoder.check_head_dim(n)  # vLLM derives it
     return n
 
 
@@ -81,10 +82,10 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(config)
     return {
-        **blocks.decoder_fields(config, n, rope(config), bias=True),
-        **blocks.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
+        **decoder.fields(config, n, rope(config), bias=True),
+        **decoder.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
         "moe_layer_freq": [0] * n.dense + [1] * (n.layers - n.dense) if n.dense else 1,
-        **blocks.gated_shared_expert_fields(n),
+        **decoder.gated_shared_expert_fields(n),
     }
 
 

@@ -1,12 +1,13 @@
 """Qwen3, dense (https://arxiv.org/abs/2505.09388): grouped-query attention with normalised queries and keys, and a gated MLP.
 
-Refused: biases, sliding windows, and what every family refuses (`decoder_blocks.refuse`).
+Refused: biases, sliding windows, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -34,8 +35,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3Config
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: biases, sliding windows, other activations."""
-    blocks.refuse("Qwen3", config, attention_bias=False)
-    return blocks.decoder_sizes(config, ffn=blocks.number(config, "intermediate_size"))
+    decoder.refuse("Qwen3", config, attention_bias=False)
+    return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -52,7 +53,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
 
 def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
-    return blocks.decoder_fields(config, sizes(config), rope(config), norm=True)
+    return decoder.fields(config, sizes(config), rope(config), norm=True)
 
 
 FAMILY = Family(

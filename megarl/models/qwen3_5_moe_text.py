@@ -4,11 +4,10 @@ each layer's experts in two tensors.
 
 from typing import Any
 
+from megarl.models import decoder, delta_nets
 from megarl.models import decoder_blocks as blocks
-from megarl.models import delta_nets
 from megarl.models import qwen3_5_text as qwen3_5
-from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import number
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, Images, scalar_head
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -38,7 +37,7 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    return qwen3_5.decoder(config, n, [*blocks.experts(n), *blocks.gated_shared_expert(n)])
+    return qwen3_5.backbone(config, n, [*blocks.experts(n), *blocks.gated_shared_expert(n)])
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:
@@ -46,8 +45,8 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     n = sizes(config)
     return {
         **qwen3_5.decoder_fields(config, n),
-        **blocks.softmax_fields(config, n, normalized=True),
-        **blocks.gated_shared_expert_fields(n),
+        **decoder.softmax_fields(config, n, normalized=True),
+        **decoder.gated_shared_expert_fields(n),
     }
 
 

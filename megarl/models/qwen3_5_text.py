@@ -3,16 +3,15 @@ delta net in four tensors.
 
 Published models also see images (`qwen3_5`). With `model.drop_images` they are read as transformers' text class does: `text_config` of
 config.json, and the tensors `model.language_model.*` (`Family.images`). A token of text has the same position on all axes of multimodal
-RoPE, which is then the plain one. Refused: attention without gates, biases, and what every family refuses (`decoder_blocks.refuse`).
+RoPE, which is then the plain one. Refused: attention without gates, biases, and what every family refuses (`decoder.refuse`).
 """
 
 from functools import partial
 from typing import Any
 
+from megarl.models import decoder, delta_nets
 from megarl.models import decoder_blocks as blocks
-from megarl.models import delta_nets
-from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import number
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, Images, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -46,11 +45,11 @@ DEFAULTS: dict[str, Any] = {
 
 def decoder_sizes(config: ConfigJson, **mlp: Any) -> Sizes:
     """Return the sizes of a decoder; `mlp`: those of its MLPs and experts. Raise ConfigError for what its weight map does not support."""
-    blocks.refuse("Qwen3.5", {**config, "layer_types": None}, attention_bias=False, attn_output_gate=True, mlp_only_layers=[])
-    return blocks.decoder_sizes(config, linear_heads=delta_nets.key_heads(config), **mlp)
+    decoder.refuse("Qwen3.5", {**config, "layer_types": None}, attention_bias=False, attn_output_gate=True, mlp_only_layers=[])
+    return decoder.sizes(config, linear_heads=delta_nets.key_heads(config), **mlp)
 
 
-def decoder(config: ConfigJson, n: Sizes, mlp: list[WeightMapping]) -> list[WeightMapping]:
+def backbone(config: ConfigJson, n: Sizes, mlp: list[WeightMapping]) -> list[WeightMapping]:
     """Return the weight map of a backbone: Megatron parameter <- Hugging Face tensors.
 
     Args:
@@ -69,7 +68,7 @@ def decoder(config: ConfigJson, n: Sizes, mlp: list[WeightMapping]) -> list[Weig
 
 def decoder_fields(config: ConfigJson, n: Sizes) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig, without those of experts."""
-    return {**blocks.decoder_fields(config, n, turned(config), norm=True), **delta_nets.fields(config)}
+    return {**decoder.fields(config, n, turned(config), norm=True), **delta_nets.fields(config)}
 
 
 def sizes(config: ConfigJson) -> Sizes:
@@ -80,7 +79,7 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    return decoder(config, n, blocks.gated_mlp(n, number(config, "intermediate_size")))
+    return backbone(config, n, blocks.gated_mlp(n, number(config, "intermediate_size")))
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Qwen3-MoE (https://arxiv.org/abs/2505.09388): grouped-query attention with normalised queries and keys, and a mixture of gated experts in
 every layer.
 
-Refused: dense layers (mlp_only_layers, decoder_sparse_step), biases, and what every family refuses (`decoder_blocks.refuse`).
+Refused: dense layers (mlp_only_layers, decoder_sparse_step), biases, and what every family refuses (`decoder.refuse`).
 """
 
 from typing import Any
 
+from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
-from megarl.models.config_json import ConfigJson
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -39,9 +40,9 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3MoeConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support: dense layers, biases, other activations."""
-    blocks.refuse("Qwen3-MoE", config, mlp_only_layers=[], decoder_sparse_step=1, attention_bias=False)
-    experts, inner = blocks.number(config, "num_experts"), blocks.number(config, "moe_intermediate_size")
-    return blocks.decoder_sizes(config, experts=experts, expert_ffn=inner)
+    decoder.refuse("Qwen3-MoE", config, mlp_only_layers=[], decoder_sparse_step=1, attention_bias=False)
+    experts, inner = number(config, "num_experts"), number(config, "moe_intermediate_size")
+    return decoder.sizes(config, experts=experts, expert_ffn=inner)
 
 
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
@@ -54,8 +55,8 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(config)
     return {
-        **blocks.decoder_fields(config, n, rope(config), norm=True),
-        **blocks.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
+        **decoder.fields(config, n, rope(config), norm=True),
+        **decoder.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
     }
 
 

@@ -3,16 +3,15 @@ rotates a quarter of each head and gates each head's output; a mixture of expert
 1 + weight, except the delta net's own.
 
 Refused: dense layers (mlp_only_layers, decoder_sparse_step), biases, and what every family
-refuses (`decoder_blocks.refuse`).
+refuses (`decoder.refuse`).
 """
 
 from functools import partial
 from typing import Any
 
+from megarl.models import decoder, delta_nets
 from megarl.models import decoder_blocks as blocks
-from megarl.models import delta_nets
-from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import number
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Family, scalar_head
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
@@ -49,8 +48,8 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3NextConfig
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
-    blocks.refuse(NAME, {**config, "layer_types": None}, mlp_only_layers=[], decoder_sparse_step=1, attention_bias=False)
-    return blocks.decoder_sizes(
+    decoder.refuse(NAME, {**config, "layer_types": None}, mlp_only_layers=[], decoder_sparse_step=1, attention_bias=False)
+    return decoder.sizes(
         config,
         experts=number(config, "num_experts"),
         expert_ffn=number(config, "moe_intermediate_size"),
@@ -76,9 +75,9 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig."""
     n = sizes(config)
     return {
-        **blocks.decoder_fields(config, n, turned(config), norm=True),
-        **blocks.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
-        **blocks.gated_shared_expert_fields(n),
+        **decoder.fields(config, n, turned(config), norm=True),
+        **decoder.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
+        **decoder.gated_shared_expert_fields(n),
         **delta_nets.fields(config),
     }
 

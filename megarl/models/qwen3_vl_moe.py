@@ -10,8 +10,8 @@ Refused: dense layers, probabilities that are not normalised (transformers' clas
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder, qwen3_moe, vision
 from megarl.models import decoder_blocks as blocks
-from megarl.models import qwen3_moe, vision
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import EXPERT
 from megarl.models.family import Family, scalar_head
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLMoeConfig and Qwen3VLMoe
 
 def sizes(config: ConfigJson) -> Sizes:
     """Return the model's sizes. Raise ConfigError for what this weight map does not support."""
-    blocks.refuse("Qwen3-VL-MoE", config, norm_topk_prob=True)
+    decoder.refuse("Qwen3-VL-MoE", config, norm_topk_prob=True)
     n = qwen3_moe.sizes(config)
     if n.hidden in (n.expert_ffn, 2 * n.expert_ffn):
         raise ConfigError(

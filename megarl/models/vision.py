@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models.config_json import ConfigJson
-from megarl.models.decoder_blocks import number
+from megarl.models.config_json import ConfigJson, number
 from megarl.models.family import Head
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import VISION, WeightMapping

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config import ConfigError, RolloutSettings, TrainRolloutSettings
 from megarl.engines.vllm.arguments import check_arguments
 from megarl.engines.vllm.launch import DRAFTS, VLLM_VERSION, vllm_names
-from megarl.models import decoder_blocks as blocks
+from megarl.models import decoder
 from megarl.models.delta_nets import delta_nets
 from megarl.models.description import ModelDescription
 from megarl.models.rope import mscale
@@ -133,7 +133,7 @@ def _check_gpt_oss(model: ModelDescription, settings: RolloutSettings, *, gpu: b
     fused_moe/experts/cpu_moe.py:105.
     """
     config, rope = model.config, model.rope
-    layers = [blocks.FULL if layer % 2 else blocks.SLIDING for layer in range(model.sizes.layers)]
+    layers = [decoder.FULL if layer % 2 else decoder.SLIDING for layer in range(model.sizes.layers)]
     for key, value in {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "layer_types": layers}.items():
         if config[key] not in (value, None):
             raise ConfigError(f"model.path: config.json's {key}={config[key]!r:.200}: vLLM's gpt-oss has {value!r:.200} in any case")
