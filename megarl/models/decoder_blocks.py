@@ -4,13 +4,13 @@ A family's file states which of these it uses and under which names, and whateve
 fields of Megatron's.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder import check_one_predictor
-from megarl.models.family import Head, PredictorNames
+from megarl.models.family import Head, HeadKind, PredictorNames, scalar_head
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import BLOCK, LAYER, OUTPUT, WeightMapping
 from megarl.models.weight_ops import QKV, Fused, GateUp, Op, Plain
@@ -97,6 +97,11 @@ def gated_mlp(
     ]
 
 
+def dense_mlps(n: Sizes, *, fused: bool = False) -> list[WeightMapping]:
+    """Return the mappings of the gated MLPs of layers without experts, if there are any; `fused`: as of `gated_mlp`."""
+    return [] if n.ffn is None else gated_mlp(n, n.ffn, layers=range(n.dense) if n.experts else None, fused=fused)
+
+
 def experts(
     n: Sizes, theirs: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), layers: range | None = None
 ) -> list[WeightMapping]:
@@ -148,7 +153,7 @@ def shared_experts(n: Sizes, *, bias: bool) -> list[WeightMapping]:
     """
     rest = range(n.dense, n.layers)
     return [
-        *(gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
+        *dense_mlps(n),
         *experts(n, layers=rest),
         *([expert_bias(n, "mlp.gate.e_score_correction_bias", rest)] if bias else []),
         *gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_experts.", rest),
@@ -161,18 +166,21 @@ def logits(n: Sizes, config: ConfigJson) -> WeightMapping:
     return WeightMapping(OUTPUT, ("model.embed_tokens.weight" if tied else "lm_head.weight",), _vocabulary(n), alias=tied)
 
 
-def lm_head(architecture: str, sizes: Any) -> Head:
+def lm_head(architecture: str, sizes: Callable[[ConfigJson], Sizes]) -> Head:
     """Return the head of a language model."""
     return Head(architecture, lambda config: logits(sizes(config), config), {})
 
 
-def unused(config: ConfigJson) -> tuple[str, ...]:
-    """Return the names of unused tensors that checkpoints may store: a tied output layer, and in some RoPE's frequencies.
+def heads(name: str, sizes: Callable[[ConfigJson], Sizes], *, known: bool = True) -> dict[HeadKind, Head]:
+    """Return the heads of a language model, whose classes are `name`ForCausalLM and `name`ForSequenceClassification.
 
-    The frequencies are computed from config.json instead.
+    Args:
+        name: what both begin with.
+        sizes: as in `Family`.
+        known: whether transformers has the second.
     """
-    stored = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config["num_hidden_layers"]))
-    return (*(("lm_head.weight",) if config["tie_word_embeddings"] else ()), *stored)
+    value = scalar_head(f"{name}ForSequenceClassification", sizes, known=known)
+    return {"lm": lm_head(f"{name}ForCausalLM", sizes), "value": value}
 
 
 def predictors(config: ConfigJson) -> tuple[str, ...]:

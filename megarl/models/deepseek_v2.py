@@ -13,7 +13,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder, mla
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -80,17 +80,12 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("DeepseekV2ForCausalLM", sizes),
-        "value": scalar_head("DeepseekV2ForSequenceClassification", sizes),
-    },
+    heads=blocks.heads("DeepseekV2", sizes),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
     nullable=("q_lora_rank",),
-    optional=blocks.unused,
     spellings={"num_experts": "n_routed_experts"},
     layer_spec=mla.layer_spec,
 )

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.models import decoder, mla
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -71,17 +71,12 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("DeepseekV3ForCausalLM", sizes),
-        "value": scalar_head("DeepseekV3ForSequenceClassification", sizes),
-    },
+    heads=blocks.heads("DeepseekV3", sizes),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
     nullable=("num_key_value_heads", "q_lora_rank"),
-    optional=blocks.unused,
     predictors=blocks.predictors,
     predictor=blocks.predictor,
     spellings=decoder.SIGMOID_SPELLINGS,

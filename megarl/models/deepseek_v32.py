@@ -9,7 +9,7 @@ from typing import Any
 from megarl.models import decoder, deepseek_v3, indexer, mla
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -43,16 +43,11 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("DeepseekV32ForCausalLM", sizes),
-        "value": scalar_head("DeepseekV32ForSequenceClassification", sizes, known=False),
-    },
+    heads=blocks.heads("DeepseekV32", sizes, known=False),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     predictors=blocks.predictors,
     spellings={**decoder.SIGMOID_SPELLINGS, "num_experts": "n_routed_experts"},
     layer_spec=mla.layer_spec,

@@ -11,7 +11,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
@@ -77,7 +77,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
     return [
         blocks.embedding(n),
         *blocks.attention(n),
-        *(blocks.gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
+        *blocks.dense_mlps(n),
         *blocks.experts(n, layers=rest),
         WeightMapping(LAYER + "mlp.router.expert_bias", (bias,), OneRow(n.experts), layers=rest, float32=True),
         *(blocks.gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_experts.", rest) if n.shared_ffn else []),
@@ -104,16 +104,11 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("Ernie4_5_MoeForCausalLM", sizes),
-        "value": scalar_head("Ernie4_5_MoeForSequenceClassification", sizes, known=False),
-    },
+    heads=blocks.heads("Ernie4_5_Moe", sizes, known=False),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     predictors=predictors,
     spellings={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megarl.models.config_json import ConfigJson
-from megarl.models.rope import Rope
+from megarl.models.rope import Rope, rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import BLOCK, FP8, FP8_BLOCK, LAYER, OUTPUT, PREDICTOR, SCALES, Weight, WeightMapping
 from megarl.models.weight_ops import Plain, Shape
@@ -71,8 +71,18 @@ class PredictorNames:
     copies: tuple[str, ...] = ()  # tensors that checkpoints may hold and that are the model's embedding and its output layer once more
 
 
-def _nothing(config: ConfigJson) -> tuple[str, ...]:
+def no_tensors(config: ConfigJson) -> tuple[str, ...]:
+    """Return no name."""
     return ()
+
+
+def unused(config: ConfigJson) -> tuple[str, ...]:
+    """Return the names of unused tensors that checkpoints may store: a tied output layer, and in some RoPE's frequencies.
+
+    The frequencies are computed from config.json instead.
+    """
+    stored = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config["num_hidden_layers"]))
+    return (*(("lm_head.weight",) if config["tie_word_embeddings"] else ()), *stored)
 
 
 def _no_predictor(config: ConfigJson) -> PredictorNames | None:
@@ -93,11 +103,11 @@ class Family:
     heads: dict[HeadKind, Head]
     sizes: Callable[[ConfigJson], Sizes]  # raises ConfigError if config.json needs what the family's weight map does not support
     weight_map: Callable[[ConfigJson], list[WeightMapping]]  # the mappings of the backbone
-    rope: Callable[[ConfigJson], Rope]  # raises ConfigError for a RoPE that cannot be built
     fields: Callable[[ConfigJson], dict[str, Any]]  # fields of Megatron's (MLA)TransformerConfig; raises ConfigError as `rope` does
+    rope: Callable[[ConfigJson], Rope] = rope  # raises ConfigError for a RoPE that cannot be built
     multipliers: Callable[[ConfigJson], Multipliers] = _unscaled
-    optional: Callable[[ConfigJson], tuple[str, ...]] = _nothing  # names of Hugging Face tensors that may exist but are not used
-    predictors: Callable[[ConfigJson], tuple[str, ...]] = _nothing  # name prefixes of multi-token prediction tensors
+    optional: Callable[[ConfigJson], tuple[str, ...]] = unused  # names of Hugging Face tensors that may exist but are not used
+    predictors: Callable[[ConfigJson], tuple[str, ...]] = no_tensors  # name prefixes of multi-token prediction tensors
     # The layer of multi-token prediction that can be trained; None: none can. Raises ConfigError if config.json has several.
     predictor: Callable[[ConfigJson], PredictorNames | None] = _no_predictor
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of every key of config.json that the functions above read

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -81,16 +81,12 @@ def _attention(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("Glm4MoeForCausalLM", sizes),
-        "value": scalar_head("Glm4MoeForSequenceClassification", sizes, known=False),
-    },
+    heads=blocks.heads("Glm4Moe", sizes, known=False),
     sizes=sizes,
     weight_map=weight_map,
     rope=turned,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     predictors=blocks.predictors,
     predictor=blocks.predictor,
     spellings=decoder.SIGMOID_SPELLINGS,

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.models import decoder, mla
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -69,17 +69,12 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("Glm4MoeLiteForCausalLM", sizes),
-        "value": scalar_head("Glm4MoeLiteForSequenceClassification", sizes, known=False),
-    },
+    heads=blocks.heads("Glm4MoeLite", sizes, known=False),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
     nullable=("q_lora_rank",),
-    optional=blocks.unused,
     predictors=blocks.predictors,
     spellings={"num_local_experts": "n_routed_experts"},
     layer_spec=mla.layer_spec,

@@ -17,7 +17,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import Rope
 from megarl.models.rope import rope as described_rope
 from megarl.models.sizes import Sizes
@@ -112,14 +112,13 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={"lm": blocks.lm_head("GptOssForCausalLM", sizes), "value": scalar_head("GptOssForSequenceClassification", sizes)},
+    heads=blocks.heads("GptOss", sizes),
     sizes=sizes,
     weight_map=weight_map,
     rope=rope,
     fields=fields,
     defaults=DEFAULTS,
     nullable=("sliding_window",),
-    optional=blocks.unused,
     spellings={"num_experts": "num_local_experts"},
     stacked=True,
 )

@@ -17,7 +17,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, Multipliers, scalar_head
+from megarl.models.family import Family, Multipliers
 from megarl.models.rope import Rope, rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
@@ -103,17 +103,12 @@ def _positive(config: ConfigJson, key: str) -> float:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("GraniteMoeForCausalLM", sizes),
-        "value": scalar_head("GraniteMoeForSequenceClassification", sizes, known=False),
-    },
+    heads=blocks.heads("GraniteMoe", sizes, known=False),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     multipliers=multipliers,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     spellings={"num_experts": "num_local_experts"},
     stacked=True,
 )

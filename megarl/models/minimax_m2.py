@@ -13,7 +13,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import Rope, rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -97,16 +97,12 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("MiniMaxM2ForCausalLM", sizes),
-        "value": scalar_head("MiniMaxM2ForSequenceClassification", sizes, known=False),
-    },
+    heads=blocks.heads("MiniMaxM2", sizes, known=False),
     sizes=sizes,
     weight_map=weight_map,
     rope=turned,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     predictors=blocks.predictors,
     spellings={"num_experts": "num_local_experts", "num_mtp_modules": "num_nextn_predict_layers"},
     layer_spec=decoder.norm_over_all_heads,

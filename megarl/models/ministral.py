@@ -9,7 +9,7 @@ from typing import Any
 from megarl.models import decoder, mistral
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 
@@ -29,12 +29,10 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={"lm": blocks.lm_head("MinistralForCausalLM", sizes), "value": scalar_head("MinistralForSequenceClassification", sizes)},
+    heads=blocks.heads("Ministral", sizes),
     sizes=sizes,
     weight_map=mistral.weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
     nullable=("sliding_window",),
-    optional=blocks.unused,
 )

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -40,8 +40,7 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    assert n.ffn is not None
-    return [blocks.embedding(n), *blocks.attention(n), *blocks.gated_mlp(n, n.ffn), blocks.final_norm(n)]
+    return [blocks.embedding(n), *blocks.attention(n), *blocks.dense_mlps(n), blocks.final_norm(n)]
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:
@@ -51,12 +50,10 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={"lm": blocks.lm_head("MistralForCausalLM", sizes), "value": scalar_head("MistralForSequenceClassification", sizes)},
+    heads=blocks.heads("Mistral", sizes),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
     nullable=("sliding_window",),
-    optional=blocks.unused,
 )

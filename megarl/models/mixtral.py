@@ -9,7 +9,7 @@ from typing import Any
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -60,12 +60,10 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={"lm": blocks.lm_head("MixtralForCausalLM", sizes), "value": scalar_head("MixtralForSequenceClassification", sizes)},
+    heads=blocks.heads("Mixtral", sizes),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     spellings={"num_experts": "num_local_experts"},
 )

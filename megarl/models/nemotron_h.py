@@ -14,7 +14,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family, no_tensors
 from megarl.models.rope import Rope
 from megarl.models.sizes import ATTENTION, MAMBA, MIXTURE, MLP, Sizes
 from megarl.models.weight_map import LAYER, WeightMapping
@@ -220,15 +220,13 @@ def predictors(config: ConfigJson) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("NemotronHForCausalLM", sizes),
-        "value": scalar_head("NemotronHForSequenceClassification", sizes, known=False),
-    },
+    heads=blocks.heads("NemotronH", sizes, known=False),
     sizes=sizes,
     weight_map=weight_map,
     rope=rope,
     fields=fields,
     defaults=DEFAULTS,
+    optional=no_tensors,
     predictors=predictors,
     spellings=SPELLINGS,
 )

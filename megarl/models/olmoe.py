@@ -10,7 +10,7 @@ from typing import Any
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -62,16 +62,11 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("OlmoeForCausalLM", sizes),
-        "value": scalar_head("OlmoeForSequenceClassification", sizes, known=False),
-    },
+    heads=blocks.heads("Olmoe", sizes, known=False),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     spellings={"num_local_experts": "num_experts"},
     layer_spec=decoder.norm_over_all_heads,
 )

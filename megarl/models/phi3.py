@@ -11,7 +11,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import Rope, rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -48,11 +48,10 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    assert n.ffn is not None
     return [
         blocks.embedding(n),
         *blocks.attention(n, fused=True),
-        *blocks.gated_mlp(n, n.ffn, fused=True),
+        *blocks.dense_mlps(n, fused=True),
         blocks.final_norm(n),
     ]
 
@@ -72,11 +71,10 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={"lm": blocks.lm_head("Phi3ForCausalLM", sizes), "value": scalar_head("Phi3ForSequenceClassification", sizes)},
+    heads=blocks.heads("Phi3", sizes),
     sizes=sizes,
     weight_map=weight_map,
     rope=plain_rope,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
 )

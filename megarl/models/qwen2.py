@@ -11,7 +11,7 @@ from typing import Any
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -46,11 +46,10 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    assert n.ffn is not None
     return [
         blocks.embedding(n),
         *blocks.attention(n, bias=True),
-        *blocks.gated_mlp(n, n.ffn),
+        *blocks.dense_mlps(n),
         blocks.final_norm(n),
     ]
 
@@ -69,12 +68,10 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={"lm": blocks.lm_head("Qwen2ForCausalLM", sizes), "value": scalar_head("Qwen2ForSequenceClassification", sizes)},
+    heads=blocks.heads("Qwen2", sizes),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
     nullable=("num_key_value_heads", "sliding_window"),
-    optional=blocks.unused,
 )

@@ -10,7 +10,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -71,7 +71,7 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
     return [
         blocks.embedding(n),
         *blocks.attention(n, bias=True),
-        *(blocks.gated_mlp(n, n.ffn, layers=range(n.dense)) if n.ffn is not None else []),
+        *blocks.dense_mlps(n),
         *blocks.experts(n, layers=rest),
         *blocks.gated_shared_expert(n, rest),
         blocks.final_norm(n),
@@ -90,12 +90,10 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={"lm": blocks.lm_head("Qwen2MoeForCausalLM", sizes), "value": scalar_head("Qwen2MoeForSequenceClassification", sizes)},
+    heads=blocks.heads("Qwen2Moe", sizes),
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     spellings={"num_local_experts": "num_experts"},
 )

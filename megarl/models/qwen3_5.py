@@ -6,7 +6,6 @@ multi-token prediction that is to be trained, and a `tie_word_embeddings` of tex
 
 from typing import Any
 
-from megarl.models import decoder_blocks as blocks
 from megarl.models import delta_nets, qwen3_5_text, vision
 from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family, scalar_head
@@ -42,7 +41,7 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 FAMILY = Family(
     heads={
-        "lm": vision.lm_head("Qwen3_5ForConditionalGeneration", blocks.lm_head("", sizes)),
+        "lm": vision.lm_head("Qwen3_5ForConditionalGeneration", sizes),
         "value": scalar_head("Qwen3_5ForSequenceClassification", sizes),
     },
     sizes=sizes,
@@ -50,7 +49,6 @@ FAMILY = Family(
     rope=qwen3_5_text.turned,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     predictors=delta_nets.predictors,
     nested=True,
 )

@@ -6,7 +6,6 @@ each matrix, as transformers 5 saves a model of its own making, is read, too.
 
 from typing import Any
 
-from megarl.models import decoder_blocks as blocks
 from megarl.models import delta_nets, qwen3_5, qwen3_5_moe_text, vision
 from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family, scalar_head
@@ -34,7 +33,7 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 FAMILY = Family(
     heads={
-        "lm": vision.lm_head("Qwen3_5MoeForConditionalGeneration", blocks.lm_head("", sizes)),
+        "lm": vision.lm_head("Qwen3_5MoeForConditionalGeneration", sizes),
         "value": scalar_head("Qwen3_5MoeVLForSequenceClassification", sizes, known=False),
     },
     sizes=sizes,
@@ -42,7 +41,6 @@ FAMILY = Family(
     rope=qwen3_5_moe_text.FAMILY.rope,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     predictors=delta_nets.predictors,
     stacked=True,
     nested=True,

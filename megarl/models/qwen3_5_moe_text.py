@@ -8,7 +8,7 @@ from megarl.models import decoder, delta_nets
 from megarl.models import decoder_blocks as blocks
 from megarl.models import qwen3_5_text as qwen3_5
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, Images, scalar_head
+from megarl.models.family import Family, Images
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
 
@@ -51,16 +51,12 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={
-        "lm": blocks.lm_head("Qwen3_5MoeForCausalLM", sizes),
-        "value": scalar_head("Qwen3_5MoeForSequenceClassification", sizes, known=False),
-    },
+    heads=blocks.heads("Qwen3_5Moe", sizes, known=False),
     sizes=sizes,
     weight_map=weight_map,
     rope=qwen3_5.turned,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     predictors=delta_nets.predictors,
     predictor=delta_nets.predictor,
     images=Images("Qwen3_5MoeForConditionalGeneration", "model.language_model.", "model.visual."),

@@ -79,7 +79,7 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    return backbone(config, n, blocks.gated_mlp(n, number(config, "intermediate_size")))
+    return backbone(config, n, blocks.dense_mlps(n))
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:
@@ -94,7 +94,6 @@ FAMILY = Family(
     rope=turned,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     predictors=delta_nets.predictors,
     predictor=delta_nets.predictor,
     images=Images("Qwen3_5ForConditionalGeneration", "model.language_model.", "model.visual."),

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.models import decoder, delta_nets
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import Family
 from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -83,13 +83,12 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    heads={"lm": blocks.lm_head("Qwen3NextForCausalLM", sizes), "value": scalar_head("Qwen3NextForSequenceClassification", sizes)},
+    heads=blocks.heads("Qwen3Next", sizes),
     sizes=sizes,
     weight_map=weight_map,
     rope=turned,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     predictors=delta_nets.predictors,
     predictor=delta_nets.predictor,
     spellings={"num_local_experts": "num_experts"},

@@ -6,11 +6,9 @@ is not that of the whole model, which transformers reads.
 
 from typing import Any
 
-from megarl.models import decoder_blocks as blocks
 from megarl.models import qwen3, vision
 from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family, scalar_head
-from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
 
@@ -41,15 +39,13 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 FAMILY = Family(
     heads={
-        "lm": vision.lm_head("Qwen3VLForConditionalGeneration", blocks.lm_head("", sizes)),
+        "lm": vision.lm_head("Qwen3VLForConditionalGeneration", sizes),
         "value": scalar_head("Qwen3VLForSequenceClassification", sizes, known=False),
     },
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
     nullable=("num_key_value_heads",),
-    optional=blocks.unused,
     nested=True,
 )

@@ -15,7 +15,6 @@ from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import EXPERT
 from megarl.models.family import Family, scalar_head
-from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
 from megarl.models.weight_ops import GateUpColumns, Plain, Transposed
@@ -69,15 +68,13 @@ def fields(config: ConfigJson) -> dict[str, Any]:
 
 FAMILY = Family(
     heads={
-        "lm": vision.lm_head("Qwen3VLMoeForConditionalGeneration", blocks.lm_head("", sizes)),
+        "lm": vision.lm_head("Qwen3VLMoeForConditionalGeneration", sizes),
         "value": scalar_head("Qwen3VLMoeForSequenceClassification", sizes, known=False),
     },
     sizes=sizes,
     weight_map=weight_map,
-    rope=rope,
     fields=fields,
     defaults=DEFAULTS,
-    optional=blocks.unused,
     spellings={"num_local_experts": "num_experts"},
     stacked=True,
     nested=True,

@@ -4,12 +4,13 @@ config.json has the tower as `vision_config` and the language model as `text_con
 RADIO's): `parallel/vision.py` computes it, with every tensor whole on the ranks of the first pipeline stage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models.config_json import ConfigJson, number
+from megarl.models.decoder_blocks import logits
 from megarl.models.family import Head
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import VISION, WeightMapping
@@ -184,11 +185,11 @@ def whole(n: Sizes, backbone: list[WeightMapping]) -> list[WeightMapping]:
     return [*tower(n.vision), *in_language_model(backbone)]
 
 
-def lm_head(architecture: str, head: Head) -> Head:
-    """Return the head of the whole model, given that of its language model: a tied output layer is the embedding by its longer name."""
+def lm_head(architecture: str, sizes: Callable[[ConfigJson], Sizes]) -> Head:
+    """Return the head of the whole model. A tied output layer is the embedding by its longer name."""
 
     def mapping(config: ConfigJson) -> WeightMapping:
-        one = head.mapping(config)
+        one = logits(sizes(config), config)
         return in_language_model([one])[0] if one.alias else one
 
     return Head(architecture, mapping, {})
