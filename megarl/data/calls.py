@@ -38,7 +38,7 @@ class CallFormat:
     """A form of calls. Texts of a template are compared with any white space in the place of theirs.
 
     Attributes:
-        marks: what begins and what ends a call. Without both, a call is a whole turn.
+        marks: what begins and what ends a call. Without the second, it goes to the next one; without both, a call is a whole turn.
         head: in the body, what is before the name, and between the name and the arguments; None: the body is a JSON object.
         tail: what is in the body after the arguments.
         argument: of one argument, what is before its name, between name and value, and after the value; None: the arguments are JSON.
@@ -67,7 +67,7 @@ class CallFormat:
         """Return the calls of a turn, sound or not, in order."""
         if not any(self.marks):
             return [WrittenCall(text.strip(), True)] if _is_object(text) else []
-        return [WrittenCall(match[1], bool(match[2])) for match in self._pattern().finditer(text)]
+        return [WrittenCall(match[1], not self.marks[1] or bool(match[2])) for match in self._pattern().finditer(text)]
 
     def without(self, text: str) -> str:
         """Return a turn's text without its calls."""
@@ -80,7 +80,8 @@ class CallFormat:
 
     def _pattern(self) -> re.Pattern[str]:
         before, after = map(_loose, self.marks)
-        return re.compile(rf"{before}((?:(?!{before}).)*?)({after}\s*|\Z)", re.DOTALL)
+        body, end = rf"(?:(?!{before}).)*", rf"{after}\s*|\Z"
+        return re.compile(rf"{before}({body}?)({end})" if after else rf"{before}({body})", re.DOTALL)
 
     def read(self, body: str, tools: Schemas | None = None) -> tuple[str, dict[str, Any]]:
         """Return the name and the arguments of a call.
@@ -185,11 +186,12 @@ def learned(
     between = two[first.end : second.start]
     closing = _shared(between, after)
     start = _shared(between[len(closing) :], before, backwards=True)
-    if not start.split() or not closing.split():
+    self_closing = spot.keys is None and spot.argument is None  # JSON shows where it ends
+    if not start.split() or not closing.split() and not self_closing:
         return None
     lead = "" if said is None else said.partition(SAID)[2].partition(NAMES[0])[0]
     begun = lead.rpartition(start.strip())[0] if start.strip() in lead else ""
-    marks = start.split()[0], closing.split()[-1]
+    marks = start.split()[0], (closing.split() or [""])[-1]
     around = begun.strip(), after[len(closing) :].strip()
     if spot.keys is not None:
         return CallFormat(marks, keys=spot.keys, around=around)

@@ -104,6 +104,7 @@ OTHERS = {
     "minimax-m2": '\n<minimax:tool_call>\n{% for c in m.tool_calls %}<invoke name="{{ c.function.name }}">\n'
     '{% for k, v in c.function.arguments.items() %}<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>\n'
     "{% endfor %}</invoke>\n{% endfor %}</minimax:tool_call>",
+    "ministral-3": "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}",
     "a-list": "[TOOL_CALLS][{% for c in m.tool_calls %}{{ c.function | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}]",
     "python": "{% for c in m.tool_calls %}{{ c.function.name }}("
     "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }},{% endfor %}){% endfor %}",
@@ -129,13 +130,15 @@ def test_forms_of_other_templates(name: str) -> None:
     assert form is not None
     names, sent = ("f", "g"), {"a": "x y", "b": 3}
     functions = [{"name": one, "arguments": sent} for one in names]
-    text = written([{"id": f"{IDS}{one['name']}:{n + 9}", "function": one} for n, one in enumerate(functions)], "Said.")
+    text = written([{"id": f"{IDS}{one['name']}:{n + 9}", "function": one} for n, one in enumerate(functions)], "Said.").partition("<end>")[
+        0
+    ]
     schema = [{"name": one, "parameters": {"properties": {"b": {"type": "integer"}}}} for one in names]
     assert [form.read(one.body, schema) for one in form.calls(text)] == [("f", sent), ("g", sent)]
     assert [form.id_of(one.body) for one in form.calls(text)] == (
         ["functions.f:9", "functions.g:10"] if name == "kimi-k2" else [None, None]
     )
-    assert form.without(text.partition("<end>")[0]).strip() == "<a>Said."
+    assert form.without(text).strip() == "<a>Said."
 
 
 XML = CallFormat(head=("\n<function=", ">"), tail="\n</function>\n", argument=("\n<parameter=", ">\n", "\n</parameter>"))
