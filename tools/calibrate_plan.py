@@ -1,8 +1,8 @@
 """Compare `megarl plan` with what others publish: `python -m tools.calibrate_plan [--write]`.
 
 The layouts of `tools/published_layouts.yaml` are planned on their clusters, with their batches and lengths, and set beside the fastest that
-the plan finds there itself. Published speeds are set beside those that the plan computes. `--write` puts both tables into
-`megarl/plan/figures.md`. No GPU is needed, and no weights.
+the plan finds there itself. The speeds of `tools/published_speeds.yaml`, of steps, of training and of decoding, are set beside those that
+the plan computes. `--write` puts the tables into `megarl/plan/figures.md`. No GPU is needed, and no weights.
 """
 
 import argparse
@@ -10,42 +10,31 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from megarl.cli.init import put
-from megarl.config import TrainConfig, load
-from megarl.plan.devices import DEVICES, MEAN_LENGTH, Device, device_of
+from megarl.config import Layout, RolloutSettings, TrainConfig, load
+from megarl.plan.devices import DEVICES, GB, Device, device_of
+from megarl.plan.engines import plan_engine
+from megarl.plan.facts import facts
+from megarl.plan.forward import Pipeline, stage_seconds
+from megarl.plan.generation import decode_seconds
+from megarl.plan.parameters import language_elements
 from megarl.plan.remedies import offloaded, parked
 from megarl.plan.search import FittingLayout, search
-from megarl.plan.times import StepTimes
+from megarl.plan.times import StepTimes, reduce_seconds
 from megarl.plan.whole import Models, Plan, build, models_of
-from tests.published_models import MODELS, config_of
+from tests.published_models import MODELS, config_of, description_of
 
 ROOT = Path(__file__).parent.parent
+SPEEDS = Path(__file__).with_name("published_speeds.yaml")
 LAYOUTS, PAGE = Path(__file__).with_name("published_layouts.yaml"), ROOT / "megarl" / "plan" / "figures.md"
 BASE = ROOT / "examples" / "qwen3_30b_a3b" / "gspo.yaml"
+SEQUENCE, PROMPT = 4096, 250  # tokens of a sequence in pretraining, and of a prompt where it is not published
+WHOLE = 2**30 / 10**9  # a GPU of nominally 80 GB has 80 GiB
 WITHIN = 1.15  # of the plan's best: a published layout that takes longer is one on which plan and publisher disagree
-
-
-class Speed(NamedTuple):
-    """A speed that NVIDIA publishes for NeMo-RL on H100 (docs/about/performance-summary.md), with a row of the layouts."""
-
-    source: str  # the end of the row's source
-    length: int  # mean tokens of a response with its prompt
-    tokens: float  # per second and GPU
-    release: str
-
-
-SPEEDS = (
-    Speed("grpo-qwen3-30ba3b-4n8g.yaml", 3283, 1102, "0.5"),
-    Speed("grpo-qwen3-30ba3b-4n8g-async-1off.yaml", 3158, 1414, "0.5"),
-    Speed("grpo-qwen3-235b-16n8g.yaml", 5671, 58.9, "0.5"),
-    Speed("grpo-qwen3-235b-32n8g-async-1off.yaml", 5691, 58.7, "0.5"),
-    Speed("grpo-deepseek-v3-32n8g.yaml", 745, 12.1, "0.5"),
-    Speed("grpo-deepseek-v3-64n8g-async-1off.yaml", 744, 7.24, "0.5"),
-)
 
 
 def main() -> None:
@@ -53,9 +42,11 @@ def main() -> None:
     top = argparse.ArgumentParser(prog="python -m tools.calibrate_plan", description=__doc__)
     top.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.relative_to(ROOT)}")
     given = top.parse_args()
-    rows = yaml.safe_load(LAYOUTS.read_text())
+    rows, speeds = yaml.safe_load(LAYOUTS.read_text()), yaml.safe_load(SPEEDS.read_text())
     with tempfile.TemporaryDirectory() as directory:
-        tables = layouts_table(rows, Path(directory)) + "\n\n" + speeds_table(rows, Path(directory))
+        steps = steps_table(speeds["steps"], rows, Path(directory))
+        parts = [layouts_table(rows, Path(directory)), steps, training_table(speeds["training"]), decoding_table(speeds["decoding"])]
+    tables = "\n\n".join(parts)
     print(tables)
     if given.write:
         before, _, rest = PAGE.read_text().partition(START)
@@ -85,8 +76,11 @@ def layouts_table(rows: list[dict[str, Any]], directory: Path) -> str:
             engines = {"tp": quickest.engine_tp, "dp": quickest.engine_dp}
             cells += [f"{_shape(quickest.layout.model_dump())}; engines {_shape(engines)}", f"{quickest.seconds:.0f}"]
         else:
-            cells += ["nothing fits", ""]
-        if layouts and not plan.faults:
+            cells += ["nothing fits" if plan.faults else "nothing else fits", ""]
+        if not layouts and not plan.faults:
+            ratios.append((1.0, 1.0))
+            cells += ["", ""]
+        elif not plan.faults:
             alike = [other.step for one in layouts if (other := _with_engines_of(config, one, models, device, row)) is not None]
             ratios.append((plan.times.step / quickest.seconds, plan.times.step / min([plan.times.step, *alike])))
             cells += [f"{ratio:.2f}" for ratio in ratios[-1]]
@@ -115,21 +109,64 @@ def load_changes(config: TrainConfig, changes: list[str]) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def speeds_table(rows: list[dict[str, Any]], directory: Path) -> str:
-    """Return the table of speeds."""
-    lines = ["| row | mean length | published tokens/s/GPU | planned | planned / published |", "|---|---|---|---|---|"]
-    for speed in SPEEDS:
-        row = next(row for row in rows if row["source"].endswith(speed.source))
-        longest = round(speed.length / MEAN_LENGTH)  # with which the plan assumes this mean
-        prompt = round(longest * row["tokens"][0] / sum(row["tokens"]))
-        config, models, device = planned({**row, "tokens": [prompt, longest - prompt], "micro": max(longest, row["micro"])}, directory)
-        plan = build(config, models, device, memory(row), remedies=False)
+def steps_table(speeds: list[dict[str, Any]], rows: list[dict[str, Any]], directory: Path) -> str:
+    """Return the table of whole steps, planned with their mean lengths."""
+    lines = [
+        "| step | mean length | published tokens/s/GPU | planned | planned / published | planned seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for speed in speeds:
+        row = next(row for row in rows if row["source"].endswith(speed["row"]))
+        config, models, device = planned(row, directory)
+        plan = build(config, models, device, memory(row), remedies=False, mean_length=speed["length"] / sum(row["tokens"]))
         assert plan.times is not None
         prompts, samples, _ = row["batch"]
-        rate = prompts * samples * speed.length / plan.times.step / plan.gpus
-        what = f"{row['model']}, {plan.gpus} GPUs ({speed.source}, {speed.release})"
-        lines.append(f"| {what} | {speed.length} | {speed.tokens:g} | {rate:.0f} | {rate / speed.tokens:.2f} |")
+        rate = prompts * samples * speed["length"] / plan.times.step / plan.gpus
+        phases = ", ".join(f"{phase} {getattr(plan.times, phase):.0f}" for phase in ("generate", "score", "update", "sync", "park"))
+        what = f"{row['model']}, {plan.gpus} {device.name} ({speed['row']})"
+        lines.append(f"| {what} | {speed['length']} | {speed['rate']:g} | {rate:.0f} | {rate / speed['rate']:.2f} | {phases} |")
     return "\n".join(lines)
+
+
+def training_table(speeds: list[dict[str, Any]]) -> str:
+    """Return the table of pretraining."""
+    lines = ["| training on H100 | published tokens/s/GPU | planned | planned / published | source |", "|---|---|---|---|---|"]
+    for speed in speeds:
+        rate = training_rate(speed)
+        what = f"{speed['model']}, {speed['layout']['ranks']} GPUs, {_shape(speed['layout'])}"
+        lines.append(f"| {what} | {speed['rate']} | {rate:.0f} | {rate / speed['rate']:.2f} | {speed['source']} |")
+    return "\n".join(lines)
+
+
+def training_rate(speed: Mapping[str, Any]) -> float:
+    """The tokens a second and GPU that the plan computes for a row of pretraining: three passes, and the exchange of gradients."""
+    model, layout, (batch, size) = description_of(MODELS[speed["model"]]), Layout(etp=1, **speed["layout"]), speed["batch"]
+    its, elements = facts(model), language_elements(model)
+    both = its.n.layers - -(-its.n.layers // layout.pp) * (layout.pp - 2)
+    ends = {"num_layers_in_first_pipeline_stage": both - both // 2, "num_layers_in_last_pipeline_stage": both // 2}
+    fields = (ends if its.n.layers % layout.pp else {}) | ({"moe_token_dispatcher_type": "flex"} if speed.get("flex") else {})
+    whole = layout.model_copy(update={"vpp": None})  # since `stage_seconds` divides no stage into chunks of unequal size
+    stages = stage_seconds(its, elements, whole, fields, DEVICES["H100"], size * SEQUENCE, SEQUENCE, training=True)
+    passes = 3 * Pipeline(stages, batch // layout.dp // size, layout.vpp or 1).seconds
+    return batch * SEQUENCE / (passes + reduce_seconds(elements, its, layout, DEVICES["H100"])) / layout.ranks
+
+
+def decoding_table(speeds: list[dict[str, Any]]) -> str:
+    """Return the table of decoding steps."""
+    lines = ["| decoding on H100 | sequences | mean response | published ms | planned | planned / published |", "|---|---|---|---|---|---|"]
+    for speed in speeds:
+        ms = 1000 * decoding_seconds(speed)
+        cells = (f"{speed['model']}, {speed['gpus']} GPUs", speed["running"], speed["response"], speed["ms"])
+        lines.append(f"| {' | '.join(map(str, cells))} | {ms:.1f} | {ms / speed['ms']:.2f} |")
+    return "\n".join(lines)
+
+
+def decoding_seconds(speed: Mapping[str, Any]) -> float:
+    """The seconds that the plan computes for a row of decoding steps, with responses half as long as they become."""
+    model, apart = description_of(MODELS[speed["model"]]), speed["gpus"] > 1
+    engine = plan_engine(model, RolloutSettings(tp=speed["gpus"], expert_parallel=apart), "bfloat16", 80 * GB)
+    tokens = PROMPT + speed["response"] / 2
+    return decode_seconds(facts(model), language_elements(model), engine, DEVICES["H100"], speed["running"], tokens, expert_parallel=apart)
 
 
 def memory(row: Mapping[str, Any]) -> float:
@@ -144,8 +181,10 @@ def planned(row: Mapping[str, Any], directory: Path) -> tuple[TrainConfig, Model
     (path / "config.json").write_text(json.dumps(config_of(MODELS[row["model"]])))
     tp, dp = row["engine"]
     shared = "engines" not in row
+    mode = "free" if "lag" in row else "ahead" if row.get("ahead") else "sync"
     prompts, samples, mini_batches = row["batch"]
     megatron = {f"num_layers_in_{end}_pipeline_stage": row[end] for end in ("first", "last") if end in row}
+    megatron |= {"moe_token_dispatcher_type": "flex"} if row.get("flex") else {}
     sizes = {size: row[size] for size in ("tp", "pp", "cp", "ep") if size in row}
     given: dict[str, Any] = {
         "model": {
@@ -159,14 +198,16 @@ def planned(row: Mapping[str, Any], directory: Path) -> tuple[TrainConfig, Model
         "rollout.replicas": (row["gpus"] if shared else row["engines"]) // (tp * dp),
         "rollout.tp": tp,
         "rollout.dp": dp,
-        "rollout.expert_parallel": dp > 1,
+        "rollout.expert_parallel": dp > 1 or (tp > 1 and bool(row.get("fp8"))),  # blocks of float8 are not cut
         "rollout.gpu_memory_fraction": row["share"],
+        "rollout.max_num_seqs": 1024,  # vLLM's default on such GPUs; none of the files sets another
         "rollout.quantization": "fp8" if row.get("fp8") else None,
         "rollout.max_prompt_tokens": row["tokens"][0],
         "rollout.max_response_tokens": row["tokens"][1],
         "rollout.samples_per_prompt": samples,
-        "rollout.mode": "ahead" if row.get("ahead") else "sync",
-        **({"algorithm.correction": {"type": "tis"}} if row.get("ahead") else {}),
+        "rollout.mode": mode,
+        "rollout.max_lag": row.get("lag"),
+        **({"algorithm.correction": {"type": "tis"}} if mode != "sync" else {}),
         "train.prompts_per_step": prompts,
         "train.mini_batches": mini_batches,
         "train.micro_batch_tokens": max(row["micro"], sum(row["tokens"])),
@@ -178,14 +219,18 @@ def planned(row: Mapping[str, Any], directory: Path) -> tuple[TrainConfig, Model
 
 
 def fitting(config: TrainConfig, models: Models, device: Device, row: Mapping[str, Any]) -> tuple[Plan, str]:
-    """Plan a published configuration; if its file keeps the optimizer in host memory, or it does not fit otherwise, also with that."""
+    """Plan a published configuration; if its file keeps the optimizer in host memory, or it does not fit otherwise, also with that.
+
+    It may use the whole of a GPU, of which the plan leaves a part as headroom, since others have run it.
+    """
     tries = {"": config, ", models take turns": parked(config), ", Adam in host memory": offloaded(parked(config))}
     if row.get("offload"):
         tries.pop(", models take turns")
     for how, tried in tries.items():
-        plan = build(tried, models, device, memory(row), remedies=False)
-        if not plan.faults:
-            return plan, how
+        for gb in (memory(row), memory(row) * WHOLE):
+            plan = build(tried, models, device, gb, remedies=False)
+            if not plan.faults:
+                return plan, how
     return plan, how
 
 

@@ -1,6 +1,7 @@
 """What a GPU can do according to its maker, and what share of it this work reaches: the figures from which times are computed.
 
-Every figure is an assumption that `megarl plan` prints beside the results; none was measured by megarl.
+None was measured by megarl. The shares and latencies agree with speeds that others publish (`figures.md`, "Published layouts and speeds");
+`megarl plan` prints the most important ones beside the results.
 """
 
 from dataclasses import dataclass, replace
@@ -22,12 +23,14 @@ class Device:
     network: float = 50e9  # to all others, one way: 400 Gbit/s per GPU
     node: int = NODE  # GPUs of a node, which share its host memory
     linked: int = NODE  # GPUs that the links connect: those of a node, or of all nodes in a rack
+    engines: "Device | None" = None  # the GPUs of the engines, if these are of another kind than the ranks'
 
 
 # The makers' data sheets (of B200 and B300: HGX, of GB200: NVL72); dense figures, without structured sparsity.
 DEVICES = {
     one.name: one
     for one in (
+        Device("L40S", 48, 362e12, 0.864e12, 32e9, 25e9),
         Device("A100", 80, 312e12, 2.04e12, 300e9, 25e9),
         Device("H100", 80, 989e12, 3.35e12),
         Device("H20", 96, 148e12, 4.0e12),
@@ -38,15 +41,15 @@ DEVICES = {
         Device("B300", 270, 2250e12, 8.0e12, 900e9, 100e9),
     )
 }
-TRAIN_MFU, PREFILL_MFU = 0.25, 0.35  # share of `flops` that the matrix products of such an MoE reach
+TRAIN_MFU, PREFILL_MFU = 0.4, 0.35  # share of `flops` that the matrix products of such an MoE reach
 FLOAT32 = 16  # times as long as in bfloat16 takes a product in float32
-DECODE_SHARE, STREAM_SHARE = 0.6, 0.8  # of `bandwidth`: in decoding, and where weights and gradients pass through
-NETWORK_SHARE = 0.6  # of `link` and `network`
+STREAM_SHARE = 0.8  # of `bandwidth`, where weights, gradients, or keys and values pass through
+NETWORK_SHARE = 0.8  # of `link` and `network`
 LAYER_LATENCY = 0.4e-3  # seconds in which a host launches a layer's forward pass, however few its tokens are
 EXCHANGE_LATENCY = 0.1e-3  # seconds that a layer waits for a collective of its tensor- or expert-parallel group, or a step of its ring
-DECODE_LATENCY = 0.1e-3  # seconds of a layer in a decoding step, however few the sequences are
-REDUCE_LATENCY = 0.03e-3  # seconds of one of the two sums over an engine's tensor-parallel group in such a layer
-SEQUENCE_LATENCY = 15e-6  # seconds in which an engine's host schedules and reads a token of one of its sequences
+DECODE_LATENCY = 0.06e-3  # seconds of a layer in a decoding step, however few the sequences are
+REDUCE_LATENCY = 0.015e-3  # seconds of one of the two sums over an engine's tensor-parallel group in such a layer
+SEQUENCE_LATENCY = 0.7e-6  # seconds that each sequence adds to such a layer, beside its matrix products and its cache
 HOST_BANDWIDTH = 25e9  # bytes per second between a GPU and its host's pinned memory
 HOST_MEMORY = 40e9  # bytes per second of a GPU's share of its host's memory, in Adam's pass
 IMAGE_SHARE, IMAGE_TOKENS = 0.5, 1024  # share of a sequence's tokens that are images', and the tokens of an image
@@ -55,7 +58,7 @@ MEAN_LENGTH = 0.5  # of a response, as a share of the longest
 
 
 def device_of(memory_gb: float, gpus_per_node: int | None = None, name: str | None = None) -> Device:
-    """The GPU of that name; without one, the first of the table that is neither an A100 nor AMD's with enough memory, else the last.
+    """The GPU of that name; without one, the first of the table with enough memory, else the last, but no L40S, A100 or one of AMD.
 
     Args:
         memory_gb: the memory of a GPU.
@@ -64,8 +67,18 @@ def device_of(memory_gb: float, gpus_per_node: int | None = None, name: str | No
     """
     if name is not None:
         return in_nodes(DEVICES[name], gpus_per_node)
-    proposed = [one for one in DEVICES.values() if one.name not in ("A100", "MI300X")]
+    proposed = [one for one in DEVICES.values() if one.name not in ("L40S", "A100", "MI300X")]
     return in_nodes(next((one for one in proposed if one.memory_gb >= memory_gb), proposed[-1]), gpus_per_node)
+
+
+def of_engines(device: Device, memory_gb: float) -> tuple[Device, float]:
+    """The kind of the engines' GPUs and the memory of each: the ranks', unless they are of another kind.
+
+    Args:
+        device: the kind of the ranks' GPUs.
+        memory_gb: the memory of each of these.
+    """
+    return (device, memory_gb) if device.engines is None else (device.engines, device.engines.memory_gb)
 
 
 def in_nodes(device: Device, gpus_per_node: int | None) -> Device:

@@ -26,6 +26,8 @@ class Facts:
 
     n: Sizes
     topk: int  # experts per token; 0: a dense model
+    groups: int  # of experts; 1: they are not grouped
+    chosen: int  # groups in which a token's experts are, at most
     head_norm: bool  # whether queries and keys are normalised
     rotary: int  # width of the part of a head with rotary embedding
     latents: Latents | None
@@ -70,6 +72,8 @@ def facts(model: ModelDescription) -> Facts:
     return Facts(
         n=n,
         topk=fields["moe_router_topk"] if n.experts else 0,
+        groups=fields.get("moe_router_num_groups", 1),
+        chosen=fields.get("moe_router_group_topk", 1),
         head_norm=bool(fields["qk_layernorm"]),
         rotary=latents.rotary if latents else int(n.head_dim * model.rope.fraction),
         latents=latents,

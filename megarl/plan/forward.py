@@ -71,7 +71,7 @@ def stage_seconds(
         model: the model.
         elements: the number of its parameters.
         layout: the layout of the ranks.
-        megatron: `model.megatron`, for stages of unequal size.
+        megatron: `model.megatron`, for stages of unequal size and the dispatcher of tokens.
         device: the type of every GPU.
         tokens: of the micro-batch, on all ranks that share it.
         length: the number of tokens of a sequence.
@@ -82,7 +82,8 @@ def stage_seconds(
     traffic = (4 if training else 2) / (device.bandwidth * STREAM_SHARE)
     dense, mixture = (_layer_flops(model, elements, length, experts=experts) for experts in (False, True))
     waits = [
-        _wait(model, layout, device, tokens, experts=experts) + traffic * _layer_elements(model, elements, layout, experts=experts)
+        _wait(model, layout, megatron, device, tokens, length, experts=experts)
+        + traffic * _layer_elements(model, elements, layout, experts=experts)
         for experts in (False, True)
     ]
     near = layout.ranks <= device.linked
@@ -127,14 +128,18 @@ def _layer_elements(model: Facts, elements: int, layout: Layout, *, experts: boo
     return _attention_elements(model, elements) / layout.tp + n.matrices * n.hidden * (routed + width)
 
 
-def _wait(model: Facts, layout: Layout, device: Device, tokens: float, *, experts: bool) -> float:
+def _wait(
+    model: Facts, layout: Layout, megatron: Mapping[str, Any], device: Device, tokens: float, length: float, *, experts: bool
+) -> float:
     """Seconds of a layer's forward pass that are not computation: collectives, bfloat16, and the time to launch it.
 
     Args:
         model: the model.
         layout: the layout of the ranks.
+        megatron: `model.megatron`, for the dispatcher of tokens.
         device: the type of every GPU.
         tokens: of the micro-batch, on all ranks that share it.
+        length: the number of tokens of a sequence.
         experts: whether the layer's MLP is a mixture of experts.
     """
     n, rows = model.n, tokens / layout.cp
@@ -146,15 +151,21 @@ def _wait(model: Facts, layout: Layout, device: Device, tokens: float, *, expert
         waits += moved / (link if layout.tp <= device.linked else far) + blocks * EXCHANGE_LATENCY
     if experts and layout.ep * layout.etp > 1:
         ranks = layout.ep * layout.etp
-        moved = 2 * rows / layout.tp * model.topk * n.hidden * 2 * layout.etp
+        moved = 2 * rows / layout.tp * n.hidden * 2 * layout.etp  # there and back, of one copy of each token
         outside = max(0.0, 1 - device.linked / ranks)
-        waits += max(moved * outside / far, moved * (1 - outside - 1 / ranks) / link) + 2 * EXCHANGE_LATENCY
+        copies = model.topk * outside
+        if outside and megatron.get("moe_token_dispatcher_type") == "flex":  # DeepEP, HybridEP: one copy for all experts of a node
+            nodes = ranks / device.linked
+            copies = (nodes - 1) * min(model.chosen / min(nodes, model.groups), 1 - (1 - 1 / nodes) ** model.topk)
+        waits += max(moved * copies / far, moved * model.topk * (1 - outside - 1 / ranks) / link) + 2 * EXCHANGE_LATENCY
     if layout.cp > 1:
         moved = rows * 4 * n.groups * n.head_dim / layout.tp * (layout.cp - 1) * model.attention_layers
         if (nets := model.delta_nets) is not None:  # each rank sends its tokens' heads to the ranks that have these, and gets their answers
             moved += rows * 2 * (nets.channels + 2 * nets.values) / layout.tp * (layout.cp - 1) / layout.cp * model.linear_layers
         moved /= n.layers  # of the average layer
-        waits += moved / (link if layout.cp * layout.tp <= device.linked else far) + (layout.cp - 1) * EXCHANGE_LATENCY
+        ring = moved / (link if layout.cp * layout.tp <= device.linked else far)
+        attention = rows / layout.tp * _attention_flops(model, length) / n.layers / (device.flops * TRAIN_MFU)
+        waits += max(0.0, ring - attention) + (layout.cp - 1) * EXCHANGE_LATENCY  # keys and values travel beside the attention to others
     return waits
 
 

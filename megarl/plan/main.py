@@ -5,11 +5,11 @@ import io
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.config import ConfigError, RunSettings, load
+from megarl.config import ConfigError, RunSettings, TrainConfig, load
 from megarl.imports import find
 from megarl.models.megatron_fields import check_fields, fixed_fields
 from megarl.models.optimizer_fields import check_optimizer
@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: as many as the configuration uses)")
     top.add_argument("--gpu-gb", type=float, metavar="M", help="memory of each (default: cluster.gpu_memory_gb, or 80)")
     top.add_argument("--device", choices=DEVICES, help="GPU type that the times are computed for (default: by memory)")
+    top.add_argument("--engine-device", choices=DEVICES, help="GPU type of the engines, if another (as many ranks as configured)")
     top.add_argument("--json", action="store_true", help="JSON output, for programs")
     return top
 
@@ -50,6 +51,11 @@ def main(arguments: Sequence[str]) -> int:
     config: RunSettings = load(options.config, options.overrides, root)
     memory = options.gpu_gb or (DEVICES[options.device].memory_gb if options.device else config.cluster.gpu_memory_gb or MEMORY_GB)
     device = device_of(memory, config.cluster.gpus_per_node, options.device)
+    if options.engine_device is not None:
+        device = replace(device, engines=device_of(0, config.cluster.gpus_per_node, options.engine_device))
+        if not isinstance(config, TrainConfig) or config.placement.engines == "shared":
+            what = "placement.engines=shared" if isinstance(config, TrainConfig) else f"megarl {options.verb}"
+            raise ConfigError(f"plan: --engine-device {options.engine_device}: with {what} engines have no GPUs of their own")
     models = models_of(config)
     check_fields(config.model.megatron, fixed_fields(models["model"], config.model.dtype, config.layout), config.model.recompute)
     for key, optimizer in config.optimizers.items():

@@ -10,16 +10,17 @@ TIMES = (2, 4, 8, 16, 32)  # times as many data-parallel ranks of an engine
 AWAY = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 
 
-def ways(config: RunSettings, gpus: int) -> list[RunSettings]:
+def ways(config: RunSettings, gpus: int, *, apart: bool = False) -> list[RunSettings]:
     """Return the configuration as it is, and with one or more remedies, the quicker ones first.
 
     Args:
         config: the run's configuration. In `megarl train`, engines and ranks take turns from the start if there are too few GPUs for both.
         gpus: the number of GPUs.
+        apart: whether they cannot take turns, since the engines' GPUs are of another kind.
     """
-    few = isinstance(config, TrainConfig) and gpus < config.layout.ranks + config.rollout.replicas * config.rollout.devices
+    few = not apart and isinstance(config, TrainConfig) and gpus < config.layout.ranks + config.rollout.replicas * config.rollout.devices
     configurations = [sharing(config) if few else config]
-    for remedy in (sharing, recomputed, offloaded):
+    for remedy in (recomputed, offloaded) if apart else (sharing, recomputed, offloaded):
         configurations += [tried for one in configurations if (tried := remedy(one)) not in configurations]
     return configurations
 

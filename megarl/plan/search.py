@@ -12,7 +12,7 @@ from megarl.config import Layout, RolloutSettings, RunSettings, SftConfig, StepS
 from megarl.config.supervised import SupervisedSettings
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
-from megarl.plan.devices import GB, MEMORY_GB, NODE, Device, device_of
+from megarl.plan.devices import GB, MEMORY_GB, NODE, Device, device_of, of_engines
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.remedies import overrides, quantized, ways
 from megarl.plan.whole import Models, Plan, build, models_of
@@ -82,7 +82,8 @@ def search(config: RunSettings, models: Models, device: Device, memory_gb: float
                 best.setdefault(tried.layout, []).append((_fitting(config, tried, plan), tried))
         return sorted((_smallest_of_quickest(ones) for ones in best.values()), key=lambda one: one[0].seconds)
 
-    for engines, way in product(_engines(config, model, device, memory_gb), ways(config, gpus)):
+    apart = device.engines is not None
+    for engines, way in product(_engines(config, model, *of_engines(device, memory_gb)), ways(config, gpus, apart=apart)):
         quickest = fitting(_candidates(_smallest(way), model, device, gpus, engines))[: 2 * most]
         if quickest:
             refined = fitting(other for _, tried in quickest for other in _refinements(config, tried, model))
@@ -121,8 +122,8 @@ def nearest(config: RunSettings, models: Models, device: Device, memory_gb: floa
         memory_gb: the memory of each GPU.
         gpus: the number of GPUs.
     """
-    last = ways(config, gpus)[-2:]  # with everything that saves memory, engines apart and not
-    near, far = _shapes(config, models["model"], device)
+    last = ways(config, gpus, apart=device.engines is not None)[-2:]  # with everything that saves memory, engines apart and not
+    near, far = _shapes(config, models["model"], of_engines(device, memory_gb)[0])
     engines = [*near, *far]
     candidates = (each for way in last for each in _candidates(_smallest(way), models["model"], device, gpus, engines))
     plans = list(_plans(candidates, models, device, memory_gb, gpus))
@@ -245,12 +246,13 @@ def _candidates(
     if placement.critic or placement.reference or placement.reward or placement.teacher or placement.teacher_engines:
         return  # the search does not split ranks among several groups
     shared = config.placement.engines == "shared"
-    splits = {gpus} if shared else {config.layout.ranks, gpus // 4, gpus // 2, gpus - gpus // 4} & set(range(1, gpus))
+    ranks = {config.layout.ranks} if device.engines is not None else {config.layout.ranks, gpus // 4, gpus // 2, gpus - gpus // 4}
+    splits = {gpus} if shared else ranks & set(range(1, gpus))  # as many ranks as there are GPUs of their kind, where there are two kinds
     sequences = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.mini_batches
     offloads = {config.placement.offload, len(assign_roles(config)[0][0]) > 1}
-    for ranks in sorted(splits):
-        engine_gpus = gpus if shared else gpus - ranks
-        for layout, shape, offload in product(_layouts(ranks, experts, sequences, device), engines, sorted(offloads)):
+    for own in sorted(splits):
+        engine_gpus = gpus if shared else gpus - own
+        for layout, shape, offload in product(_layouts(own, experts, sequences, device), engines, sorted(offloads)):
             replicas, rest = divmod(engine_gpus, shape.tp * shape.dp)
             if replicas and not rest:
                 changes = {

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from megarl.plan.devices import DECODE_SHARE, GB, IMBALANCE, MEAN_LENGTH, NETWORK_SHARE, PREFILL_MFU, TRAIN_MFU
+from megarl.plan.devices import GB, IMBALANCE, MEAN_LENGTH, NETWORK_SHARE, PREFILL_MFU, STREAM_SHARE, TRAIN_MFU
 from megarl.plan.ranks import GroupMemory
 from megarl.plan.search import FittingLayout
 from megarl.plan.whole import Plan
@@ -21,7 +21,9 @@ def tables(plan: Plan, layouts: Sequence[FittingLayout], closest: str | None = N
         closest: the result of `nearest`, if nothing fits.
     """
     ranks = sum(group.layout.ranks for group in plan.groups)
-    where = f"{ranks} for ranks" + (f", {plan.engines} for engines" if plan.engines else "") + (", the same ones" if plan.shared else "")
+    engines, other = f"{plan.engines} for engines", plan.device.engines
+    engines += f": {other.name} of {plan.engine_memory / GB:g} GB" if other is not None else ", the same ones" if plan.shared else ""
+    where = f"{ranks} for ranks" + (f", {engines}" if plan.engines else "")
     where += f", {plan.teaching} for teachers' engines" if plan.teaching else ""
     yield (
         f"{plan.architecture}: {plan.parameters / 1e9:.1f} B parameters, {plan.active / 1e9:.1f} B active; {plan.gpus} GPUs of "
@@ -84,7 +86,7 @@ def _engine(plan: Plan) -> Table:
         *("share", "weights", "buffers", "keys, values", "live sequences of an engine", "for each GPU", "weight update"),
     )
     table.add_row(
-        f"{plan.memory * engine.share / GB:.1f}",
+        f"{plan.engine_memory * engine.share / GB:.1f}",
         f"{engine.weights / GB:.1f}",
         f"{engine.overhead / GB:.1f}",
         f"{engine.cache / GB:.1f}",
@@ -147,12 +149,13 @@ def _times(plan: Plan) -> Table:
 
 
 def _assumptions(plan: Plan) -> str:
-    device = plan.device
-    return (
-        f"assumed, and not measured: {device.name} of {device.flops / 1e12:.0f} TFLOP/s x {TRAIN_MFU} (prompts {PREFILL_MFU}), "
-        f"{device.bandwidth / 1e12:.1f} TB/s x {DECODE_SHARE}, {device.link / 1e9:.0f} GB/s in a node and {device.network / 1e9:.0f} "
-        f"between nodes x {NETWORK_SHARE}; mean lengths {MEAN_LENGTH} of the longest; busiest experts {IMBALANCE} of the mean"
+    kinds = "; ".join(
+        f"{one.name} of {one.flops / 1e12:.0f} TFLOP/s x {TRAIN_MFU} (prompts {PREFILL_MFU}), {one.bandwidth / 1e12:.1f} TB/s x "
+        f"{STREAM_SHARE}, {one.link / 1e9:.0f} GB/s in a node and {one.network / 1e9:.0f} between nodes x {NETWORK_SHARE}"
+        for one in (plan.device, plan.device.engines)
+        if one is not None
     )
+    return f"assumed, and not measured: {kinds}; mean lengths {MEAN_LENGTH} of the longest; busiest experts {IMBALANCE} of the mean"
 
 
 def _found(layouts: Sequence[FittingLayout]) -> Table:

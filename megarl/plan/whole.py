@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from math import ceil
 from typing import Any
 
 from megarl.cluster.process_kinds import assign_roles
@@ -14,7 +13,7 @@ from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_layout
-from megarl.plan.devices import GB, IMAGE_SHARE, IMAGE_TOKENS, MEAN_LENGTH, Device
+from megarl.plan.devices import GB, IMAGE_SHARE, IMAGE_TOKENS, MEAN_LENGTH, Device, of_engines
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.facts import facts
 from megarl.plan.forward import active_parameters
@@ -39,6 +38,7 @@ class Plan:
     active: float  # parameters that a token is multiplied with
     device: Device
     memory: float  # bytes of a GPU
+    engine_memory: float  # bytes of a GPU of an engine
     gpus: int
     shared: bool  # whether engines and ranks take turns on the same GPUs
     groups: list[GroupMemory]
@@ -64,7 +64,7 @@ class Plan:
         """Bytes in use on a GPU of an engine during a weight update."""
         if self.engine is None:
             return 0
-        occupied = self.engine.weights + self.engine.overhead + self.beside if self.shared else self.memory * self.engine.share
+        occupied = self.engine.weights + self.engine.overhead + self.beside if self.shared else self.engine_memory * self.engine.share
         return occupied + self.receiver
 
     @property
@@ -92,21 +92,32 @@ def models_of(config: RunSettings) -> Models:
     return models
 
 
-def build(config: RunSettings, models: Models, device: Device, memory_gb: float, gpus: int | None = None, *, remedies: bool = True) -> Plan:
+def build(
+    config: RunSettings,
+    models: Models,
+    device: Device,
+    memory_gb: float,
+    gpus: int | None = None,
+    *,
+    remedies: bool = True,
+    mean_length: float = MEAN_LENGTH,
+) -> Plan:
     """Plan a run.
 
     Args:
         config: the configuration of `megarl train`, or of a supervised stage.
         models: the result of `models_of`.
-        device: the GPU from whose speed the times are computed.
-        memory_gb: the memory of each GPU.
+        device: the GPU from whose speed the times are computed, and with it those of the engines, if they are of another kind.
+        memory_gb: the memory of each GPU, but for engines of another kind.
         gpus: the number of GPUs; None: as many as the configuration asks for.
         remedies: whether a rank that does not fit is also planned with settings that save memory; its fault then says what it would need.
+        mean_length: of a prompt and of a response, as a share of the longest, from which the times are computed.
 
     Raises:
         ConfigError: a layout that does not divide a model.
     """
     model, memory = models["model"], memory_gb * GB
+    engine_device, engine_gb = of_engines(device, memory_gb)
     groups = _groups(config, models)
     engine = receiver = host = None
     apart, teaching = dict[str, EngineMemory](), 0
@@ -119,7 +130,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         # The plan is one for GPUs, also of a configuration for a CPU, whose engines need kv_cache_mb.
         rollout = config.rollout if config.cluster.gpus else config.rollout.model_copy(update={"kv_cache_mb": None, "speculative": None})
         check_engine(model, dtype, rollout, gpu=True)
-        engine, engines = plan_engine(model, config.rollout, dtype, memory), config.rollout.replicas * config.rollout.devices
+        engine, engines = plan_engine(model, config.rollout, dtype, engine_gb * GB), config.rollout.replicas * config.rollout.devices
         receiver = receiver_bytes(model, config.sync, dtype, config.rollout, config.senders)
         if shared:  # a rank sends from a GPU on which an engine receives
             receiver += _sender_bytes(config, model)
@@ -132,11 +143,18 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
             teaching = len(apart) * scoring.replicas * scoring.tp
         needed_gpus += teaching
         host = plan_host(config, policy, facts(models.get("critic", model)), groups, engines, needed_gpus, device.node, shared=shared)
-        waiting = max(stage.host for group in groups for stage in group.stages)
+        stages = [stage for group in groups for stage in group.stages]
+        # Of models that take turns out and in both for scoring and for the update; of ranks that leave the GPUs to the engines once.
+        parked = max(2 * stage.host or (stage.waiting if shared else 0) for stage in stages)
         sent, ahead = sent_bytes(model, config.rollout, dtype), config.rollout.mode != "sync"
         teachers = [] if config.distillation is None else [models[name] for name in config.distillation.models]
         taught = [(facts(teacher), language_elements(teacher)) for teacher in teachers]
-        times = plan_times(config, policy, elements, engine, device, waiting, offloaded, sent, taught, ahead=ahead)
+        times = plan_times(
+            *(config, policy, elements, engine, device, parked, offloaded, sent, taught),
+            ahead=ahead,
+            engine_device=engine_device,
+            mean_length=mean_length,
+        )
     else:
         assert isinstance(config, SupervisedConfig)
         times = plan_supervised(config, policy, elements, device, offloaded)
@@ -146,6 +164,7 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
         active=active_parameters(policy, elements),
         device=device,
         memory=memory,
+        engine_memory=engine_gb * GB,
         gpus=gpus if gpus is not None else needed_gpus,
         shared=shared,
         groups=groups,
@@ -168,10 +187,12 @@ def build(config: RunSettings, models: Models, device: Device, memory_gb: float,
             f"images are {IMAGE_SHARE:.0%} of the tokens, of {IMAGE_TOKENS} tokens each, and in the fullest micro-batch all; the vision "
             "tower is whole on each rank of the first stage, and the times have no backward pass of it"
         )
-    if engine is not None and engine.tp > device.node:
+    if device.engines is not None:
+        plan.notes.append(f"engines have {device.engines.name}; a run itself chooses nodes by their free GPUs, of whatever kind these are")
+    if engine is not None and engine.tp > engine_device.node:
         plan.notes.append(
-            f"rollout.tp={engine.tp}: nodes of more than {device.node} GPUs, since the tp GPUs of a data-parallel rank are on one node; "
-            "rollout.dp may span nodes"
+            f"rollout.tp={engine.tp}: nodes of more than {engine_device.node} GPUs, since the tp GPUs of a data-parallel rank are on one "
+            "node; rollout.dp may span nodes"
         )
     plan.faults.extend(_faults(plan, needed_gpus, config if remedies else None, models))
     room = config.cluster.host_memory_gb
@@ -205,7 +226,7 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
         roles.append(PlannedModel(name, model, optimizer, value=name in ("critic", "reward"), micro_batch_tokens=tokens))
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
-        micro_batches=ceil(micro_batches(config.train, config.rollout, layout) / MEAN_LENGTH),  # all responses of the greatest length
+        micro_batches=micro_batches(config.train, config.rollout, layout),
         sync_bytes=_sender_bytes(config, models["model"]) if "policy" in names else 0,
         kept_bytes=kept_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
         senders=config.senders,
@@ -245,7 +266,7 @@ def _faults(plan: Plan, needed_gpus: int, config: RunSettings | None, models: Mo
         what = "ranks" if (plan.shared or plan.engine is None) and not plan.teaching else "ranks and engines"
         faults.append(f"layout: {what} need {needed_gpus} GPUs, but there are {plan.gpus}")
     if plan.engine is not None:
-        engine_faults = _engine_faults(plan, plan.engine, has)
+        engine_faults = _engine_faults(plan, plan.engine)
         if engine_faults and isinstance(config, TrainConfig):
             engine_faults[0] += _engine_remedies(plan, config, models)
         faults += engine_faults
@@ -267,7 +288,7 @@ def _engine_remedies(plan: Plan, config: TrainConfig, models: Models) -> str:
             other = build(tried, models, plan.device, plan.memory / GB, remedies=False)
         except ConfigError:  # the model cannot be split so
             return False
-        return other.engine is not None and not _engine_faults(other, other.engine, "")
+        return other.engine is not None and not _engine_faults(other, other.engine)
 
     experts = facts(models["model"]).n.experts
     larger = next((tried for tried in spread(config) if fits(tried)), None) if experts else None
@@ -290,26 +311,27 @@ def _remedies(plan: Plan, config: RunSettings, models: Models, number: int) -> s
     return "; it would need " * bool(savings) + ", ".join(f"{size / GB:.1f} GB with {how}" for how, size in savings.items())
 
 
-def _engine_faults(plan: Plan, engine: EngineMemory, has: str) -> list[str]:
-    faults, share = [], plan.memory * engine.share
+def _engine_faults(plan: Plan, engine: EngineMemory) -> list[str]:
+    faults, memory = list[str](), plan.engine_memory
+    share, has = memory * engine.share, f"and a GPU has {memory / GB:g} GB"
     contents = f"weights {engine.weights / GB:.1f} GB and buffers {engine.overhead / GB:.1f} GB"
     if not engine.room:
         faults.append(
             f"{engine.size}: {contents} leave "
-            f"{max(0, engine.cache) / GB:.1f} of rollout.gpu_memory_fraction={engine.share:g} of a GPU's {plan.memory / GB:g} GB, and one "
+            f"{max(0, engine.cache) / GB:.1f} of rollout.gpu_memory_fraction={engine.share:g} of a GPU's {memory / GB:g} GB, and one "
             f"sequence of {engine.longest} tokens takes {engine.sequence(engine.longest) / GB:.1f} GB of keys and values"
         )
     waits = ASLEEP + plan.kept
-    if plan.shared and share + waits > plan.memory:
+    if plan.shared and share + waits > memory:
         faults.append(
             f"rollout.gpu_memory_fraction={engine.share:g}: {share / GB:.1f} GB beside {waits / GB:.1f} GB of a rank that waits, {has}"
         )
-    if plan.update > plan.memory and plan.shared:
+    if plan.update > memory and plan.shared:
         faults.append(
             f"{engine.size}: in a weight update a GPU holds an engine's {contents}, a rank's weights {plan.beside / GB:.1f} GB and "
             f"{plan.receiver / GB:.1f} GB of buckets, {plan.update / GB:.1f} GB together, {has}"
         )
-    elif plan.update > plan.memory:
+    elif plan.update > memory:
         faults.append(
             f"rollout.gpu_memory_fraction={engine.share:g}: a weight update takes {plan.receiver / GB:.1f} GB on a GPU of an engine beside "
             f"{share / GB:.1f} GB, {has}"
