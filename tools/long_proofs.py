@@ -87,7 +87,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     ),
     (
         _tests(1200, SLURM, name="slurm-signals", words=f"not ({NODES} or {RAY})"),
-        _distributed(70, "supervised_worker"),
+        _distributed(110, "supervised_worker"),
         _distributed(40, "saving"),
         _tests(60, "tests/e2e/test_sync.py"),
         _distributed(20, "lifetime"),
@@ -135,7 +135,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(420, "tests/e2e/test_own_task.py"),
         _tests(500, SLURM, name="slurm-ray", words=RAY),
         _tests(240, "tests/e2e/test_members.py"),
-        _tests(150, "tests/e2e/test_image_episodes.py", "tests/e2e/test_images.py"),
         _distributed(120, "family_weights"),
     ),
     (
@@ -146,7 +145,8 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(240, "megatron_checkpoints"),
     ),
     (
-        _tests(1200, "tests/e2e/test_soak.py"),
+        _tests(900, "tests/e2e/test_soak.py"),
+        _tests(300, "tests/e2e/test_image_episodes.py", "tests/e2e/test_images.py"),
         _tests(220, "tests/e2e/test_distillation.py"),
     ),
 )

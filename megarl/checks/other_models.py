@@ -138,23 +138,32 @@ def check_teacher(
         )
 
 
-def check_seen(config: TrainConfig, policy: ModelDescription, prompts: Sequence[Prompt]) -> None:
+def check_seen(config: TrainConfig, policy: ModelDescription, prompts: Sequence[Prompt], held_out: Sequence[Sequence[Prompt]] = ()) -> None:
     """Check that every model reads the images of prompts, by up to 10,000 prompts, evenly spaced, and of environments, which may show some.
 
     Args:
         config: the run's configuration.
         policy: the policy.
         prompts: those that are trained on.
+        held_out: of each set, those that are evaluated on, by critic and reward model alone.
 
     Raises:
         ConfigError: a teacher scores texts alone, or another model does not see what the policy sees, of the same tokens.
     """
-    looked = prompts[:: max(1, -(-len(prompts) // LOOKED))]
-    if policy.sizes.vision is None or not (config.environment is not None or any(prompt.images for prompt in looked)):
+
+    def shows(several: Sequence[Prompt]) -> bool:
+        return any(prompt.images for prompt in several[:: max(1, -(-len(several) // LOOKED))])
+
+    if policy.sizes.vision is None:
         return
-    critic, distillation = None if config.critic is None else config.critic.path, config.distillation
-    models = {"model.base": config.model.base, "critic.path": critic}
-    if distillation is not None:
+    trained = config.environment is not None or shows(prompts)
+    if not trained and not any(map(shows, held_out)):
+        return
+    distillation = config.distillation
+    models = {"critic.path": None if config.critic is None else config.critic.path}
+    if trained:
+        models["model.base"] = config.model.base
+    if trained and distillation is not None:
         models |= {f"distillation.{name}": path for name, path in distillation.models.items()}
         if config.placement.teacher_engines is not None or any(isinstance(one, TeacherServer) for one in distillation.scorers.values()):
             raise ConfigError("distillation: the images of prompts or an environment reach no engine or server of a teacher: give it ranks")

@@ -48,7 +48,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     if is_naming() and not prompts.train:
         return prompts
     check_taught(config.distillation, prompts.train)
-    check_seen(config, model, prompts.train)
+    check_seen(config, model, prompts.train, [held_out.prompts for held_out in prompts.sets])
     normalise = config.reward.normalise
     check_count(prompts, "train.prompts_per_step", config.train.prompts_per_step)
     check_count(prompts, "reward.normalise.prompts", 0 if normalise is None else normalise.prompts)

@@ -101,7 +101,9 @@ class ImageReader:
         return changed, images
 
     def heard(self, messages: Sequence[Message], step: int = 0) -> tuple[list[Message], list[Image]]:
-        """Return an environment's messages with marks in the place of images, and the images in order.
+        """Return messages of an environment or an agent with marks in the place of images, and the images in order.
+
+        Nothing is kept unless all of them are taken.
 
         Args:
             messages: the messages.
@@ -110,32 +112,34 @@ class ImageReader:
         Raises:
             ConfigError: an image that is not taken, or too many tokens of images; the message is the environment's fault.
         """
-        changed, images, total = list[Message](), list[Image](), 0
+        changed, images, total = list[Message](), list[tuple[Image, bytes]](), 0
         for message in messages:
             content = message.get("content")
-            parts: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
             texts = list[str]()
-            for part in parts:
+            for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
                 text = part.get("text", "")
                 if MARK in text:
                     raise ConfigError(f"a text has U+{ord(MARK):04X}, which stands for images here")
                 texts.append(MARK if part["type"] == "image" else text)
                 if part["type"] == "image":
-                    images.append(self._kept(part["image"], step))
-                    total += images[-1].tokens
+                    images.append(self._checked(part["image"]))
+                    total += images[-1][0].tokens
                 if total > self._most:
                     raise TooLong(f"{len(images)} images have {total} tokens, more than {self._limit_key}={self._most}")
-            changed.append(message if isinstance(content, str) else {**message, "content": "".join(texts)})
-        return changed, images
+            changed.append({**message, "content": "".join(texts)} if isinstance(content, list) else message)
+        return changed, [self._kept(image, data, step) for image, data in images]
 
-    def _kept(self, value: Any, step: int) -> Image:
+    def _checked(self, value: Any) -> tuple[Image, bytes]:
+        """Return an image that no file has yet, and its bytes."""
         try:
             data = held(value)
             if data is None:
                 raise BadImage("no bytes")
-            image = self.processor.read(data, ImageSource(""))
+            return self.processor.read(data, ImageSource("")), data
         except BadImage as error:
             raise ConfigError(f"the image is refused: {error}") from None
+
+    def _kept(self, image: Image, data: bytes, step: int) -> Image:
         return image if self._folder is None else replace(image, source=kept_file(data, self._folder / str(step)))
 
     def filled(self, text: str, images: Sequence[Image], template: ChatTemplate) -> str:

@@ -161,7 +161,7 @@ class TurnTokens:
         if self.reader is not None:
             return self.reader.heard(messages, step)
         if any(isinstance(message.get("content"), list) for message in messages):
-            raise ConfigError("it answers with parts that may be images, and the model sees none")
+            raise ConfigError("a message has parts that may be images, and the model sees none")
         return list(messages), []
 
     def form(self, arguments: Mapping[str, Any]) -> TurnForm:

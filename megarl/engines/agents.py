@@ -18,16 +18,20 @@ import numpy as np
 
 from megarl.batch import Sample
 from megarl.data.images import shown_task
-from megarl.data.messages import arguments_of
+from megarl.data.intake import TooLong
+from megarl.data.messages import Message, arguments_of
 from megarl.data.spelled import unmarked
 from megarl.data.tokenizer import check_size, decode, encode, first_line
 from megarl.data.turns import Dialogue
 from megarl.engines.engine import RolloutError
 from megarl.engines.episodes import NOTHING, Played, Player, chained, joined, prefill
 from megarl.engines.generate import request_for, request_seed
+from megarl.environments.agents.contents import images_of
 from megarl.environments.agents.host import AgentHost
 from megarl.environments.agents.questions import Answer, Call, ChatRequest, Refusal, heard
 from megarl.environments.protocol import EnvironmentFailed, Turn
+from megarl.image_source import MOST_BYTES
+from megarl.images import PlacedImage
 
 NO_CALL = "no call: the agent ended without asking the policy"
 TOO_LONG = "context_length_exceeded"
@@ -40,6 +44,7 @@ class _Read:
     tokens: list[int]
     dialogue: Dialogue | None  # None: a text or tokens, and no conversation
     text: str
+    images: Sequence[PlacedImage] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class AgentPlayer(Player):
         self._said: dict[int, _Said] = {}  # by the number of the call
         self._asked, self._written = 0, 0
         self._longest: int | None = None  # tokens of a context
-        self._draws = Counter[bytes]()  # requests by their tokens
+        self._draws = Counter[bytes]()  # requests by their tokens and images
+        self._images: dict[bytes, int] = {}  # bytes of the images that it was sent, by their SHA-256
         self._cut = self._refused = self._unreadable = self._over = False
         self._failure: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
 
@@ -89,10 +95,11 @@ class AgentPlayer(Player):
         limit = min(most, question.max_tokens or most)
         number, self._asked = self._asked, self._asked + 1
         sampling = replace(self.sampling, stop=(*self.sampling.stop, *question.stop))
-        draw = self._draw(read.tokens)
+        draw = self._draw(read)
         seed = request_seed(self.sampling.seed, self.start.id, self.number, draw)
         try:
-            sample = await self.ask(request_for((self.start.id, self.number, draw), read.tokens, limit, sampling, seed))
+            request = request_for((self.start.id, self.number, draw), read.tokens, limit, sampling, seed)
+            sample = await self.ask(replace(request, images=tuple(read.images)))
         except RolloutError as error:
             if not self._failure.done():
                 self._failure.set_exception(error)
@@ -128,9 +135,10 @@ class AgentPlayer(Player):
             raise
         return min(self.limits.turn_tokens or room, room, left)
 
-    def _draw(self, tokens: Sequence[int]) -> int:
-        """Return the number of a request's draws: they depend on its tokens and on how many requests had the same, not on when it came."""
-        digest = hashlib.blake2b(np.array(tokens, np.int64).tobytes(), digest_size=8).digest()
+    def _draw(self, read: _Read) -> int:
+        """Return the number of a request's draws: it depends on what is read and on how many requests had the same, not on when it came."""
+        shown = "".join(placed.image.digest for placed in read.images).encode()
+        digest = hashlib.blake2b(np.array(read.tokens, np.int64).tobytes() + shown, digest_size=8).digest()
         self._draws[digest] += 1
         return (int.from_bytes(digest, "big") << 16) + self._draws[digest]
 
@@ -140,23 +148,33 @@ class AgentPlayer(Player):
             return self._read_prompt(question.prompt) if question.prompt is not None else self._read_messages(question)
         except Refusal:
             raise
+        except TooLong as error:
+            raise Refusal(400, TOO_LONG, str(error)) from None
         except Exception as error:  # a template may raise anything
-            raise Refusal(400, "invalid_messages", f"the model's chat template refuses it: {first_line(error)}") from None
+            raise Refusal(400, "invalid_messages", f"it cannot be read: {first_line(error)}") from None
 
     def _read_prompt(self, prompt: str | Sequence[int]) -> _Read:
         vocabulary = len(self.tokens.tokenizer)
         if not isinstance(prompt, str):
             if not all(0 <= token < vocabulary for token in prompt):
                 raise Refusal(400, "invalid_prompt", f"tokens are from 0 to {vocabulary - 1}")
+            self._check_blind(prompt)
             return _Read(list(prompt), None, "")
         self._check_size(prompt)
         before = max(
-            (one for one in list(self._said.values()) if one.text and prompt.startswith(one.text)),
+            (one for one in list(self._said.values()) if one.read.dialogue is None and one.text and prompt.startswith(one.text)),
             key=lambda one: len(one.text),
             default=None,
         )
         known, text = ([], "") if before is None else (before.sample.tokens.tolist(), before.text)
-        return _Read([*known, *encode(self.tokens.tokenizer, [prompt[len(text) :]], special=False)[0]], None, prompt)
+        added = encode(self.tokens.tokenizer, [prompt[len(text) :]], special=False)[0]
+        self._check_blind(added)
+        return _Read([*known, *added], None, prompt)
+
+    def _check_blind(self, tokens: Sequence[int]) -> None:
+        """Raise ValueError if a prompt of text or tokens, which has no images, has tokens of some."""
+        if self.tokens.reader is not None:
+            self.tokens.reader.placed(np.array(tokens, np.int64), (), "the prompt")
 
     def _read_messages(self, question: ChatRequest) -> _Read:
         if question.tools and question.calls and self.tokens.template.calls is None:
@@ -164,7 +182,8 @@ class AgentPlayer(Player):
                 400, "invalid_tools", "the model's chat template writes calls in a form that is not read; tool_choice=none leaves them text"
             )
         conversation = list(map(heard, question.messages))
-        self._check_size(json.dumps([question.messages, question.tools], ensure_ascii=False))
+        self._check_size(json.dumps([question.messages, question.tools], ensure_ascii=False, default=lambda image: ""))
+        self._count_images(question.messages)
         before = [
             one
             for one in list(self._said.values())  # a copy, since another thread adds to it
@@ -172,8 +191,9 @@ class AgentPlayer(Player):
         ]
         if not before:
             arguments = arguments_of((self.start.task or {}).get("meta", {}), "the row")
-            dialogue = self.tokens.opened(question.messages, arguments, question.tools)
-            return _Read(dialogue.opening(), dialogue, "")
+            dialogue = self.tokens.opened(question.messages, arguments, question.tools, self.start.step)
+            tokens = dialogue.opening()
+            return _Read(tokens, dialogue, "", dialogue.placed(tokens))
         last = max(before, key=lambda one: len(one.conversation))
         assert last.read.dialogue is not None
         dialogue, spoken = last.read.dialogue.branch(), last.sample.tokens[last.sample.prompt_length :].tolist()
@@ -181,7 +201,18 @@ class AgentPlayer(Player):
         if reading is None:
             self._cut = self._refused = self._unreadable = True
             raise Refusal(400, "unreadable", "template and tokenizer cannot write what the policy wrote as plain text")
-        return _Read(reading.tokens if reading.anew else [*last.read.tokens, *spoken, *reading.tokens], dialogue, "")
+        if reading.anew:
+            return _Read(reading.tokens, dialogue, "", reading.images)
+        read = [*last.read.tokens, *spoken]
+        added = [replace(placed, start=placed.start + len(read)) for placed in reading.images]
+        return _Read([*read, *reading.tokens], dialogue, "", [*last.read.images, *added])
+
+    def _count_images(self, messages: Sequence[Message]) -> None:
+        """Refuse more images than an episode may have; each counts once."""
+        sizes = self._images | {hashlib.sha256(image).digest(): len(image) for image in images_of(messages)}
+        if (total := sum(sizes.values())) > MOST_BYTES:
+            raise Refusal(413, "images_too_large", f"the images of the episode have {total} bytes, more than {MOST_BYTES}")
+        self._images = sizes
 
     def _check_size(self, text: str) -> None:
         """Refuse what cannot fit, before the chat template and the tokenizer take their time."""
@@ -216,25 +247,34 @@ class AgentPlayer(Player):
         turns = contexts([one.sample for one in replies])
         sample = chained([joined(one, reason) for one in turns]) if turns else NOTHING
         rewards = () if error is not None else ((sample.response_length, turn.reward),)
-        follows = [
-            f"\n\n{decode(self.tokens.tokenizer, one[0].tokens[: one[0].prompt_length].tolist(), finished=False)}" for one in turns[1:]
-        ]
+        follows = [f"\n\n{self._shown(one[0].tokens[: one[0].prompt_length].tolist())}" for one in turns[1:]]
         reward, text = 0.0 if error is not None else turn.reward, replies[-1].text if replies else ""
         sample = replace(sample, turn_rewards=rewards)
         return Played(sample, text, reward, len(replies), error, self._unreadable, follows, turn.info, prefill(turns))
+
+    def _shown(self, tokens: list[int]) -> str:
+        """Return a prompt as others read it."""
+        text, reader = decode(self.tokens.tokenizer, tokens, finished=False), self.tokens.reader
+        return text if reader is None else reader.shown(text, self.tokens.tokenizer)
 
 
 def contexts(turns: Sequence[Sample]) -> list[list[Sample]]:
     """Group the turns of an episode, in the order in which they were asked, into contexts.
 
-    A turn joins the context whose tokens, all of them, its prompt begins with (the longest such context); else it begins one.
+    A turn joins the context whose tokens and images, all of them, its prompt begins with (the longest such context); else it begins one.
     """
     grouped: list[list[Sample]] = []
     for turn in turns:
-        prompt = turn.tokens[: turn.prompt_length]
-        begun = [one for one in grouped if np.array_equal(one[-1].tokens, prompt[: len(one[-1].tokens)])]
+        begun = [one for one in grouped if _begins(turn, one[-1])]
         if begun:
             max(begun, key=lambda one: len(one[-1].tokens)).append(turn)
         else:
             grouped.append([turn])
     return grouped
+
+
+def _begins(turn: Sample, before: Sample) -> bool:
+    """Whether a turn's prompt begins with an earlier turn, its prompt and its answer."""
+    length = len(before.tokens)
+    images = [placed for placed in turn.images if placed.start < length]
+    return length <= turn.prompt_length and np.array_equal(before.tokens, turn.tokens[:length]) and images == [*before.images]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.reward_model import BradleyTerry
@@ -20,7 +21,9 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import likeliest
 from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.supervised_worker import MiniBatch, SupervisedWorker, TrainSpec, mini_batch
+from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import TINY, make_checkpoint
+from tests.image_samples import samples as shown
 from tests.rank_pool import Pool
 from tests.rows import rows
 from tests.unit.algorithms.cases import PAIR_LOSSES, PREFERENCES
@@ -46,9 +49,16 @@ LAYOUTS: dict[str, tuple[Layout, list[str]]] = {
 }
 
 
-def samples(seed: int = 4) -> list[Sample]:
-    """Pairs of a prompt and two responses of different lengths."""
-    rng, made = np.random.default_rng(seed), []
+def samples(seed: int = 4, seeing: Path | None = None) -> list[Sample]:
+    """Pairs of a prompt and two responses of different lengths; `seeing`: a model, of which some prompts show up to three images."""
+    rng, made = np.random.default_rng(seed), list[Sample]()
+    if seeing is not None:
+        for asked in shown(seeing, (2, 0, 1, 3, 0, 1, 1), seed):
+            for _ in range(2):
+                tokens = np.concatenate([asked.tokens[: asked.prompt_length], rng.integers(10, 128, int(rng.integers(1, 25)))])
+                logp = np.zeros(len(tokens) - asked.prompt_length, np.float32)
+                made.append(Sample(tokens.astype(np.int32), asked.prompt_length, logp, "stop", images=asked.images))
+        return made
     for _ in range(PAIRS):
         prompt = rng.integers(0, TINY["vocab_size"], int(rng.integers(2, 20)))
         for _ in range(2):
@@ -58,8 +68,9 @@ def samples(seed: int = 4) -> list[Sample]:
     return made
 
 
-def plan(objective: Objective, dp: int, seed: int = 4) -> MiniBatch:
-    return mini_batch(objective, samples(seed), [0.3 * (n // 2) for n in range(2 * PAIRS)], dp, CAPACITY)
+def plan(objective: Objective, dp: int, seed: int = 4, seeing: Path | None = None) -> MiniBatch:
+    margins, capacity = [0.3 * (n // 2) for n in range(2 * PAIRS)], CAPACITY if seeing is None else 2 * CAPACITY
+    return mini_batch(objective, samples(seed, seeing), margins, dp, capacity)
 
 
 def worker(grid: Grid, path: Path, objective: Objective, muon: MuonSettings | None = None) -> SupervisedWorker:
@@ -72,13 +83,15 @@ def worker(grid: Grid, path: Path, objective: Objective, muon: MuonSettings | No
     return rank
 
 
-def learn(grid: Grid, path: Path, names: Sequence[str], muon: MuonSettings | None = None) -> dict[str, list[dict[str, Metric]]]:
+def learn(
+    grid: Grid, path: Path, names: Sequence[str], muon: MuonSettings | None = None, seeing: Path | None = None
+) -> dict[str, list[dict[str, Metric]]]:
     """Of each objective: held-out numbers, a step, held-out numbers."""
     found = {}
     for name in names:
         objective = OBJECTIVES[name]
-        rank, held_out = worker(grid, path, objective, muon), plan(objective, grid.dp_size, seed=5)
-        steps = [rank.measure(held_out), rank.train(plan(objective, grid.dp_size)), rank.measure(held_out)]
+        rank, held_out = worker(grid, path, objective, muon), plan(objective, grid.dp_size, 5, seeing)
+        steps = [rank.measure(held_out), rank.train(plan(objective, grid.dp_size, seeing=seeing)), rank.measure(held_out)]
         found[name] = steps
     return found
 
@@ -113,6 +126,28 @@ def test_metrics_and_gradient_are_independent_of_the_layout(
                 objective,
                 index,
             )
+
+
+SEEN = [
+    *(("qwen3_vl_moe", layout) for layout in ("{ranks: 2}", "{ranks: 2, tp: 2, ep: 2}", "{ranks: 4, pp: 2, ep: 2, cp: 2}")),
+    ("qwen3_5_moe_vl", "{ranks: 4, pp: 2, ep: 2, cp: 2}"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), rows(SEEN, SEEN[2:3]))
+def test_pairs_with_images_learn_the_same_on_every_layout(pool: Pool, make: Make, family: str, layout: str, long: bool) -> None:
+    """Prompts with none to three images; the bounds are those of `test_image_steps`. DPO's accuracy before the step is that of ties."""
+    path, names = make(family), ["dpo", "rm", "sft"] if long else ["dpo"]
+    [one] = pool.run(learn, Layout(), path, names, None, path)
+    ranks = pool.run(learn, Layout(**yaml.safe_load(layout)), path, names, None, path)
+    for objective in names:
+        for index, metrics in enumerate(one[objective]):
+            expected, bound = counted(metrics), 2e-4 if index < 2 else 2e-3
+            if index < 2:
+                expected.pop("dpo/accuracy", None)
+            many = {key: value for key, value in counted(merge(rank[objective][index] for rank in ranks)).items() if key in expected}
+            assert many == pytest.approx(expected, rel=bound, abs=0.05 * bound), (objective, index)
+    assert scalars(one["dpo"][1])["actor/grad_norm"] > 1e-3
 
 
 @pytest.mark.parametrize("name", rows(["dp3_uneven", "tp2_pp2"], []))

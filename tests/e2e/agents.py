@@ -1,5 +1,7 @@
-"""An agent of the end-to-end tests."""
+"""Agents of the end-to-end tests."""
 
+import base64
+import io
 import os
 from typing import Any
 
@@ -22,3 +24,23 @@ def play(task: dict[str, Any]) -> dict[str, float]:
         raise ValueError("no end")
     share = sum(map(str.isalpha, first)) / max(1, len(first))
     return {"reward": share, "word": share}
+
+
+def look(task: dict[str, Any]) -> float:
+    """Show one picture, then a second one in the same conversation; earn the share of letters in the first answer."""
+    from PIL import Image
+
+    client: Any = OpenAI(max_retries=0)
+
+    def shown(size: int) -> dict[str, Any]:
+        file = io.BytesIO()
+        Image.new("RGB", (20 + task["seed"] % 30, size), (255, 0, size)).save(file, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "which?"}]}
+
+    def ask(*messages: dict[str, Any]) -> str:
+        return str(client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages).choices[0].message.content)
+
+    first = ask(shown(24))
+    ask(shown(24), {"role": "assistant", "content": first}, shown(40))
+    return sum(map(str.isalpha, first)) / max(1, len(first))

@@ -26,6 +26,7 @@ from megarl.observe.samples import files
 from tests.e2e.job import ROOT
 from tests.e2e.lab import Lab
 from tests.image_samples import PAD
+from tests.rows import rows
 from tools.check_logits import transformers_model
 from tools.make_tiny_model import build
 
@@ -61,8 +62,9 @@ def conversations(folder: Path, name: str, count: int, seed: int) -> None:
     (folder / f"{name}.jsonl").write_text("\n".join(rows))
 
 
-def test_sft_learns_from_images_and_what_it_saves_sees_them(lab: Lab, tmp_path: Path) -> None:
-    build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+@pytest.mark.parametrize("family", rows(["qwen3_vl_moe", "qwen3_5_moe_vl"], ["qwen3_vl_moe"]))
+def test_sft_learns_from_images_and_what_it_saves_sees_them(lab: Lab, tmp_path: Path, family: str) -> None:
+    build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family=family)
     conversations(tmp_path, "train", 64, seed=1)
     conversations(tmp_path, "eval", 8, seed=2)
     (tmp_path / "sft.yaml").write_text(CONFIG)
@@ -71,8 +73,8 @@ def test_sft_learns_from_images_and_what_it_saves_sees_them(lab: Lab, tmp_path: 
     config = load(tmp_path / "sft.yaml", places, SftConfig)
     with lab.stage():
         sft(config)
-    rows = [json.loads(line) for line in (tmp_path / "seeing" / "metrics.jsonl").read_text().splitlines()]
-    measured = [row["eval/heldout/sft/loss"] for row in rows if "eval/heldout/sft/loss" in row]
+    lines = [json.loads(line) for line in (tmp_path / "seeing" / "metrics.jsonl").read_text().splitlines()]
+    measured = [row["eval/heldout/sft/loss"] for row in lines if "eval/heldout/sft/loss" in row]
     assert len(measured) == 3 and measured[-1] < 0.7 * measured[0]
     for directory, loss in ((tmp_path / "model", measured[0]), (tmp_path / "seeing" / "model", measured[-1])):
         assert abs(transformers_loss(directory, config) - loss) < 1e-4
@@ -97,27 +99,36 @@ train: {steps: 3, prompts_per_step: 8, micro_batch_tokens: 1024, eval_every: 3}
 """
 
 
-def test_rl_trains_on_what_engines_sampled_from_images(lab: Lab, tmp_path: Path) -> None:
+LEARNERS = [("qwen3_vl_moe", "{}"), ("qwen3_5_moe_vl", "{ranks: 2, pp: 2}")]
+
+
+@pytest.mark.parametrize(("family", "layout"), rows(LEARNERS, LEARNERS[:1]))
+def test_rl_trains_on_what_engines_sampled_from_images(lab: Lab, tmp_path: Path, family: str, layout: str) -> None:
     """Tower and language model change together, engines follow, and each token of image and text has the engine's experts."""
-    build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family=family)
     conversations(tmp_path, "asked", 24, seed=1)
-    rows = [json.loads(line)["messages"] for line in (tmp_path / "asked.jsonl").read_text().splitlines()]
-    questions = [json.dumps({"prompt": row[:1], "answer": row[1]["content"]}) for row in rows]
+    asked = [json.loads(line)["messages"] for line in (tmp_path / "asked.jsonl").read_text().splitlines()]
+    questions = [json.dumps({"prompt": row[:1], "answer": row[1]["content"]}) for row in asked]
     (tmp_path / "train.jsonl").write_text("\n".join(questions))
     (tmp_path / "rl.yaml").write_text(RL)
     files = [
         f"{key}.path={tmp_path / name}" for key, name in (("model", "model"), ("data.train", "train.jsonl"), ("data.eval", "train.jsonl"))
     ]
-    config = load(tmp_path / "rl.yaml", [f"run_dir={tmp_path}", *files], TrainConfig)
+    config = load(tmp_path / "rl.yaml", [f"run_dir={tmp_path}", f"layout={layout}", *files], TrainConfig)
     lab.train(config, own_engine=True)
     steps = [json.loads(line) for line in (tmp_path / "playing" / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in steps if "training/rollout_probs_diff_max" in row]
     assert len(trained) == 3 and max(row["training/rollout_probs_diff_max"] for row in trained) < 1e-4
     assert {row["routing/replay_hit_rate"] for row in trained} == {1.0}
-    before, after = (load_file(place / "model.safetensors") for place in (tmp_path / "model", tmp_path / "playing" / "model"))
+    before, after = (saved(place) for place in (tmp_path / "model", tmp_path / "playing" / "model"))
     assert before.keys() == after.keys()
     for part in ("model.visual.", "model.language_model."):
         assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith(part))
+
+
+def saved(directory: Path) -> dict[str, torch.Tensor]:
+    """The weights of a Hugging Face directory of one or several files."""
+    return {name: weight for file in directory.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 
 EVAL = """
@@ -136,8 +147,8 @@ def test_what_generate_and_eval_answer_to_images_is_what_transformers_answers(tm
     """Greedily, from the command line; the picture of a row is shown beside its answer."""
     build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
     conversations(tmp_path, "asked", 8, seed=1)
-    rows = [json.loads(line)["messages"] for line in (tmp_path / "asked.jsonl").read_text().splitlines()]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": row[:1], "answer": row[1]["content"]}) for row in rows))
+    asked = [json.loads(line)["messages"] for line in (tmp_path / "asked.jsonl").read_text().splitlines()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": row[:1], "answer": row[1]["content"]}) for row in asked))
     (tmp_path / "eval.yaml").write_text(EVAL.format(place=tmp_path))
     rows_of = ["--file", "rows.jsonl", "--cpu", "--temperature", "0", "--max-tokens", "6", "--out", "answers.jsonl"]
     called("generate", "model", *rows_of, place=tmp_path)

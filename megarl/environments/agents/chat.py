@@ -4,33 +4,28 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.data.messages import Message, checked_chat
+from megarl.environments.agents.contents import content_of, details_of, texts_of
 from megarl.environments.agents.questions import Answer, ChatRequest, Refusal
 
 Event = tuple[str | None, dict[str, Any]]  # an event of a stream: its name, and its data
 USED = {"model", "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"}
 
 
-def text_of(content: Any, place: str) -> str | None:
-    """Return a content as a text. Raises Refusal if a part of it is no text."""
-    if content is None or isinstance(content, str):
-        return content
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content] if isinstance(content, list) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise Refusal(400, "invalid_content", f"{place}: only texts are read")
-    return "\n".join(map(str, texts))
-
-
 def read_messages(messages: Any, tools: Any) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """Return checked messages and tools of the chat format. Raises Refusal."""
+    """Return checked messages and tools of the chat format; a content with images is a list of parts (`content_of`). Raises Refusal."""
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise Refusal(400, "invalid_messages", "messages must be a list of objects, at least one")
-    texts = [
-        {**one, **({"content": text_of(one["content"], f"message {n}")} if "content" in one else {})} for n, one in enumerate(messages)
-    ]
+    contents = [content_of(one.get("content"), f"message {n}") for n, one in enumerate(messages)]
+    texts = [one if content is None else {**one, "content": texts_of(content)} for one, content in zip(messages, contents, strict=True)]
     try:
         said = checked_chat(texts, "the conversation", False)
     except ValueError as error:
         raise Refusal(400, "invalid_messages", str(error)) from None
+    for n, content in enumerate(contents):
+        if isinstance(content, list):
+            if said[n]["role"] not in ("user", "tool"):
+                raise Refusal(400, "invalid_content", f"message {n}: images are read of users and tools, not of {said[n]['role']!r:.40}")
+            said[n] = {**said[n], "content": content}
     if said[-1]["role"] == "assistant":
         raise Refusal(400, "invalid_messages", "the last message is the assistant's, whom the policy plays; it begins its answers itself")
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
@@ -77,7 +72,7 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     if body.get("n") not in (None, 1):
         raise Refusal(400, "invalid_n", f"n={body['n']!r:.40}: a request has one answer")
     messages, tools = read_messages(body.get("messages"), body.get("tools"))
-    choice, more = body.get("tool_choice"), unused(body, USED | {"n"})
+    choice, more = body.get("tool_choice"), unused(body, USED | {"n"}) | details_of(body["messages"])
     return chat_request(messages, tools, choice, more, read_limits(body, "max_completion_tokens", "max_tokens"))
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.data.messages import Message
-from megarl.environments.agents.chat import Event, chat_request, read_limits, read_messages, text_of, unused
+from megarl.environments.agents.chat import Event, chat_request, read_limits, read_messages, unused
+from megarl.environments.agents.contents import content_of, text_of
 from megarl.environments.agents.questions import Answer, ChatRequest, Refusal
 
 USED = {"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"}
@@ -37,27 +38,29 @@ def _message(one: dict[str, Any], place: str) -> list[Message]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise Refusal(400, "invalid_request_error", f"{place}: content must be a text or a list of blocks")
-    results, texts, calls, thoughts = list[Message](), list[str](), list[dict[str, Any]](), list[str]()
+    results, spoken, calls, thoughts = list[Message](), list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
     for block in content:
         match block.get("type"):
-            case "text":
-                texts.append(str(block.get("text", "")))
+            case "text" | "image":
+                spoken.append(block)
             case "thinking":
                 thoughts.append(str(block.get("thinking", "")))
             case "tool_use":
                 function = {"name": block.get("name"), "arguments": block.get("input")}
                 calls.append({"type": "function", "id": block.get("id"), "function": function})
             case "tool_result":
-                said = text_of(block.get("content"), place) or ""
+                said = content_of(block.get("content"), place) or ""
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
             case other:
-                raise Refusal(400, "invalid_request_error", f"{place}: a block of type {other!r:.40} is not read: only texts and tools are")
-    message: Message = {"role": role, "content": "\n".join(texts)}
+                raise Refusal(
+                    400, "invalid_request_error", f"{place}: the type {other!r:.40} is not read: only texts, images and tools are"
+                )
+    message: Message = {"role": role, "content": content_of(spoken, place)}
     if calls:
         message["tool_calls"] = calls
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
-    return [*results, *([message] if texts or calls or thoughts or not results else [])]
+    return [*results, *([message] if spoken or calls or thoughts or not results else [])]
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What an agent asks the policy and what it is answered, whatever the client's format is."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from megarl.data.messages import Message
 class ChatRequest:
     """One request for a completion."""
 
-    messages: Sequence[Message] = ()  # a conversation that the chat template renders
+    messages: Sequence[Message] = ()  # a conversation that the chat template renders; contents are texts, or parts (`content_of`)
     prompt: str | Sequence[int] | None = None  # a text or tokens that are read as they are; None: `messages`
     tools: Sequence[dict[str, Any]] | None = None  # schemas of the tools that may be called
     calls: bool = True  # whether calls in the answer are told apart from its text
@@ -78,9 +79,15 @@ class Policy(Protocol):
 def heard(message: Message) -> Any:
     """Return what a message says, to compare what a client sends back with what it was answered: without reasoning, ids, JSON's spacing."""
     if message["role"] != "assistant":
-        return message
+        content = message.get("content")
+        return {**message, "content": list(map(_identity, content))} if isinstance(content, list) else message
     calls = [call.get("function", call) for call in message.get("tool_calls", ())]
     return "assistant", (message.get("content") or "").strip(), [(call["name"], _value(call.get("arguments"))) for call in calls]
+
+
+def _identity(part: Message) -> Any:
+    """Return a part of a content, an image by its SHA-256."""
+    return hashlib.sha256(part["image"]).digest() if part["type"] == "image" else part
 
 
 def _value(arguments: Any) -> Any:

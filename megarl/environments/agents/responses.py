@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.data.messages import Message
-from megarl.environments.agents.chat import Event, chat_request, read_limits, read_messages, text_of, unused
+from megarl.environments.agents.chat import Event, chat_request, read_limits, read_messages, unused
+from megarl.environments.agents.contents import content_of, details_of, text_of
 from megarl.environments.agents.questions import Answer, ChatRequest, Refusal
 
 USED = {"model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "store"}
@@ -30,7 +31,8 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         raise Refusal(400, "invalid_tools", "tools must be a list of functions; there are no built-in tools")
     schemas = None if tools is None else [{"type": "function", "function": _function(tool)} for tool in tools]
     messages, schemas = read_messages(messages, schemas)
-    return chat_request(messages, schemas, body.get("tool_choice"), unused(body, USED), read_limits(body, "max_output_tokens"))
+    more = unused(body, USED) | details_of(items)
+    return chat_request(messages, schemas, body.get("tool_choice"), more, read_limits(body, "max_output_tokens"))
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
@@ -41,10 +43,10 @@ def _add(messages: list[Message], item: dict[str, Any], place: str) -> None:
     """Add an item to the messages: the reasoning, text and calls of one answer are one message."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text_of(item.get("output"), place)})
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content_of(item.get("output"), place)})
         return
     if kind == "message" and item.get("role") != "assistant":
-        messages.append({"role": item.get("role"), "content": text_of(item.get("content"), place)})
+        messages.append({"role": item.get("role"), "content": content_of(item.get("content"), place)})
         return
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})

@@ -1,6 +1,7 @@
 """Prompts with images: one token of the prompt for each of an image's tokens, and references to the bytes for engines and ranks."""
 
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +91,23 @@ def test_models_that_do_not_get_the_images_are_refused(path: Path, tmp_path: Pat
     prompts, policy = load(path, tmp_path / "rows.parquet", ROWS), ModelDescription.read(path)
     build(tmp_path / "text", layers=1, hidden=64, experts=4, expert_hidden=32, seed=1)
     example = Path(__file__).parents[3] / "examples" / "vision" / "rl.yaml"
-    for changes, refusal in (
-        ([f"model.base={tmp_path / 'text'}"], r"^model\.base: \S+text does not see images of the same tokens as the policy"),
-        ([f"distillation={{teacher: {path}}}", "placement={teacher_engines: {kv_cache_mb: 32}}"], r"^distillation: the images of prompts"),
+    reward, server = f"reward.source={{type: reward_model, path: {tmp_path / 'text'}}}", "{server: {url: 'http://h/v1', model: m}}"
+    blind = r": \S+text does not see images of the same tokens as the policy"
+    for changes, refusal, measured in (
+        ([f"model.base={tmp_path / 'text'}"], rf"^model\.base{blind}", False),
+        ([f"distillation={{teacher: {tmp_path / 'text'}}}"], rf"^distillation\.teacher{blind}", False),
+        ([f"distillation={{teacher: {path}}}", "placement={teacher_engines: {kv_cache_mb: 32}}"], r"^distillation: the images of", False),
+        ([f"distillation={server}"], r"^distillation: the images of prompts or an environment reach no engine or server", False),
+        (["algorithm={type: ppo}", f"critic={{path: {tmp_path / 'text'}}}"], rf"^critic\.path{blind}", True),
+        ([reward], rf"^reward\.source\.path{blind}", True),
     ):
         config = load_config(example, [f"model.path={path}", *changes], TrainConfig)
         with pytest.raises(ConfigError, match=refusal):
             check_seen(config, policy, prompts)
         check_seen(config, policy, prompts[1:2])  # a text
+        with pytest.raises(ConfigError, match=refusal) if measured else nullcontext():
+            check_seen(config, policy, prompts[1:2], [prompts[1:2], prompts])
+    check_seen(load_config(example, [f"model.path={path}", f"distillation={{teacher: {path}}}"], TrainConfig), policy, prompts)
 
 
 def test_images_for_agents_are_refused(path: Path, tmp_path: Path) -> None:

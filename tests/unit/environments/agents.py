@@ -1,5 +1,6 @@
 """Agents of the tests: sound ones over public clients, and some that do what none should. Imported in the sandbox."""
 
+import base64
 import http.client
 import json
 import os
@@ -150,6 +151,10 @@ def chat(text: str = "say x", **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [user(text)], **more}
 
 
+def shown(image: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(image).decode()}"}}
+
+
 def messages_by_hand(task: Task) -> float:
     """Anthropic's endpoint without its package."""
     status, answer = post(
@@ -177,7 +182,10 @@ def refused(task: Task) -> dict[str, float]:
         (413, "bytes", post(path, b" " * (17 << 20))),
         (400, "characters", post(path, chat("x" * (1 << 20)))),
         (400, "messages", post(path, {"model": MODEL, "messages": 7})),
-        (400, "only texts", post(path, {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]})),
+        (400, "only texts", post(path, {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "input_audio"}]}]})),
+        (400, "nothing is fetched", post(path, {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]})),
+        (400, "the model sees none", post(path, {"model": MODEL, "messages": [{"role": "user", "content": [shown(b"a picture")]}]})),
+        (413, "bytes", post(path, {"model": MODEL, "messages": [{"role": "user", "content": [shown(bytes(16 << 20))]}]})),
         (400, "assistant", post(path, {"model": MODEL, "messages": [user("a"), {"role": "assistant", "content": "b"}]})),
         (400, "needs a text 'role'", post(path, {"model": MODEL, "messages": [{"content": "a"}]})),
         (400, "one answer", post(path, chat(n=3))),
@@ -185,7 +193,7 @@ def refused(task: Task) -> dict[str, float]:
         (400, "tools", post(path, chat(tools=[3]))),
         (400, "tokens are from 0", post("/v1/completions", {"model": MODEL, "prompt": [1 << 40]})),
         (400, "nothing is stored", post("/v1/responses", {"model": MODEL, "input": "a", "previous_response_id": "resp_0"})),
-        (400, "not read", post("/v1/messages", {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image"}]}]})),
+        (400, "not read", post("/v1/messages", {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "document"}]}]})),
         (400, "AttributeError", post("/v1/messages", {"model": MODEL, "messages": [user("a")], "tool_choice": "x"})),
     ]
     for expected, part, (status, answer) in cases:

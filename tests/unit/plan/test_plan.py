@@ -32,7 +32,7 @@ from megarl.plan.states import states
 from megarl.plan.times import StepTimes
 from megarl.plan.whole import Plan, build, models_of
 from tests.e2e.test_environments import REWRITES
-from tests.published_models import MODELS, QWEN3_VL_30B_A3B, config_of, description_of
+from tests.published_models import MODELS, QWEN3_5_35B_A3B, QWEN3_VL_30B_A3B, config_of, description_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSPO = EXAMPLES / "qwen3_30b_a3b" / "gspo.yaml"
@@ -466,7 +466,7 @@ def test_a_teachers_engines_take_gpus_memory_and_time(published: Path) -> None:
 
 
 def test_a_model_that_sees_images_is_planned_with_its_tower(tmp_path: Path) -> None:
-    """In bfloat16 without gradients, on the ranks of the first stage; the examples fit."""
+    """In bfloat16 without gradients, on the ranks of the first stage."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_30B_A3B))
     model, text = ModelDescription.read(tmp_path), description_of(MODELS["Qwen3-30B-A3B"])
     for layout in (Layout(ranks=8, tp=2, ep=4), Layout(ranks=16, pp=2, vpp=2, ep=8)):
@@ -474,7 +474,18 @@ def test_a_model_that_sees_images_is_planned_with_its_tower(tmp_path: Path) -> N
         assert first[0] == replace(one[0], frozen=538_631_408) and first[1:] == one[1:] and rest == others
         trained = shards(model, "lm", layout, {}, tower=True)[0][0]
         assert trained.frozen == 0 and trained.elements == first[0].elements
-    for example, kind in (("sft", SftConfig), ("gspo", TrainConfig)):
-        config = load(EXAMPLES / "qwen3_vl_30b_a3b" / f"{example}.yaml", [f"model.path={tmp_path}"], kind)
-        plan = build(config, models_of(config), device_of(80, config.cluster.gpus_per_node), 80, None)
-        assert plan.faults == []
+
+
+@pytest.mark.parametrize(
+    ("example", "kind", "model"),
+    [
+        ("qwen3_vl_30b_a3b/sft", SftConfig, QWEN3_VL_30B_A3B),
+        ("qwen3_vl_30b_a3b/gspo", TrainConfig, QWEN3_VL_30B_A3B),
+        ("qwen3_5_35b_a3b/gspo_images", TrainConfig, QWEN3_5_35B_A3B),
+    ],
+)
+def test_the_examples_with_images_fit(tmp_path: Path, example: str, kind: Any, model: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = load(EXAMPLES / f"{example}.yaml", [f"model.path={tmp_path}"], kind)
+    plan = build(config, models_of(config), device_of(80, config.cluster.gpus_per_node), 80, None)
+    assert plan.faults == []
