@@ -46,7 +46,7 @@ TABLE = [
         "a template with other calls",
         "train",
         template(CALLS.replace("tool_call", "call") + SAID, TOOLS),
-        SOURCE + r"\.tools: the model's chat template uses another call format",
+        SOURCE + r"\.tools: the model's chat template writes calls of tools in a form that is not read",
     ),
     Case(
         "a template that leaves answers out",
