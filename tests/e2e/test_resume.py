@@ -25,11 +25,14 @@ from megarl.errors import SaveError
 from megarl.host import termination
 from megarl.observe.samples import files
 from megarl.rewards.score import RewardUnavailable
-from tests.e2e.comparing import assert_same
-from tests.e2e.job import EVERYTHING, SFT, Job
+from tests.e2e.comparing import assert_same, cut_after
+from tests.e2e.job import EVERYTHING, RL, SFT, Job
 from tests.e2e.kill_at import done
 from tests.e2e.lab import Lab, command
 from tests.e2e.rewards import share_of_letters
+from tests.e2e.test_pairs import STAGE as PAIRS
+from tests.e2e.test_pairs import write_pairs
+from tests.rows import rows
 from tests.signals import taken
 from tests.unit.rewards.test_http import reply, serving
 
@@ -91,15 +94,33 @@ def test_a_run_may_begin_with_the_weights_of_a_checkpoint(lab: Lab, straight: Jo
     assert_same(checkpoint, directory, "model")
 
 
-MUON = ("algorithm={type: ppo}", "critic={optimizer: {lr: 0.001, muon: {}}}", "optimizer.muon={lr: 0.002, routers: true}", "save.every=1")
+MUON = "{lr: 0.002, routers: true}"
+STEPS = "steps: 3, batch_size: 16, micro_batch_tokens: 256, max_tokens: 48"
+# Verb -> its settings; the critic of RL and of value pretraining has an optimizer of its own.
+STAGES = {
+    "train": ("algorithm={type: ppo}", f"critic={{optimizer: {{lr: 0.001, muon: {MUON}}}}}", f"optimizer.muon={MUON}"),
+    "value": ("algorithm={type: vapo}", f"critic={{optimizer: {{lr: 0.001, muon: {MUON}}}, pretrain_steps: 3}}"),
+    **{verb: (f"optimizer.muon={MUON}", f"{verb}={{{STEPS}}}") for verb in ("sft", "rm", "dpo")},
+}
 
 
-@pytest.mark.long
-def test_a_run_whose_policy_and_critic_have_muon_goes_on(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
-    straight, early = (Job(tmp_path / name, tiny_model, (*MUON, f"train.steps={steps}")) for name, steps in (("straight", 4), ("early", 2)))
-    lab.run(straight)
-    lab.run(early)
-    assert_same(lab.run(replace(early, overrides=straight.overrides)), straight, "model", "critic")
+@pytest.mark.parametrize("verb", rows(STAGES, ["rm"]))
+def test_every_stage_goes_on_with_muon(lab: Lab, tmp_path: Path, tiny_model: Path, verb: str) -> None:
+    """From its first step's checkpoint, which says that it is Muon's, to the bit."""
+    settings, template = [*STAGES[verb], "save={every: 1, keep_last: 3}"], {"train": RL, "value": RL, "sft": SFT}.get(verb, PAIRS)
+    if template is PAIRS:
+        for number, name in enumerate(("train", "eval")):
+            write_pairs(path := tmp_path / f"{name}.jsonl", number, 48)
+            settings.append(f"data.{name}.path={path}")
+    straight = Job(tmp_path / "straight", tiny_model, tuple(settings), verb, template)
+    run = lab.run if template is RL else lab.learn
+    run(straight)
+    cut = replace(straight, runs=cut_after(1, straight, tmp_path / "cut"))
+    [saved] = cut.saves.glob("step_*")
+    models = json.loads((saved / "manifest.json").read_text())["content"]["models"]
+    trained = {"train": ["policy", "critic"], "value": ["critic"]}.get(verb, ["model"])
+    assert [name for name in trained if models[name]["optimizer"].get("muon")] == trained
+    assert_same(run(cut), straight, *(name.replace("policy", "model") for name in trained))
 
 
 def letters(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:

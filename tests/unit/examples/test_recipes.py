@@ -136,6 +136,14 @@ PAPERS: dict[str, dict[str, Any]] = {
         "train.prompts_per_step": 256,
         "train.mini_batches": 1,
     },
+    "muon": {
+        "optimizer.weight_decay": 0.1,
+        "optimizer.muon.momentum": 0.95,
+        "optimizer.muon.nesterov": True,
+        "optimizer.muon.ns_steps": 5,
+        "optimizer.muon.adjust_lr": "match_rms_adamw",
+        "optimizer.muon.lr": None,
+    },
     "ppo": {
         "algorithm.gamma": 1.0,
         "algorithm.gae_lambda": 0.95,
