@@ -6,6 +6,7 @@ matrices into one parameter, so that an adapter is PEFT's, one to one: W + alpha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
 
 # The model_type of families whose adapters have, in tests/distributed/test_lora.py, the gradients of the merged weights.
 PROVEN = (
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "kimi_k2"),
-    *("llama", "minimax_m2", "ministral", "mistral", "mixtral", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
+    *("granite", "granitemoe", "kimi_k2", "llama", "minimax_m2", "ministral", "mistral", "mixtral", "olmoe", "phi3", "qwen2"),
+    *("qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+    *("qwen3_vl", "qwen3_vl_moe"),
 )
 PEFT = "base_model.model."  # begins the names in PEFT's files
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_FOLDER = "adapter"  # in the directory of the merged model
+_NUMBER = re.compile(r"\.(\d+|\{expert\})$")
 _OPS = (Plain, QKV, GateUp, Fused, Sections)  # between the matrices and Megatron's parameter
 
 
@@ -238,7 +241,8 @@ def _group(name: str) -> str:
 
 
 def _leaf(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2]
+    """The name of a matrix's module; that of Granite's experts, which are numbered, of all of them."""
+    return _NUMBER.sub("", name.removesuffix(".weight")).rpartition(".")[2]
 
 
 def _factors(weight: Weight, index: int, rank: int) -> Factors:

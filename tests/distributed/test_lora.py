@@ -114,6 +114,8 @@ FAMILIES = [
     "ernie4_5_moe",
     "minimax_m2",
     "glm4_moe",
+    "granite",
+    "granitemoe",
     "qwen3",
     "qwen3_moe",
     "qwen3_vl",

@@ -28,7 +28,8 @@ def test_targets_are_groups_or_names() -> None:
         (MOE, {"targets": ["mlp"]}, "model.lora.targets: mlp is none of qwen3_moe's: attention, down_proj, experts, gate_proj, k_proj"),
         (MOE, {"targets": ["router"]}, "model.lora.targets: router is none of qwen3_moe's"),
         (MOE, {"rank": 1024}, r"model.lora.rank=1024: model.layers.0.self_attn.k_proj is \[512, 2048\]"),
-        ("Granite-3.1-3B-A800M", {}, "model.lora: not supported for granitemoe; it is for deepseek_v2, deepseek_v3"),
+        ("Nemotron-3-Nano-30B-A3B", {}, "model.lora: not supported for nemotron_h; it is for deepseek_v2, deepseek_v3"),
+        ("Granite-3.1-3B-A800M", {"targets": ["gate_proj"]}, "gate_proj is none of granitemoe's: attention, experts, input_linear, k_proj"),
         ("gpt-oss-120b", {}, r"model.layers.0.mlp.experts.0.gate_up_proj: its layout in Megatron \(Interleaved\) has no adapter"),
     ],
 )
