@@ -192,7 +192,7 @@ def peft_config(settings: LoraSettings, base: str, targets: Iterable[str]) -> di
         "base_model_name_or_path": base,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": settings.dropout,
         "bias": "none",
         "target_modules": sorted(set(targets)),
         "inference_mode": True,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.mappings import (
@@ -37,6 +38,9 @@ from megarl.parallel.weights import canonical_names, head_of, local_parameters, 
 from megarl.text.display import one_line
 
 NAME = "adapters"  # the attribute of a chunk
+# Random states of dropout in Megatron's tracker, which recomputation and checkpoints restore. The shards of an expert's column-parallel
+# layer have the same inputs; any others have tokens or columns of their own.
+OWN, SHARED = "adapters", "adapters of an expert's shards"
 
 
 class Adapter(torch.nn.Module):
@@ -45,14 +49,14 @@ class Adapter(torch.nn.Module):
     Args:
         weight: the parameter that it adapts.
         factors: of each of its adapted matrices.
-        scale: alpha / rank.
+        settings: the section `model.lora`.
         base: the parameter's shard; the factors get its dtype and device.
         grid: this rank's grid.
     """
 
-    def __init__(self, weight: Weight, factors: list[Factors], scale: float, base: Tensor, grid: Grid) -> None:
+    def __init__(self, weight: Weight, factors: list[Factors], settings: LoraSettings, base: Tensor, grid: Grid) -> None:
         super().__init__()
-        self.weight, self.factors, self.scale = weight, factors, scale
+        self.weight, self.factors, self.scale, self.dropout = weight, factors, settings.alpha / settings.rank, settings.dropout
         self.expert, self.dim = weight.expert is not None, weight.op.dim
         self.group = grid.groups.etp if self.expert else grid.groups.tp
         _, self.ranks = tensor_parallel(weight, grid)
@@ -82,12 +86,19 @@ class Adapter(torch.nn.Module):
                 if self.dim == 0
                 else (a, copy_to_tensor_model_parallel_region(b, self.group))
             )
-        inner = F.linear(x_SI, a)
+        inner = F.linear(self.dropped(x_SI), a)
         if not self.expert and self.ranks > 1 and self.dim == 0:
             inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=self.group)
         elif not self.expert and self.ranks > 1 and self.dim == 1:
             inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         return F.linear(inner, b) * self.scale
+
+    def dropped(self, x_SI: Tensor) -> Tensor:
+        """The input of an update with some of its elements zero, chosen alike on ranks that have the same input; else as it is."""
+        if not self.training or not self.dropout:
+            return x_SI
+        with get_cuda_rng_tracker().fork(SHARED if self.expert and self.dim == 0 else OWN):
+            return F.dropout(x_SI, self.dropout)
 
     @torch.no_grad()
     def merged(self, base: Tensor) -> Tensor:
@@ -165,11 +176,13 @@ def put_adapters(chunks: Iterable[Any], model: ModelDescription, settings: LoraS
     chunks = list(chunks)
     parameters = adapted(model, settings, head_of(chunks))
     seed = _seed()
+    if settings.dropout:
+        _put_random_states(seed, grid, next(chunks[0].parameters()).device)
     for chunk in map(unwrap, chunks):
         own, layers, found = dict(chunk.named_parameters()), dict[str, list[Adapter]](), dict[str, Adapter]()
         for name, known in canonical_names(chunk, own, grid.ep_rank).items():
             if known in parameters:
-                found[known] = Adapter(*parameters[known], settings.alpha / settings.rank, own[name], grid)
+                found[known] = Adapter(*parameters[known], settings, own[name], grid)
                 layers.setdefault(name.rpartition(".")[0], []).append(found[known])
         chunk.add_module(NAME, Adapters(found, settings, grid))
         for name, adapters in layers.items():
@@ -269,8 +282,7 @@ def _initialise(adapter: Adapter, seed: int, grid: Grid) -> None:
         if weight.name.endswith("lora_B"):
             parameter.zero_()
             continue
-        drawn = hashlib.sha256(f"{seed} {weight.name}".encode()).digest()[:7]
-        generator = torch.Generator().manual_seed(int.from_bytes(drawn, "big"))
+        generator = torch.Generator().manual_seed(_drawn(seed, weight.name))
         whole = torch.rand(weight.op.packed_shape, generator=generator).mul_(2).sub_(1).div_(weight.op.packed_shape[1] ** 0.5)
         put_factor(weight, parameter, whole, grid)
 
@@ -309,6 +321,18 @@ def _read_peft(adapters: Iterable[Adapter], parameters: Iterable[tuple[Weight, l
                 put_factor(weight, parameter, whole, grid)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model.lora.init: {file}: {one_line(str(error))}") from None
+
+
+def _put_random_states(seed: int, grid: Grid, device: torch.device) -> None:
+    states = get_cuda_rng_tracker().get_states()
+    for name, rank in ((OWN, grid.rank), (SHARED, min(dist.get_process_group_ranks(grid.groups.etp)))):
+        states[name] = torch.Generator(device).manual_seed(_drawn(seed, f"{name} {rank}")).get_state()
+    get_cuda_rng_tracker().set_states(states)
+
+
+def _drawn(seed: int, name: str) -> int:
+    """A seed for this name."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
 
 
 def _seed() -> int:

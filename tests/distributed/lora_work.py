@@ -12,7 +12,7 @@ from megarl.observe.metrics import Metric, scalars
 from megarl.parallel.backend import choose
 from megarl.parallel.export import export_weights, print_of_base, save_hf
 from megarl.parallel.grid import Grid
-from megarl.parallel.lora import factor_parameters, without_adapters
+from megarl.parallel.lora import adapters_of, factor_parameters, without_adapters
 from megarl.parallel.optimizer import Trainable
 from megarl.parallel.weights import local_parameters
 from megarl.ranks.megatron_worker import RankSettings
@@ -56,6 +56,12 @@ def saved(grid: Grid, job: Job, target: Path) -> dict[str, Tensor]:
     policy = build(grid, job)
     save_hf(policy.chunks, ModelDescription.read(job.path), grid, target)
     return factors(grid, policy, job)
+
+
+def dropped(grid: Grid, job: Job) -> dict[str, Tensor]:
+    """What dropout leaves of ones in front of the adapters, in updates, by the name of their parameter."""
+    adapters = adapters_of(build(grid, job).chunks)
+    return {name: adapter.train().dropped(torch.ones(64, 32)) for name, adapter in adapters.items()}
 
 
 def beside_fused_layers(grid: Grid, job: Job) -> tuple[dict[str, Tensor], Report, Report]:

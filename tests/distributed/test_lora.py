@@ -13,7 +13,7 @@ from megarl.models.adapters import PEFT, PEFT_FOLDER, PEFT_WEIGHTS, PROVEN
 from megarl.models.description import ModelDescription
 from megarl.observe.metrics import merge, scalars
 from tests.distributed.checkpoint_work import plain_tensors, resume, resume_from_memory, train_and_save
-from tests.distributed.lora_work import beside_fused_layers, factor_gradients, memorised, read_back, saved, scores, supervised
+from tests.distributed.lora_work import beside_fused_layers, dropped, factor_gradients, memorised, read_back, saved, scores, supervised
 from tests.distributed.test_supervised_worker import counted
 from tests.distributed.tiny_families import Make, layouts
 from tests.distributed.tiny_training import BY_GRADIENTS, Job, Report, assert_same_gradients, gradients, make_checkpoint
@@ -21,6 +21,7 @@ from tests.rank_pool import Pool, RankError
 from tests.rows import rows
 
 LORA = LoraSettings(rank=4, alpha=6.0)
+DROPPING = LoraSettings(rank=4, alpha=6.0, dropout=0.25)
 LAYOUTS = {
     "tp2": Layout(ranks=2, tp=2),
     "ep2": Layout(ranks=2, ep=2),
@@ -206,6 +207,32 @@ def test_a_checkpoint_of_adapters_continues_on_the_same_and_on_another_layout(po
         pool.run(resume, Layout(), replace(job, path=other), step)
     with pytest.raises(RankError, match="holds adapters alone, and the model saves all weights"):
         pool.run(resume, Layout(), replace(job, lora=None), step)
+
+
+def test_dropout_is_the_same_where_the_input_is(pool: Pool, path: Path) -> None:
+    """On the shards of an expert in front of its column-parallel layer, and nowhere else; a quarter is zero, and the mean is kept."""
+    ranks = pool.run(dropped, LAYOUTS["tp2_etp2_ep2"], Job(path, lora=DROPPING))
+    for one, other in ((0, 1), (2, 3)):
+        alike = {name for name in ranks[one] if torch.equal(ranks[one][name], ranks[other][name])}
+        assert alike == {name for name in ranks[one] if ".local_experts." in name and ".linear_fc1." in name} and alike
+    assert not any(torch.equal(one, other) for one, other in zip(ranks[0].values(), ranks[2].values(), strict=True))
+    kept = torch.stack([mask for rank in ranks for mask in rank.values()])
+    assert kept.unique().tolist() == pytest.approx([0, 4 / 3]) and float(kept.mean()) == pytest.approx(1, abs=0.01)
+
+
+def test_dropout_is_drawn_again_by_recomputation_and_a_resume_and_acts_in_updates_alone(pool: Pool, path: Path, tmp_path: Path) -> None:
+    layout, job = LAYOUTS["tp2_etp2"], Job(path, optimizer=BY_GRADIENTS, lora=DROPPING)
+    [without, *_], [plain, *_] = (pool.run(scores, layout, replace(job, lora=lora)) for lora in (DROPPING, LORA))
+    assert without[0].logp == plain[0].logp
+    stored, again = (pool.run(factor_gradients, layout, replace(job, recompute=one))[0] for one in ("none", "full"))
+    assert_same_gradients(again, stored)
+    exact = pool.run(factor_gradients, layout, replace(job, lora=LORA))[0]
+    assert any((stored[name] - exact[name]).abs().max() > 0.1 * exact[name].abs().max() for name in exact)
+    training = Job(path, steps=2, micro_batches=2, lora=DROPPING)
+    then = pool.run(train_and_save, layout, training, tmp_path)
+    step = next(iter(tmp_path.glob("step*")))
+    for mine, theirs in zip(pool.run(resume, layout, training, step), then, strict=True):
+        assert (mine.report, mine.random) == (theirs.report, theirs.random)
 
 
 def test_the_fingerprint_of_the_base_is_the_same_on_every_layout(pool: Pool, path: Path) -> None:
