@@ -36,7 +36,7 @@ class LoraSettings(Section):
     alpha: PositiveFloat = 32.0
     """Scale of the adapters."""
     targets: list[str] | None = None
-    """Adapted matrices: attention, mlp, experts, or names as q_proj, down_proj; null: all linear layers but the router."""
+    """Adapted matrices: attention, mlp, experts, router, or names as q_proj, down_proj; null: all linear layers but the router."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of a zero in what an adapter is given, the others being scaled by 1 / (1 - dropout). In updates alone: log-probs for
     ratios, KL and metrics, values and exported weights are those without it."""

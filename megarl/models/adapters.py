@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
 from megarl.models.family import HeadKind
-from megarl.models.weight_map import Weight, is_matrix
+from megarl.models.weight_map import Weight, is_matrix, is_router
 from megarl.models.weight_ops import QKV, Fused, GateUp, Op, Plain, Sections, Shape
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ PROVEN = (
     *("qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
     *("qwen3_vl", "qwen3_vl_moe"),
 )
+ROUTER = "router"  # a target that is adapted only where it is named
 PEFT = "base_model.model."  # begins the names in PEFT's files
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_FOLDER = "adapter"  # in the directory of the merged model
@@ -119,19 +120,22 @@ def check_targets(model: ModelDescription, settings: LoraSettings, head: HeadKin
         raise ConfigError(f"model.lora: not supported for {family}; it is for {', '.join(PROVEN)}")
     linear = [one for one in model.mappings(head) if is_matrix(one.megatron)]
     known = {_group(one.megatron) for one in linear} | {_leaf(name) for one in linear for name in one.hf}
+    known |= {ROUTER for one in model.mappings(head) if is_router(one.megatron)}
     for target in settings.targets or ():
         if target not in known:
             raise ConfigError(f"model.lora.targets: {target} is none of {family}'s: {', '.join(sorted(known))}")
 
 
 def adapted_matrices(name: str, hf: Sequence[str], settings: LoraSettings) -> list[int]:
-    """Which of the Hugging Face matrices of a parameter have adapters: none, if it is not of a linear layer.
+    """Which of the Hugging Face matrices of a parameter have adapters: none, if it is neither of a linear layer nor a router's.
 
     Args:
         name: the name of Megatron's parameter.
         hf: the names of its matrices.
         settings: the section `model.lora`.
     """
+    if is_router(name):
+        return [0] if ROUTER in (settings.targets or ()) else []
     if not is_matrix(name):
         return []
     targets = settings.targets

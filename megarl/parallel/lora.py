@@ -10,7 +10,7 @@ parameter (q, k, v; gate, up).
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ from megarl.errors import ConfigError
 from megarl.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, Factors, PackedRows, adapted, check_peft_config, factor_weights, with_columns
 from megarl.models.description import ModelDescription
 from megarl.models.hf import json_object
-from megarl.models.weight_map import Weight
+from megarl.models.weight_map import Weight, is_router
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import canonical_names, head_of, local_parameters, tensor_parallel, unwrap
 from megarl.text.display import one_line
@@ -79,7 +79,7 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x_SI: Tensor) -> Tensor:
         """What the adapter adds to the layer's output; in an expert this shard's share of it, like the layer's own."""
-        a, b = torch.cat(list(self.a)), self._outer(list(self.b))
+        a, b = (one.to(x_SI.dtype) for one in (torch.cat(list(self.a)), self._outer(list(self.b))))
         if self.expert and self.ranks > 1:  # all of its shards have the same tokens: the gradient of what they share is summed here
             a, b = (
                 (copy_to_tensor_model_parallel_region(a, self.group), b)
@@ -188,7 +188,10 @@ def put_adapters(chunks: Iterable[Any], model: ModelDescription, settings: LoraS
         for name, adapters in layers.items():
             layer = chunk.get_submodule(name)
             assert not hasattr(layer, "layer_norm_weight"), f"{name} normalises its input; see `build_chunks`"
-            layer.register_forward_hook(_adding(adapters, chunk.adapters))
+            if is_router(adapters[0].weight.name):
+                layer.gating = _scoring(layer.gating, adapters[0], chunk.adapters)
+            else:
+                layer.register_forward_hook(_adding(adapters, chunk.adapters))
         for adapter in found.values():
             _initialise(adapter, seed, grid)
         if chunk.post_process and chunk.head == "value":
@@ -270,6 +273,16 @@ def _adding(adapters: list[Adapter], switch: Adapters) -> Any:
         return result + (torch.cat(added) if counts else added[0]), bias
 
     return add
+
+
+def _scoring(gating: Callable[[Tensor], Tensor], adapter: Adapter, switch: Adapters) -> Callable[[Tensor], Tensor]:
+    """A router's scores with its adapter, in the dtype of the scores."""
+
+    def scores(x_SI: Tensor) -> Tensor:
+        score_SE = gating(x_SI)
+        return score_SE + adapter(x_SI.to(score_SE.dtype)) if switch.active else score_SE
+
+    return scores
 
 
 def _with_gradient(_: Any, __: Any, output: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from tests.rank_pool import Pool, RankError
 from tests.rows import rows
 
 LORA = LoraSettings(rank=4, alpha=6.0)
+ROUTERS = LoraSettings(rank=4, alpha=6.0, targets=["router", "q_proj", "experts"])
 DROPPING = LoraSettings(rank=4, alpha=6.0, dropout=0.25)
 LAYOUTS = {
     "tp2": Layout(ranks=2, tp=2),
@@ -66,9 +67,12 @@ def largest_gap(one: Report, other: Report) -> float:
     return max(abs(value - other.logp[token]) for token, value in one.logp.items())
 
 
-@pytest.mark.parametrize("name", rows(LAYOUTS, ["tp2_ep2", "pp2_vpp2"]))
-def test_each_element_of_the_gradient_is_independent_of_the_layout(pool: Pool, path: Path, name: str) -> None:
-    job = Job(path, optimizer=BY_GRADIENTS, lora=LORA)
+EVERY = [*((name, LORA) for name in LAYOUTS), *((name, ROUTERS) for name in ("tp2_ep2", "tp2_etp2", "pp2_vpp2", "cp2_tp2"))]
+
+
+@pytest.mark.parametrize(("name", "lora"), rows(EVERY, [("tp2_ep2", LORA), ("pp2_vpp2", LORA)]))
+def test_each_element_of_the_gradient_is_independent_of_the_layout(pool: Pool, path: Path, name: str, lora: LoraSettings) -> None:
+    job = Job(path, optimizer=BY_GRADIENTS, lora=lora)
     [one] = pool.run(factor_gradients, Layout(), job)
     assert_same_gradients(pool.run(factor_gradients, LAYOUTS[name], on(LAYOUTS[name], job))[0], one)
 
@@ -79,8 +83,9 @@ def test_each_element_of_the_gradient_is_independent_of_the_layout(pool: Pool, p
         ({}, LORA, "full"),
         pytest.param(DENSE, LORA, "selective", marks=pytest.mark.long),
         pytest.param({}, LoraSettings(rank=8, alpha=8.0, targets=["q_proj", "v_proj", "up_proj"]), "full", marks=pytest.mark.long),
+        pytest.param({}, ROUTERS, "full", marks=pytest.mark.long),
     ],
-    ids=["moe", "dense", "some_of_fused"],
+    ids=["moe", "dense", "some_of_fused", "routers"],
 )
 def test_gradients_and_logprobs_are_those_of_the_merged_weights(
     pool: Pool, tmp_path: Path, changes: dict, lora: LoraSettings, recompute: str

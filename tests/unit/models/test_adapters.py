@@ -26,7 +26,7 @@ def test_targets_are_groups_or_names() -> None:
     ("model", "changes", "message"),
     [
         (MOE, {"targets": ["mlp"]}, "model.lora.targets: mlp is none of qwen3_moe's: attention, down_proj, experts, gate_proj, k_proj"),
-        (MOE, {"targets": ["router"]}, "model.lora.targets: router is none of qwen3_moe's"),
+        ("Qwen3-8B", {"targets": ["router"]}, "model.lora.targets: router is none of qwen3's: attention, down_proj"),
         (MOE, {"rank": 1024}, r"model.lora.rank=1024: model.layers.0.self_attn.k_proj is \[512, 2048\]"),
         ("Nemotron-3-Nano-30B-A3B", {}, "model.lora: not supported for nemotron_h; it is for deepseek_v2, deepseek_v3"),
         ("Granite-3.1-3B-A800M", {"targets": ["gate_proj"]}, "gate_proj is none of granitemoe's: attention, experts, input_linear, k_proj"),
