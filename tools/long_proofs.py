@@ -125,7 +125,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
     (
         _tests(430, "tests/unit"),
         _tests(150, "tests/e2e/test_engines.py"),
-        _tests(60, "tests/e2e/test_environments.py"),
+        _tests(80, "tests/e2e/test_environments.py"),
         _tests(240, "tests/slurm"),
         _tests(90, "tests/e2e/test_rlhf.py"),
         _distributed(120, "layouts"),

@@ -15,6 +15,7 @@ from tests.e2e.job import Job
 from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Processes, done, engine_processes, titled
 from tests.e2e.lab import Lab
 from tests.e2e.test_environments import GAME, REWRITES, with_template
+from tests.rows import rows
 
 EACH = ("algorithm.correction={type: tis}", "routing.replay=r3", "train.steps=4", "train.eval_every=2", "save.every=1", "save.keep_last=4")
 MODES = {
@@ -23,7 +24,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", rows(MODES, ["budget"]))
 def test_a_run_whose_engines_are_ahead_goes_on_as_if_nothing_had_been(mode: str, lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
     straight = lab.run(Job(tmp_path / "straight", tiny_model, (*EACH, *MODES[mode])))
     rows = straight.steps()

@@ -71,20 +71,23 @@ def with_template(model: Path, template: str, out: Path) -> Path:
 
 
 def test_a_template_that_rewrites_turns_trains_every_turn_in_its_own_context(
-    lab: Lab, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    lab: Lab, long: bool, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Log-probs and experts are the engine's in every context, on one rank and on two, with contexts in several micro-batches."""
+    """Log-probs and experts are the engine's in every context, on two ranks and in several micro-batches, with --long on one, too."""
     model = with_template(tiny_model, REWRITES, tmp_path / "model")
-    layouts = {"one": (), "two": ("layout.ranks=2", "train.micro_batch_tokens=92")}
-    one, two = (lab.run(Job(tmp_path / name, model, (*GAME, *own)), own_engine=True) for name, own in layouts.items())
+    layouts = {"two": ("layout.ranks=2", "train.micro_batch_tokens=92")} | ({"one": ()} if long else {})
+    two, *others = (lab.run(Job(tmp_path / name, model, (*GAME, *own)), own_engine=True) for name, own in layouts.items())
     assert "job: the chat template rewrites some turns later" in capsys.readouterr().err
-    assert_same_step(two, one)
-    row, again = one.steps()[0], two.steps()[0]
-    for metric in ("environment/turns/mean", "environment/failed", "environment/contexts/mean", "response_length/mean", "reward/max"):
-        assert row[metric] == again[metric], metric
+    row = two.steps()[0]
+    for one in others:
+        assert_same_step(two, one)
+        for metric in ("environment/turns/mean", "environment/failed", "environment/contexts/mean", "response_length/mean", "reward/max"):
+            assert row[metric] == one.steps()[0][metric], metric
     assert row["environment/contexts/mean"] == row["environment/turns/mean"] > 1
     assert row["response_length/max"] <= 18 and row["reward/mean"] == row["environment/reward/mean"]
-    for step in (*one.steps(), *two.steps()):
+    steps = [step for job in (two, *others) for step in job.steps()]
+    assert len(steps) == 2 * len(layouts)
+    for step in steps:
         assert step["training/logprob_gap_mean"] <= 1e-5 and step["routing/replay_hit_rate"] == 1.0 and step["actor/grad_norm"] > 0
 
 

@@ -18,7 +18,7 @@ from tests.e2e.kill_at import PHASES, VICTIMS, Aim, Phase, Processes, Victim
 
 SEED = 20
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-MENDED: tuple[tuple[Phase, Victim], ...] = (("update", "rank"), ("rollout", "engine core"))
+MENDED: tuple[tuple[Phase, Victim], ...] = (("update", "rank"), ("rollout", "engine core"))  # the second with --long alone
 
 
 def chosen() -> list[tuple[Phase, Victim]]:
@@ -50,11 +50,11 @@ def closed_to_the_network(job: Job) -> bytes:
     return token
 
 
-def mended(job: Job, step: int, random: np.random.Generator) -> list[str]:
+def mended(job: Job, step: int, random: np.random.Generator, long: bool) -> list[str]:
     """The command line is started; a rank is killed in an update, an engine's core in a rollout some steps later, and the run goes on."""
     job.start().wait_for("actors", lambda: "sync ..." in job.text())
     token, moments = closed_to_the_network(job), []
-    for number, (phase, victim) in enumerate(MENDED):
+    for number, (phase, victim) in enumerate(MENDED[: 1 + long]):
         moments.append(Aim(phase, victim, step + 2 * number).hit(job, Processes.of(job), job.wait_for, random))
         job.wait_for("its recovery", lambda: job.text().count(": resumed after step ") > number)  # noqa: B023
     assert job.finish() == 0, job.text()[-4000:]
@@ -66,7 +66,8 @@ def mended(job: Job, step: int, random: np.random.Generator) -> list[str]:
 def ends(long: bool, steps: int, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[tuple[Job, list[str]]]:
     """Runs that were killed at random moments, spread over their steps, and then came to their end; and these moments.
 
-    With --long each phase is hit through each victim, over two runs. The last start, the suite's only one, is hit and goes on by itself.
+    With --long each phase is hit through each victim, over two runs. The last start, the suite's only one, is hit and goes on by itself;
+    that engines which die are replaced is in the suite by `test_engines.py`.
     """
     pairs, runs = (chosen(), 2) if long else ([], 1)
     first, all_of_it = np.linspace(1, steps - 5, len(pairs) // runs).astype(int), (*EVERYTHING, f"train.steps={steps - 1}")
@@ -78,13 +79,13 @@ def ends(long: bool, steps: int, tmp_path_factory: pytest.TempPathFactory, tiny_
             job, aim = Job(places[number], tiny_model, (*all_of_it, "cluster.restarts=0")), Aim(phase, victim, int(step))
             met.append(killed(job, aim, random))
         job = Job(places[number], tiny_model, (*all_of_it, "log.tensorboard=true"))
-        return job, [*met, *mended(job, steps - 3, random)]
+        return job, [*met, *mended(job, steps - 3, random, long)]
 
     with ThreadPoolExecutor(runs) as pool:
         found = list(pool.map(chain, range(runs)))
     hits = [moment for _, met in found for moment in met]
-    assert len(hits) == len(pairs) + runs * len(MENDED)
-    assert all(any(phase in moment for moment in hits) for phase in (PHASES if long else ("update", "rollout")))
+    assert len(hits) == len(pairs) + runs * (1 + long)
+    assert all(any(phase in moment for moment in hits) for phase in (PHASES if long else ("update",)))
     return found
 
 
@@ -97,13 +98,14 @@ def test_a_run_killed_at_random_moments_is_the_run_that_was_not(ends: Sequence[t
             raise AssertionError("\n".join([f"seed {SEED}, killed:", *met])) from error
 
 
-def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tuple[Job, list[str]]], steps: int) -> None:
+def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tuple[Job, list[str]]], steps: int, long: bool) -> None:
+    kinds = ["rank", "engine"][: 1 + long]
     for job, _ in ends:
         directory = job.runs / "job"
         summary = json.loads((directory / "summary.json").read_text())
-        assert [one["kind"] for one in summary["restarts"]] == ["rank", "engine"]
+        assert [one["kind"] for one in summary["restarts"]] == kinds
         told = [row for row in job.rows() if RESTARTED in row]
-        assert [(row.get(f"{RESTARTED}/rank"), row.get(f"{RESTARTED}/engine")) for row in told] == [(1.0, None), (None, 1.0)]
+        assert [(row.get(f"{RESTARTED}/rank"), row.get(f"{RESTARTED}/engine")) for row in told] == [(1.0, None), (None, 1.0)][: len(kinds)]
         assert all(row[f"{RESTARTED}/recovery_s"] > 0 and row[f"{RESTARTED}/lost_steps"] <= 1 for row in told)
         assert summary["rl_steps"] == steps - 1 and set(summary["score_end"]) == {"sampled", "greedy"}
         assert summary["logprob_gap_mean"] <= 1e-5 and summary["logprob_gap_max"] <= 1e-3
@@ -115,8 +117,7 @@ def test_a_run_leaves_its_summary_and_a_model_and_no_process(ends: Sequence[tupl
         assert all(row["routing/rollout_changed_frac"] == 0 and row["actor/grad_norm"] > 0 for row in job.steps())
         assert any((directory / "tensorboard").iterdir()) and (directory / "report.png").stat().st_size > 0
         logs = {path.stem: path.read_text().split(": process ")[0] for path in (directory / "logs").glob("*.log")}
-        first = {"rank-0": "rank 0", "engine-0": "engine 0"}
-        assert logs.items() >= {**first, **{f"{name}.2": called for name, called in first.items()}}.items()
+        assert logs.items() >= {"rank-0": "rank 0", "engine-0": "engine 0", **{f"{kind}-0.2": f"{kind} 0" for kind in kinds}}.items()
         assert logs["rewards"] == "", "nothing was printed there"
         assert "Worker pid=" not in job.text(), "nor does the console have what they print"
         started = re.findall(r"^job: (.+): ready after \d+\.\d s$", job.text(), re.MULTILINE)

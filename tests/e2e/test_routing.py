@@ -30,12 +30,12 @@ REPLAYED = [
 
 
 @pytest.mark.parametrize(("family", "replay"), rows(REPLAYED, [("qwen3_moe", "r3")]))
-def test_replay_sends_every_token_to_the_experts_of_the_first_pass(lab: Lab, tmp_path: Path, family: str, replay: str) -> None:
+def test_replay_sends_every_token_to_the_experts_of_the_first_pass(lab: Lab, long: bool, tmp_path: Path, family: str, replay: str) -> None:
     """The engine's (r3): of the policy, of the reference on ranks of its own with other stages, and of the critic its own experts."""
     model = tmp_path / "model"
     build(model, layers=4, hidden=128, experts=8, expert_hidden=64, seed=1, family=family)  # two stages of two pieces each
     more = (
-        "train.steps=2",
+        f"train.steps={1 + long}",
         "layout={ranks: 2, pp: 2, vpp: 2}",
         "algorithm={type: ppo, kl_coef: 0.05}",
         "critic={optimizer: {lr: 0.001}}",

@@ -203,7 +203,7 @@ async def _frugal(tiny: Path, tp: int) -> None:
         await engine.close()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", rows([1, 2], [2]))
 def test_fingerprints_take_little_memory_and_a_started_engine_has_a_temporary_directory(host: Host, tiny: Path, tp: int) -> None:
     host.run(_frugal, tiny, tp)
 
@@ -227,7 +227,7 @@ async def _tied(tiny: Path, tied: Path, dtype: str) -> None:
                 assert_all_greedy(model, generated)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rows(["float32", "bfloat16"], ["float32"]))
 def test_tied_embeddings_and_padded_experts_follow_updates(host: Host, tiny: Path, tmp_path: Path, dtype: str) -> None:
     host.run(_tied, tiny, tmp_path, dtype)
 
@@ -271,7 +271,7 @@ async def _corruptions_are_named(tiny: Path, dtype: str, layout: Layout) -> None
     ("dtype", "layout"),
     rows(
         [("float32", ONE), ("bfloat16", ONE), ("float32", TWO), ("float32", EP2), ("bfloat16", DP2_EP)],
-        [("bfloat16", ONE), ("float32", TWO), ("bfloat16", DP2_EP)],
+        [("float32", TWO), ("bfloat16", DP2_EP)],
     ),
 )
 def test_a_corrupted_spot_is_named(host: Host, tiny: Path, dtype: str, layout: Layout) -> None:
@@ -293,7 +293,7 @@ async def _unmended_reload(tiny: Path, dtype: str) -> list[str]:
         await engine.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rows(["float32", "bfloat16"], ["bfloat16"]))
 def test_upstreams_reload_without_the_mend_is_caught(host: Host, tiny: Path, dtype: str) -> None:
     names = host.run(_unmended_reload, tiny, dtype)
     assert len(names) == 2 * 8 * 3 and all(".mlp.experts." in name for name in names)

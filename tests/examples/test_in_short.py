@@ -81,7 +81,7 @@ def test_quickstart(short: Short) -> None:
     assert short.rose("quickstart-seed1/rl") > 0.08
 
 
-@pytest.mark.long  # test_recipes.py runs each of them for a step
+@pytest.mark.long  # test_recipes.py runs it for a step
 def test_recipes(short: Short) -> None:
     short.lab.train(short.config(TrainConfig, "recipes/dapo", *WORDS, short.warm, *HALF, "train.steps=6"))
     assert short.rose("recipes/dapo") > 0.15

@@ -1,4 +1,4 @@
-"""Every runnable recipe for a step, with --long for two, with one engine and one model rank for all of them."""
+"""Recipes with one engine and one model rank for all of them: some for a step, with --long every runnable one for two."""
 
 import math
 from pathlib import Path
@@ -26,6 +26,7 @@ from tests.unit.examples.test_recipes import CRITICS, RECIPES, names, train_conf
 # RLOO comes first: its KL makes the rank keep a reference. Random weights earn this reward in every degree.
 # Not among them: GDPO, which needs a reward of several parts, and Muon, which is the optimizer of a rank from its start.
 RUNNABLE = ["rloo", *sorted(names(RECIPES) - CRITICS - {"rloo", "gdpo", "muon"})]
+SUITE = ("rloo", "dapo", "gspo", "lite_ppo", "raft", "remax")  # of which each draws, drops or weighs samples in a way of its own
 SMALL = """
 data.train={type: reasoning_gym, dataset: spell_backward, params: {min_word_len: 3, max_word_len: 5}, seed: 7, items: 256}
 data.eval={type: reasoning_gym, dataset: spell_backward, params: {min_word_len: 3, max_word_len: 5}, seed: 1000000000, items: 8}
@@ -43,6 +44,7 @@ def small(name: str, runs: Path, model: Path) -> TrainConfig:
     """The recipe with 32 responses a step on random weights."""
     one = train_config(RECIPES / f"{name}.yaml").rollout.samples_per_prompt == 1
     sizes = ["train.prompts_per_step=32"] if one else ["train.prompts_per_step=8", "rollout.samples_per_prompt=4"]
+    sizes += ["algorithm.k=2"] if name == "pass_at_k" else []
     overrides = [*SMALL.strip().splitlines(), *sizes, f"model.path={model}", f"run_dir={runs}"]
     return load(RECIPES / f"{name}.yaml", overrides, TrainConfig)
 
@@ -59,9 +61,7 @@ def switch(models: ModelGroups, config: TrainConfig) -> ModelGroups:
     return ModelGroups(config, models.groups, models.experts)
 
 
-def test_every_recipe_that_needs_no_critic_runs(
-    lab: Lab, long: bool, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_that_need_no_critic_run(lab: Lab, long: bool, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans, update = list[StepPlan](), ModelGroups.update
 
     def kept(self: ModelGroups, plan: StepPlan, *, policy: bool) -> dict[str, Metric]:
@@ -73,7 +73,7 @@ def test_every_recipe_that_needs_no_critic_runs(
     prompts = check_train(first).train
     with open_scorers(first.reward, print) as scorers, lab.workers(first) as (models, engines):
         models.sync(engines, 0)
-        for name in RUNNABLE:
+        for name in RUNNABLE if long else SUITE:
             config = small(name, tmp_path, tiny_model)
             models, state = switch(models, config), TrainState(config, prompts)
             with Run(config) as run:
