@@ -7,7 +7,7 @@ from megarl.checks.other_models import check_base, check_critic, check_reward_mo
 from megarl.checks.routing import check_reported_experts, check_routing
 from megarl.config import ConfigError, TrainConfig, ValueConfig, model_of
 from megarl.data.gym import all_drawn
-from megarl.engines.registry import check_engine, engine_type
+from megarl.engines.registry import check_engine, engine_type, missing_methods
 from megarl.errors import refuse_all
 from megarl.host.unchecked import is_naming
 from megarl.models.description import ModelDescription
@@ -35,6 +35,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
         lambda: check_reported_experts(model, rollout, config.routing),
         lambda: check_transport(config.sync.transport, placement.engines, gpus=gpus),
         lambda: check_engine(model, rollout.dtype or settings.dtype, rollout, gpu=gpus),
+        lambda: check_offered(config),
         lambda: check_adapters(config, model),
         lambda: check_critic(settings, model, rollout, config.critic, placement.critic or config.layout),
         lambda: check_layout(model, placement.reference or config.layout, settings.megatron),
@@ -54,6 +55,19 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     check_count(prompts, "reward.normalise.prompts", 0 if normalise is None else normalise.prompts)
     check_resume(config, verb, len(prompts.train))
     return prompts
+
+
+def check_offered(config: TrainConfig) -> None:
+    """Check that the engine has the methods that settings need. Raise ConfigError for the first of which it lacks some."""
+    sync, rollout = config.sync, config.rollout
+    needs = {
+        "sync.overlap=true": ("receive_buckets", "load_received") if sync.overlap else (),
+        f"sync.transport={sync.transport}": () if sync.transport == "shm" else ("connect",),
+        "placement.engines=shared": ("sleep", "wake") if config.placement.engines == "shared" else (),
+    }
+    for setting, methods in needs.items():
+        if missing := missing_methods(rollout, methods):
+            raise ConfigError(f"{setting}: the engine {rollout.engine.type} has no {' and no '.join(missing)}")
 
 
 def check_adapters(config: TrainConfig, model: ModelDescription) -> None:

@@ -282,15 +282,18 @@ class Engine(Protocol):
 
         Raises RolloutError if requests are unfinished. No requests are accepted until both parts are awake again.
         """
+        raise RolloutError(f"{self.label}: an engine of its type does not sleep (placement.engines)")
 
     async def wake(self, part: Part, timeout_s: float) -> None:
         """Bring a part back onto the device. Weights that were dropped come back with arbitrary values: an update must follow."""
+        raise RolloutError(f"{self.label}: an engine of its type does not sleep (placement.engines)")
 
     async def connect(self, rendezvous: list[dict[str, Any]], first_rank: int) -> None:
         """Let each worker join each sender's broadcast group (wire.Rendezvous.plain()); worker w becomes rank `first_rank` + w.
 
         With gloo it returns when all members of the groups, senders included, have joined; with NCCL they meet in their first broadcast.
         """
+        raise RolloutError(f"{self.label}: an engine of its type joins no group (sync.transport)")
 
     async def start_update(self, timeout_s: float) -> None:
         """Prepare for buckets, which bring every tensor once. Raises RolloutError if requests are unfinished and the mode forbids it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
 from megarl.config import ConfigError, RolloutSettings
@@ -21,6 +22,14 @@ def check_engine(model: ModelDescription, dtype: str, settings: RolloutSettings,
     if settings.dp > 1 and engine.member is None:
         raise ConfigError(f"rollout.dp={settings.dp}: engine {settings.engine.type} has one data-parallel rank only")
     engine.check(model, dtype, settings, gpu=gpu)
+
+
+def missing_methods(settings: RolloutSettings, names: Iterable[str]) -> list[str]:
+    """Return those of `Engine`'s methods, by their names, that the chosen engine leaves as they are there."""
+    from megarl.engines.engine import Engine
+
+    engine = engine_type(settings)
+    return [name for name in names if getattr(engine, name) is getattr(Engine, name)]
 
 
 def engine_type(settings: RolloutSettings) -> type[Engine]:

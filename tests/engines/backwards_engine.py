@@ -11,7 +11,7 @@ import torch
 
 from megarl.batch import Sample, VersionSpan
 from megarl.config import ConfigError, RolloutSettings, Section
-from megarl.engines.engine import Engine, Finished, Meeting, Part, Request, RequestId, Setup
+from megarl.engines.engine import Engine, Finished, Meeting, Request, RequestId, Setup
 from megarl.models.description import ModelDescription
 from megarl.sync.fingerprint import Fingerprinter, Print
 from megarl.sync.receive import BucketReceiver
@@ -39,12 +39,6 @@ class BackwardsEngine(Engine):
 
     async def start(self, setup: Setup, meeting: Meeting | None = None) -> list[int]:
         return [os.getpid()]
-
-    async def sleep(self, timeout_s: float, *, keep_weights: bool) -> None:
-        pass
-
-    async def wake(self, part: Part, timeout_s: float) -> None:
-        pass
 
     def check_health(self) -> None:
         pass
@@ -81,9 +75,6 @@ class BackwardsEngine(Engine):
 
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         self._aborted |= set(ids)
-
-    async def connect(self, meetings: list[dict[str, Any]], first_rank: int) -> None:
-        raise AssertionError("buckets in shared memory need no group")
 
     async def start_update(self, timeout_s: float) -> None:
         self._buckets, self._prints = BucketReceiver(torch.device("cpu")), Fingerprinter()

@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 
 from megarl.checks.routing import check_reported_experts
-from megarl.config import ConfigError, RolloutSettings, RoutingSettings
+from megarl.checks.train import check_offered
+from megarl.config import ConfigError, RolloutSettings, RoutingSettings, TrainConfig, load
 from megarl.engines import registry
-from megarl.engines.engine import EngineDead, Finished, Request, RolloutTimeout
+from megarl.engines.engine import Engine, EngineDead, Finished, Request, RolloutTimeout, Setup
 from megarl.engines.generate import Sampling, TokenPrompt, generate
 from megarl.engines.responder import Responder
+from megarl.engines.vllm.engine import VllmEngine
 from megarl.models.description import ModelDescription
+from megarl.sync.fingerprint import compare
+from tests.e2e.job import Job
 from tests.engines.backwards_engine import PLACE, STUCK, BackwardsEngine, BackwardsSettings
+from tests.engines.engine_host import Host
+from tests.engines.test_families import stored
+from tests.engines.transformers_reference import TIMEOUT_S, Trainer
 from tests.published_models import MODELS, description_of
+from tests.rows import rows
 
+SETTINGS = RolloutSettings(max_prompt_tokens=32, max_response_tokens=24, timeout_s=TIMEOUT_S, kv_cache_mb=64)
 SAMPLING = Sampling(n=2, temperature=1.0, max_tokens=8, seed=1)
 
 
@@ -50,6 +59,65 @@ def test_the_registry_gives_the_engine_that_the_configuration_names(tiny_model: 
         registry.check_engine(model, "float32", settings.model_copy(update={"engine": BackwardsSettings()}), gpu=False)
     with pytest.raises(ConfigError, match=r"^rollout\.dp=2: engine backwards has one data-parallel rank only$"):
         registry.check_engine(model, "float32", RolloutSettings(dp=2).model_copy(update={"engine": BackwardsSettings()}), gpu=False)
+
+
+def test_a_setting_is_refused_where_the_engine_lacks_what_it_needs(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry.ENGINES, "backwards", PLACE)
+    free = ("rollout.mode=free", "rollout.max_lag=1", "algorithm.correction={type: tis}")
+    refused = {
+        r"^sync\.overlap=true: the engine backwards has no receive_buckets and no load_received$": (
+            *free,
+            "sync.transport=gloo",
+            "sync.overlap=true",
+        ),
+        r"^sync\.transport=gloo: the engine backwards has no connect$": ("sync.transport=gloo",),
+        r"^placement\.engines=shared: the engine backwards has no sleep and no wake$": ("placement.engines=shared",),
+    }
+    for message, given in refused.items():
+        config = load(Job(tmp_path, tiny_model).write(), list(given), TrainConfig)
+        check_offered(config)
+        backwards = config.rollout.model_copy(update={"engine": BackwardsSettings()})
+        with pytest.raises(ConfigError, match=message):
+            check_offered(config.model_copy(update={"rollout": backwards}))
+
+
+async def _contract(kind: type[Engine], model: Path) -> None:
+    engine, prompts = kind("engine 0"), ([5, 6, 7, 8], [9, 10, 11], [20, 21])
+    assert await engine.start(Setup(model, "float32", SETTINGS, 1, gpu=False))
+    trainer = Trainer(engine, "shm")
+    try:
+        for version in (1, 2):
+            sent = await trainer.update(stored(model))
+            assert compare(sent, await engine.fingerprints(TIMEOUT_S)) == []
+            requests = [Request(number, prompt, 8, 1.0, seed=number) for number, prompt in enumerate(prompts)]
+            await engine.submit(requests, TIMEOUT_S)
+            finished = list[Finished]()
+            while len(finished) < len(requests):
+                finished += await engine.receive(TIMEOUT_S)
+            assert sorted(one.id for one in finished) == [0, 1, 2]  # type: ignore[type-var]
+            for one in finished:
+                request, sample = requests[one.id], one.sample  # type: ignore[call-overload]
+                assert sample.tokens[: sample.prompt_length].tolist() == request.tokens
+                assert 0 < len(sample.tokens) - sample.prompt_length == len(sample.rollout_logp) <= request.max_tokens
+                assert {span.version for span in sample.weight_versions} == {version}
+        await engine.submit([Request("late", [5, 6], 24, 1.0, seed=1)], TIMEOUT_S)
+        await engine.abort(["late", "unknown"], TIMEOUT_S)
+        assert [one.id for one in await engine.receive(TIMEOUT_S)] == ["late"]
+        assert await engine.receive(0.1) == []
+        engine.check_health()
+        await engine.ping(TIMEOUT_S)
+    finally:
+        trainer.close()
+        await engine.close()
+        await engine.close()
+
+
+@pytest.mark.parametrize("kind", rows([BackwardsEngine, VllmEngine], [BackwardsEngine]))
+def test_any_engine_answers_each_request_once_from_the_weights_it_was_sent(host: Host, tiny: Path, kind: type[Engine]) -> None:
+    """The fingerprints of two updates are the trainer's; an aborted request comes back, too, and an unknown one does not."""
+    host.run(_contract, kind, tiny)
 
 
 def test_a_mixture_is_refused_where_its_engine_cannot_report_the_experts_that_are_asked_for(
