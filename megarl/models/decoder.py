@@ -13,6 +13,8 @@ from megarl.models.sizes import Sizes
 
 # Other spellings of keys by `shared_sizes` and `decoder_blocks.predictors`, which transformers accepts.
 SIGMOID_SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+# Defaults of config.json's keys in most of transformers' classes.
+COMMON: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "tie_word_embeddings": False, "rope_theta": 10000.0}
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of attention in config.json's layer_types
 
 

@@ -22,19 +22,16 @@ NAME = "DeepSeek-V2"
 METHODS = ("greedy", "group_limited_greedy")
 
 DEFAULTS: dict[str, Any] = {  # of transformers' DeepseekV2Config
+    **decoder.COMMON,
     "vocab_size": 102400,
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": None,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "mlp_bias": False,
     "first_k_dense_replace": 0,
     "kv_lora_rank": 512,

@@ -19,6 +19,7 @@ from megarl.models.weight_map import WeightMapping
 NAME = "DeepSeek-V3"
 
 DEFAULTS: dict[str, Any] = {  # of transformers' DeepseekV3Config
+    **decoder.COMMON,
     "vocab_size": 129280,
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -39,14 +40,10 @@ DEFAULTS: dict[str, Any] = {  # of transformers' DeepseekV3Config
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
     "norm_topk_prob": True,
-    "hidden_act": "silu",
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
     "rope_interleave": True,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "num_nextn_predict_layers": 1,
     # transformers has no other way; vLLM without these keys would have one
     "scoring_func": "sigmoid",

@@ -20,13 +20,13 @@ from megarl.models.weight_ops import OneRow
 NAME = "Ernie-4.5-MoE"
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Ernie4_5_MoeConfig
+    **decoder.COMMON,
     "vocab_size": 103424,
     "hidden_size": 2560,
     "intermediate_size": 12288,
     "num_hidden_layers": 28,
     "num_attention_heads": 20,
     "num_key_value_heads": 4,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -40,7 +40,6 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Ernie4_5_MoeConfig
     "moe_layer_end_index": -1,
     "moe_layer_interval": 1,
     "moe_norm_min": 1e-12,
-    "attention_dropout": 0.0,
     "num_nextn_predict_layers": 0,
 }
 _INDICES = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_num_shared_experts")

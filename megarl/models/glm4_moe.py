@@ -20,6 +20,7 @@ NAME = "GLM-4.5-MoE"
 turned = partial(rope, partial=True)
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeConfig
+    **decoder.COMMON,
     "vocab_size": 151552,
     "hidden_size": 4096,
     "intermediate_size": 10944,
@@ -28,14 +29,10 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeConfig
     "num_key_value_heads": 8,
     "head_dim": None,
     "partial_rotary_factor": 0.5,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
     "use_qk_norm": False,
-    "attention_dropout": 0.0,
     "moe_intermediate_size": 1408,
     "num_experts_per_tok": 8,
     "n_shared_experts": 1,

@@ -17,6 +17,7 @@ from megarl.models.weight_map import WeightMapping
 NAME = "GLM-4.7-Flash"
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeLiteConfig
+    **decoder.COMMON,
     "vocab_size": 154880,
     "hidden_size": 2048,
     "intermediate_size": 10240,
@@ -36,14 +37,10 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Glm4MoeLiteConfig
     "topk_group": 1,
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
-    "hidden_act": "silu",
     "max_position_embeddings": 202752,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
     "rope_interleave": True,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     # which transformers' class does not read: its first layer is dense unless mlp_layer_types says otherwise
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,

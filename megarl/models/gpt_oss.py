@@ -27,6 +27,7 @@ from megarl.models.weight_ops import Interleaved, Plain, Transposed
 NAME = "gpt-oss"
 
 DEFAULTS: dict[str, Any] = {  # of transformers' GptOssConfig
+    **decoder.COMMON,
     "vocab_size": 201088,
     "hidden_size": 2880,
     "intermediate_size": 2880,
@@ -34,14 +35,11 @@ DEFAULTS: dict[str, Any] = {  # of transformers' GptOssConfig
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 150000.0,
-    "tie_word_embeddings": False,
     "sliding_window": 128,
     "layer_types": None,
-    "attention_dropout": 0.0,
     "attention_bias": True,
     "num_experts_per_tok": 4,
     "num_local_experts": 128,

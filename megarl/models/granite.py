@@ -17,19 +17,16 @@ from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' GraniteConfig
+    **decoder.COMMON,
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": None,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "mlp_bias": False,
     **FACTORS,
 }

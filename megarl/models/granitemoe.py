@@ -29,19 +29,16 @@ FACTORS = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multipl
 UNIFORM: dict[str, Any] = {"layer_types": None, "layer_rope_theta": None, "attention_sinks": None}
 
 DEFAULTS: dict[str, Any] = {  # of transformers' GraniteMoeConfig
+    **decoder.COMMON,
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": None,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     **FACTORS,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,

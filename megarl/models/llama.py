@@ -15,6 +15,7 @@ from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig
+    **decoder.COMMON,
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -22,13 +23,9 @@ DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig
     "num_attention_heads": 32,
     "num_key_value_heads": None,
     "head_dim": None,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "mlp_bias": False,
 }
 

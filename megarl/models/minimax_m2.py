@@ -21,6 +21,7 @@ from megarl.models.weight_map import WeightMapping
 NAME = "MiniMax-M2"
 
 DEFAULTS: dict[str, Any] = {  # of transformers' MiniMaxM2Config
+    **decoder.COMMON,
     "vocab_size": 200064,
     "hidden_size": 3072,
     "intermediate_size": 1536,
@@ -28,13 +29,10 @@ DEFAULTS: dict[str, Any] = {  # of transformers' MiniMaxM2Config
     "num_attention_heads": 48,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 196608,
     "rms_norm_eps": 1e-6,
     "rope_theta": 5000000.0,
     "rotary_dim": None,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
     "num_experts_per_tok": 8,
     "num_local_experts": 256,
     "router_jitter_noise": 0.0,

@@ -14,6 +14,7 @@ from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' MistralConfig
+    **decoder.COMMON,
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -21,13 +22,9 @@ DEFAULTS: dict[str, Any] = {  # of transformers' MistralConfig
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": None,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "sliding_window": 4096,
-    "attention_dropout": 0.0,
 }
 
 

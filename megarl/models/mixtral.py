@@ -15,6 +15,7 @@ from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' MixtralConfig
+    **decoder.COMMON,
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -22,13 +23,10 @@ DEFAULTS: dict[str, Any] = {  # of transformers' MixtralConfig
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": None,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
     "sliding_window": None,
-    "attention_dropout": 0.0,
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
     "router_jitter_noise": 0.0,

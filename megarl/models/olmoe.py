@@ -18,6 +18,7 @@ from megarl.models.weight_map import WeightMapping
 NAME = "OLMoE"
 
 DEFAULTS: dict[str, Any] = {  # of transformers' OlmoeConfig
+    **decoder.COMMON,
     "vocab_size": 50304,
     "hidden_size": 2048,
     "intermediate_size": 2048,
@@ -25,13 +26,9 @@ DEFAULTS: dict[str, Any] = {  # of transformers' OlmoeConfig
     "num_attention_heads": 16,
     "num_key_value_heads": None,
     "head_dim": None,
-    "hidden_act": "silu",
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "clip_qkv": None,
     "num_experts_per_tok": 8,
     "num_experts": 64,

@@ -19,6 +19,7 @@ from megarl.models.weight_map import WeightMapping
 NAME = "Phi-3"
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Phi3Config
+    **decoder.COMMON,
     "vocab_size": 32064,
     "hidden_size": 3072,
     "intermediate_size": 8192,
@@ -27,13 +28,9 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Phi3Config
     "num_key_value_heads": None,
     "head_dim": None,
     "partial_rotary_factor": 1.0,
-    "hidden_act": "silu",
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "sliding_window": None,
-    "attention_dropout": 0.0,
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
 }

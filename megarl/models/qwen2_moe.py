@@ -18,19 +18,16 @@ from megarl.models.weight_map import WeightMapping
 NAME = "Qwen2-MoE"
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen2MoeConfig
+    **decoder.COMMON,
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 5632,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "use_sliding_window": False,
-    "attention_dropout": 0.0,
     "qkv_bias": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,

@@ -14,6 +14,7 @@ from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3Config
+    **decoder.COMMON,
     "vocab_size": 151936,
     "hidden_size": 4096,
     "intermediate_size": 22016,
@@ -21,15 +22,11 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3Config
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
     "use_sliding_window": False,
     "layer_types": None,
-    "attention_dropout": 0.0,
 }
 
 

@@ -20,17 +20,14 @@ from megarl.models.weight_map import WeightMapping
 turned = partial(rope, partial=True)
 
 DECODER: dict[str, Any] = {  # of transformers' Qwen3_5TextConfig and Qwen3_5MoeTextConfig
+    **decoder.COMMON,
     "vocab_size": 248320,
     "num_attention_heads": 16,
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "mtp_num_hidden_layers": 0,
     **delta_nets.DEFAULTS,
 }

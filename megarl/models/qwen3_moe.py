@@ -15,20 +15,17 @@ from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3MoeConfig
+    **decoder.COMMON,
     "vocab_size": 151936,
     "hidden_size": 2048,
     "num_hidden_layers": 24,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "head_dim": None,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
     "use_sliding_window": False,
-    "attention_dropout": 0.0,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "moe_intermediate_size": 768,

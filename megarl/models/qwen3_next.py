@@ -21,6 +21,7 @@ NAME = "Qwen3-Next"
 turned = partial(rope, partial=True)
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3NextConfig
+    **decoder.COMMON,
     "vocab_size": 151936,
     "hidden_size": 2048,
     "num_hidden_layers": 48,
@@ -28,13 +29,9 @@ DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3NextConfig
     "num_key_value_heads": 2,
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     **delta_nets.DEFAULTS,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
