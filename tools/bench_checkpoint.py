@@ -28,29 +28,17 @@ from torch import Tensor
 from megarl.checkpoints.steps import verify
 from megarl.config import CheckpointSettings, Layout, ModelSettings, OptimizerSettings
 from megarl.models.description import ModelDescription
+from tools import bench_convert
 
 WARM = 1  # warm-up rounds, which are not counted
 MODEL: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 8192,
+    **bench_convert.MODEL,
     "hidden_size": 512,
     "intermediate_size": 512,
-    "moe_intermediate_size": 512,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 64,
     "num_experts": 16,
     "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
 }
 
 

@@ -1,6 +1,6 @@
 """Measure speed and memory of the losses side by side with what they must beat: `python tools/bench_losses.py [--peers]`.
 
-Every measurement runs in a fresh process. Times are medians of runs that alternate between the two sides, on one thread by default, so
+Every measurement runs in a fresh process. Times are medians of runs that alternate between the two sides, on one thread, so
 that a busy machine slows both; memory is the high-water mark of the process's resident memory over one run, after all freed memory was
 returned to the system. `--peers` installs TRL into a throw-away environment (over this one's torch) and measures it too.
 Axes: T entries, N sequences, R rows of logits, V vocabulary.
@@ -336,20 +336,20 @@ def install_peers(directory: str) -> str:
     return python
 
 
-def in_fresh_process(python: str, name: str, peers: bool, threads: int) -> list[Row]:
-    command = [python, __file__, "--measure", name, "--threads", str(threads), *(["--peers"] if peers else [])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+def in_fresh_process(python: str, name: str, peers: bool) -> list[Row]:
+    command = [python, __file__, "--measure", name, *(["--peers"] if peers else [])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if name.startswith(MEMORY):
         environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [Row(*row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
-def show(rows: list[Row], threads: int) -> None:
+def show(rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("measured", "ours", "against", "figure", "bound", "", title=f"medians, side by side, {threads} thread(s)")
+    table = Table("measured", "ours", "against", "figure", "bound", "", title="medians, side by side, one thread")
     mark = {True: "[green]holds", False: "[red]MISSED", None: ""}
     for row in rows:
         bound = "" if row.bound is None else f"{'≥' if row.at_least else '≤'} {row.bound:g}{row.unit}"
@@ -367,11 +367,10 @@ def show(rows: list[Row], threads: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help=f"install {PEER} into a throw-away environment and measure it too")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="*", help="measurements to make", choices=list(measurements(False)))
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # this process makes one measurement and prints it
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     if args.measure:
         torch.manual_seed(0)
         print(json.dumps(measurements(args.peers)[args.measure]()))
@@ -381,8 +380,8 @@ def main() -> None:
         rows = []
         for name in args.only or measurements(False):
             python = peers if name.startswith("logprobs") else sys.executable
-            rows += in_fresh_process(python, name, args.peers and name.startswith("logprobs"), args.threads)
-    show(rows, args.threads)
+            rows += in_fresh_process(python, name, args.peers and name.startswith("logprobs"))
+    show(rows)
 
 
 if __name__ == "__main__":

@@ -147,12 +147,9 @@ def verify(path: Path, contents: bool = True) -> Entry:
     return Entry(path, step, True, tuple(faults), None if faults else SavedStep(path, manifest))
 
 
-def trusted(path: Path, contents: bool = False) -> SavedStep:
-    """Return a step directory that must be intact. Raise ConfigError with its first fault.
-
-    contents=False skips the hashes, for use where they have been checked before.
-    """
-    entry = verify(path, contents)
+def trusted(path: Path) -> SavedStep:
+    """Return a step directory that must be intact but for hashes, which are not read. Raise ConfigError with its first fault."""
+    entry = verify(path, contents=False)
     if entry.saved is None:
         raise ConfigError(f"checkpoint: {path}: {entry.faults[0]}")
     return entry.saved

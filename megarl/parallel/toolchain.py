@@ -17,19 +17,18 @@ from megarl.text.display import one_line
 NEEDED_BY = "Triton, which compiles kernels for ranks and engines, needs it"
 
 
-def lacking(environ: Mapping[str, str] = os.environ, include: Path | None = None) -> str | None:
+def lacking(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return which of the two this machine lacks, with what to do about it, in one line; None if it has both.
 
     Args:
         environ: the environment variables, of which CC and PATH are read.
-        include: the directory of this Python's headers; None: that of the Python that runs.
     """
     path, chosen = environ.get("PATH", os.defpath), environ.get("CC")
     if chosen is not None and shutil.which(chosen, path=path) is None:  # Triton starts CC as it is, without splitting it
         return f"no C compiler: CC={chosen} is not a program (unset it to use gcc or clang from PATH); {NEEDED_BY}"
     if chosen is None and not any(shutil.which(name, path=path) for name in ("gcc", "clang")):
         return f"no C compiler: no gcc or clang in PATH, and CC is not set; {NEEDED_BY}"
-    header = (include or headers()) / "Python.h"
+    header = headers() / "Python.h"
     if not header.is_file():
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         return f"{header} is missing: install {version}-dev (Debian, Ubuntu) or {version}-devel (RHEL), or a Python from uv; {NEEDED_BY}"

@@ -52,10 +52,10 @@ def model_elements(model: ModelDescription, head: HeadKind = "lm") -> int:
     )
 
 
-def language_elements(model: ModelDescription, head: HeadKind = "lm") -> int:
+def language_elements(model: ModelDescription) -> int:
     """The number of parameters of the language model: all but those of a vision tower, through which no token of text passes."""
-    tower = sum(prod(one.op.packed_shape) for one in model.mappings(head) if one.megatron.startswith(VISION))
-    return model_elements(model, head) - tower
+    tower = sum(prod(one.op.packed_shape) for one in model.mappings("lm") if one.megatron.startswith(VISION))
+    return model_elements(model) - tower
 
 
 def stage_layers(layers: int, layout: Layout, megatron: Mapping[str, Any]) -> list[list[range]]:

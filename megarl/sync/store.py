@@ -13,7 +13,7 @@ from megarl.upstream.expect import expect
 _RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
 
 
-def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tuple[dist.TCPStore, int]:
+def listen_store(host: str, world: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
     """Open a rendezvous store that listens on `host` only.
 
     torch's own server binds every interface, so it is given a socket that is already bound.
@@ -22,15 +22,14 @@ def listen_store(host: str, world: int, timeout_s: float, port: int = 0) -> tupl
         host: an address of this machine.
         world: number of processes that will use the store, this one included.
         timeout_s: longest wait for a key of the store.
-        port: the port to listen on; 0: any free one.
 
     Returns:
         The store, and its port.
 
     Raises:
-        OSError: the address is not this machine's, or the port is taken.
+        OSError: the address is not this machine's.
     """
-    listener = socket.create_server((host, port), backlog=1024)
+    listener = socket.create_server((host, 0), backlog=1024)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         host,
