@@ -85,7 +85,8 @@ def unused(config: ConfigJson) -> tuple[str, ...]:
     return (*(("lm_head.weight",) if config["tie_word_embeddings"] else ()), *stored)
 
 
-def _no_predictor(config: ConfigJson) -> PredictorNames | None:
+def no_predictor(config: ConfigJson) -> PredictorNames | None:
+    """Return None."""
     return None
 
 
@@ -109,7 +110,7 @@ class Family:
     optional: Callable[[ConfigJson], tuple[str, ...]] = unused  # names of Hugging Face tensors that may exist but are not used
     predictors: Callable[[ConfigJson], tuple[str, ...]] = no_tensors  # name prefixes of multi-token prediction tensors
     # The layer of multi-token prediction that can be trained; None: none can. Raises ConfigError if config.json has several.
-    predictor: Callable[[ConfigJson], PredictorNames | None] = _no_predictor
+    predictor: Callable[[ConfigJson], PredictorNames | None] = no_predictor
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of every key of config.json that the functions above read
     nullable: tuple[str, ...] = ()  # keys whose null has a meaning of its own, though it is not their default
     spellings: Mapping[str, str] = field(default_factory=dict)  # other names of these keys -> theirs

@@ -6,11 +6,10 @@ multi-token prediction that is to be trained, and a `tie_word_embeddings` of tex
 
 from typing import Any
 
-from megarl.models import delta_nets, qwen3_5_text, vision
+from megarl.models import qwen3_5_text, vision
 from megarl.models.config_json import ConfigJson
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import scalar_head
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 SECTIONS = (11, 11, 10)  # of transformers' rotary embedding, where config.json does not say
 SEEN: dict[str, Any] = {"image_token_id": 248056}  # of transformers' Qwen3_5Config and Qwen3_5MoeConfig
@@ -28,27 +27,10 @@ def sizes(config: ConfigJson) -> Sizes:
     return with_vision(qwen3_5_text.sizes(config), config)
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
-    return vision.whole(sizes(config), qwen3_5_text.weight_map(config))
-
-
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig. Raise ConfigError as `sizes` does."""
-    sizes(config)
-    return {**qwen3_5_text.fields(config), **vision.FIELDS}
-
-
-FAMILY = Family(
-    heads={
-        "lm": vision.lm_head("Qwen3_5ForConditionalGeneration", sizes),
-        "value": scalar_head("Qwen3_5ForSequenceClassification", sizes),
-    },
-    sizes=sizes,
-    weight_map=weight_map,
-    rope=qwen3_5_text.turned,
-    fields=fields,
+FAMILY = vision.with_tower(
+    qwen3_5_text.FAMILY,
+    sizes,
+    "Qwen3_5ForConditionalGeneration",
+    scalar_head("Qwen3_5ForSequenceClassification", sizes),
     defaults=DEFAULTS,
-    predictors=delta_nets.predictors,
-    nested=True,
 )

@@ -8,9 +8,8 @@ from typing import Any
 
 from megarl.models import qwen3, vision
 from megarl.models.config_json import ConfigJson
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import scalar_head
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3VLConfig and Qwen3VLTextConfig
     **qwen3.DEFAULTS,
@@ -26,26 +25,10 @@ def sizes(config: ConfigJson) -> Sizes:
     return vision.with_vision(qwen3.sizes(config), config)
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
-    return vision.whole(sizes(config), qwen3.weight_map(config))
-
-
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig. Raise ConfigError as `sizes` does."""
-    sizes(config)
-    return {**qwen3.fields(config), **vision.FIELDS}
-
-
-FAMILY = Family(
-    heads={
-        "lm": vision.lm_head("Qwen3VLForConditionalGeneration", sizes),
-        "value": scalar_head("Qwen3VLForSequenceClassification", sizes, known=False),
-    },
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
+FAMILY = vision.with_tower(
+    qwen3.FAMILY,
+    sizes,
+    "Qwen3VLForConditionalGeneration",
+    scalar_head("Qwen3VLForSequenceClassification", sizes, known=False),
     defaults=DEFAULTS,
-    nullable=("num_key_value_heads",),
-    nested=True,
 )

@@ -7,6 +7,7 @@ Published models stack each layer's experts in two tensors, whose matrices are t
 Refused: dense layers, probabilities that are not normalised (transformers' class always does), and what `qwen3_vl` refuses.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megarl.config import ConfigError
@@ -14,7 +15,7 @@ from megarl.models import decoder, qwen3_moe, vision
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
 from megarl.models.decoder_blocks import EXPERT
-from megarl.models.family import Family, scalar_head
+from megarl.models.family import scalar_head
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
 from megarl.models.weight_ops import GateUpColumns, Plain, Transposed
@@ -45,11 +46,11 @@ def sizes(config: ConfigJson) -> Sizes:
     return vision.with_vision(n, config)
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of tower and backbone: Megatron parameter <- Hugging Face tensors."""
+def backbone(config: ConfigJson) -> list[WeightMapping]:
+    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
     router, expert = BLOCK + "mlp.gate.weight", BLOCK + "mlp.experts.{expert}."
-    backbone = [
+    return [
         blocks.embedding(n),
         *blocks.attention(n, norm=True),
         WeightMapping(LAYER + "mlp.router.weight", (router,), Plain((n.experts, n.hidden))),
@@ -57,26 +58,14 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
         WeightMapping(EXPERT + "linear_fc2.weight", (expert + "down_proj",), Transposed(n.hidden, n.expert_ffn)),
         blocks.final_norm(n),
     ]
-    return vision.whole(n, backbone)
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig. Raise ConfigError as `sizes` does."""
-    sizes(config)
-    return {**qwen3_moe.fields(config), **vision.FIELDS}
-
-
-FAMILY = Family(
-    heads={
-        "lm": vision.lm_head("Qwen3VLMoeForConditionalGeneration", sizes),
-        "value": scalar_head("Qwen3VLMoeForSequenceClassification", sizes, known=False),
-    },
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
+FAMILY = vision.with_tower(
+    replace(qwen3_moe.FAMILY, weight_map=backbone),
+    sizes,
+    "Qwen3VLMoeForConditionalGeneration",
+    scalar_head("Qwen3VLMoeForSequenceClassification", sizes, known=False),
     defaults=DEFAULTS,
-    spellings={"num_local_experts": "num_experts"},
     stacked=True,
-    nested=True,
     hidden_axes={"gate_up_proj": 0, "down_proj": 1},
 )

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.config import ConfigError
 from megarl.models.config_json import ConfigJson, number
 from megarl.models.decoder_blocks import logits
-from megarl.models.family import Head
+from megarl.models.family import Family, Head, no_predictor
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import VISION, WeightMapping
 from megarl.models.weight_ops import Plain, Shape
@@ -174,22 +174,43 @@ def tower(v: VisionSizes) -> list[WeightMapping]:
     return [WeightMapping(VISION + name, (TOWER + name,), Plain(shape)) for name, shape in shapes.items()]
 
 
-def in_language_model(mappings: list[WeightMapping]) -> list[WeightMapping]:
+def with_tower(text: Family, sizes: Callable[[ConfigJson], Sizes], architecture: str, value: Head, **changes: Any) -> Family:
+    """Return the family of models of text and images whose language model is of the family `text`.
+
+    Args:
+        text: the family of the language model.
+        sizes: as in `Family`, those of the tower among them.
+        architecture: config.json's architectures[0] of a model with the language model's head.
+        value: the other head.
+        **changes: further fields of the family that are not those of `text`.
+    """
+
+    def weight_map(config: ConfigJson) -> list[WeightMapping]:
+        v = sizes(config).vision
+        assert v is not None
+        return [*tower(v), *_in_language_model(text.weight_map(config))]
+
+    def fields(config: ConfigJson) -> dict[str, Any]:
+        sizes(config)
+        return {**text.fields(config), **FIELDS}
+
+    def output(config: ConfigJson) -> WeightMapping:
+        one = logits(sizes(config), config)
+        return _in_language_model([one])[0] if one.alias else one  # a tied output layer is the embedding by its longer name
+
+    return replace(
+        text,
+        heads={"lm": Head(architecture, output, {}), "value": value},
+        sizes=sizes,
+        weight_map=weight_map,
+        fields=fields,
+        predictor=no_predictor,
+        images=None,
+        nested=True,
+        **changes,
+    )
+
+
+def _in_language_model(mappings: list[WeightMapping]) -> list[WeightMapping]:
     """Return the mappings of a backbone with its tensors named as a part of the whole model."""
     return [replace(one, hf=tuple(TEXT + name.removeprefix("model.") for name in one.hf)) for one in mappings]
-
-
-def whole(n: Sizes, backbone: list[WeightMapping]) -> list[WeightMapping]:
-    """Return the mappings of a model of text and images: those of its tower, and those of its backbone as a part of it."""
-    assert n.vision is not None
-    return [*tower(n.vision), *in_language_model(backbone)]
-
-
-def lm_head(architecture: str, sizes: Callable[[ConfigJson], Sizes]) -> Head:
-    """Return the head of the whole model. A tied output layer is the embedding by its longer name."""
-
-    def mapping(config: ConfigJson) -> WeightMapping:
-        one = logits(sizes(config), config)
-        return in_language_model([one])[0] if one.alias else one
-
-    return Head(architecture, mapping, {})
