@@ -8,12 +8,12 @@ import multiprocessing
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
@@ -52,16 +52,14 @@ from megarl.engines.vllm.launch import (
 )
 from megarl.engines.vllm.member import ENDED_S, VllmMember
 from megarl.engines.vllm.requests import check_request, sample_of, sampling_parameters, scores_of, scoring_parameters
+from megarl.engines.vllm.watched import WatchedProcesses
 from megarl.models.adapters import target_names
 from megarl.models.description import ModelDescription
 from megarl.models.image_processor import ImageProcessor
 from megarl.sync.fingerprint import Piece, Print, join
-from megarl.text.display import one_line
 
 SLACK = 0.25  # of max_num_seqs: by so many unfinished requests a data-parallel rank may exceed the least busy one
 _AGAIN_S = 1.0  # after which the processes of an engine that has lost a member in its start are looked for again
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -75,7 +73,7 @@ class _Open:
     versions: list[VersionSpan]  # of the response
 
 
-class VllmEngine(Engine):
+class VllmEngine(WatchedProcesses, Engine):
     """One vLLM replica. The class is independent of Ray: an actor holds it, and tests run it under asyncio."""
 
     reports_experts = True
@@ -83,8 +81,7 @@ class VllmEngine(Engine):
     extension = EXTENSION
 
     def __init__(self, label: str) -> None:
-        self.label = label
-        self._llm: Any = None
+        super().__init__(label)
         self._version = 0
         self._asleep: set[Part] = set()  # the parts that are not on the device
         self._updating = False  # weights are partly loaded: nothing may be generated
@@ -100,8 +97,6 @@ class VllmEngine(Engine):
         self._counts: dict[str, int] = {}  # tokens of vLLM's requests when the update began
         self._finished: list[Finished] = []  # not yet returned by `receive`
         self._images: ImagePrompts | None = None
-        self._failure: Exception | None = None  # a failure of the engine seen by a request
-        self._watched: list[Any] = []
 
     @staticmethod
     def check(model: ModelDescription, dtype: str, settings: RolloutSettings, *, gpu: bool) -> None:
@@ -133,7 +128,7 @@ class VllmEngine(Engine):
         self._tied = model.tied
         self._expected = model.update(setup.dtype, settings.quantization)
         self._in_flight = isinstance(settings, TrainRolloutSettings) and settings.mode == "free"
-        self._lock, self._dead, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._lock, self._arrival, self._updated = asyncio.Lock(), asyncio.Event(), asyncio.Event()
         self._updated.set()
         self._blank, self._scoring, self._affinity = setup.blank, setup.scoring, setup.affinity
         self._homes = Homes(settings.dp, ceil(SLACK * settings.max_num_seqs))
@@ -167,12 +162,6 @@ class VllmEngine(Engine):
         self._up = True
         return pids
 
-    def _watch(self) -> None:
-        resources = self._llm.engine_core.resources
-        self._watched = [*resources.engine_manager.processes, *([resources.coordinator.proc] if resources.coordinator else [])]
-        for process in self._watched:
-            asyncio.get_running_loop().add_reader(process.sentinel, self._dead.set)
-
     def lose(self, why: str) -> None:
         self._failure = EngineDead(f"{self.label}: {why}")
         while True:
@@ -180,17 +169,6 @@ class VllmEngine(Engine):
                 process.kill()
             if self._started.wait(_AGAIN_S):  # until then there may be more of them: `launch` waits for its members without end
                 return
-
-    def check_health(self) -> None:
-        if self._llm is None:
-            raise EngineDead(f"{self.label}: is closed")
-        if self._failure is not None:
-            raise self._failure
-        if self._dead.is_set() or self._llm.errored:
-            for process in self._watched:
-                process.join(0.5)  # it has ended, but may not be reaped yet
-            exits = ", ".join(f"pid {process.pid}: exit code {process.exitcode}" for process in self._watched)
-            raise EngineDead(f"{self.label}: its process has ended ({exits})")
 
     async def ping(self, timeout_s: float) -> None:
         await self._call("megarl_pid", timeout_s=timeout_s)
@@ -464,44 +442,3 @@ class VllmEngine(Engine):
         faults = [fault for fault in await self._call(method, *arguments, timeout_s=timeout_s) if fault is not None]
         if faults:
             raise WeightSyncError(f"{self.label}: {faults[0]}")
-
-    # ---------------------------------------------------------------- bounded waits
-
-    async def _call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
-        """Call `method` of the extension on every worker; return one result per worker, in the order of the ranks."""
-        self.check_health()
-        try:
-            cores = await self._bounded(self._on_cores("collective_rpc", method, None, arguments, None), timeout_s, lambda: method)
-            return [result for core in cores for result in core]
-        except RolloutError:
-            raise
-        except Exception as error:  # a worker's error arrives as a bare Exception with its text
-            raise RolloutError(f"{self.label}: {method}: {error}") from error
-
-    async def _on_cores(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of vLLM's engine core on every data-parallel rank (AsyncLLM returns the first one's result alone)."""
-        client = self._llm.engine_core
-        return list(await asyncio.gather(*(client._call_utility_async(method, *arguments, engine=core) for core in client.core_engines)))
-
-    async def _bounded(self, work: Awaitable[Result], timeout_s: float, late: Callable[[], str]) -> Result:
-        """Await `work`, but no longer than until the engine dies or the time is over; `late` then describes the work for the error."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        task = asyncio.ensure_future(work)
-        death = asyncio.ensure_future(self._dead.wait())
-        try:
-            await asyncio.wait({task, death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and not self._dead.is_set():
-                return task.result()
-        except EngineDeadError as error:
-            raise self._death(error) from error
-        finally:
-            for waiting in (task, death):
-                waiting.cancel()
-            await asyncio.gather(task, death, return_exceptions=True)
-        self.check_health()
-        raise RolloutTimeout(f"{self.label}: {late()} not done after {timeout_s:g} s")
-
-    def _death(self, error: Exception) -> EngineDead:
-        """Convert vLLM's error that its process has failed."""
-        return EngineDead(f"{self.label}: its process has failed: {one_line(str(error.__cause__ or error))}")
