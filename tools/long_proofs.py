@@ -135,6 +135,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(420, "tests/e2e/test_own_task.py"),
         _tests(500, SLURM, name="slurm-ray", words=RAY),
         _tests(240, "tests/e2e/test_members.py"),
+        _tests(40, "tests/e2e/test_old_logp.py"),
         _distributed(120, "family_weights"),
     ),
     (
