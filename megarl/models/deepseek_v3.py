@@ -6,9 +6,10 @@ Kimi-K2 has one group and another model_type, Moonlight plain RoPE and no latent
 (`decoder.refuse`).
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.models import decoder, mla
+from megarl.models import decoder, indexer, mla
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson
 from megarl.models.family import Family
@@ -56,27 +57,49 @@ def sizes(config: ConfigJson) -> Sizes:
     return mla.sizes(NAME, config, decoder.shared_sizes(config), scoring_func="sigmoid", topk_method="noaux_tc")
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    return mla.weight_map(config, sizes(config), bias=True)
+def alike(
+    name: str, classes: str, sizes: Callable[[ConfigJson], Sizes], defaults: Mapping[str, Any], *, known: bool = False, **others: Any
+) -> Family:
+    """Return a family of DeepSeek-V3's layers, with sparse attention where its sizes have an indexer.
+
+    Args:
+        name: its name, for messages.
+        classes: as `name` of `decoder_blocks.heads`.
+        sizes: as in `Family`.
+        defaults: as in `Family`.
+        known: as of `decoder_blocks.heads`.
+        **others: further fields of the family.
+    """
+
+    def weight_map(config: ConfigJson) -> list[WeightMapping]:
+        n = sizes(config)
+        return [*mla.weight_map(config, n, bias=True), *(indexer.weight_map(config, n) if n.indexer is not None else [])]
+
+    def fields(config: ConfigJson) -> dict[str, Any]:
+        n = sizes(config)
+        own = indexer.fields(n) if n.indexer is not None else {}
+        return {**mla.fields(name, config, n, rope(config)), **decoder.sigmoid_fields(name, config, n), **own}
+
+    return Family(
+        heads=blocks.heads(classes, sizes, known=known),
+        sizes=sizes,
+        weight_map=weight_map,
+        fields=fields,
+        defaults=defaults,
+        predictors=blocks.predictors,
+        layer_spec=mla.layer_spec,
+        **others,
+    )
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's MLATransformerConfig."""
-    n = sizes(config)
-    return {**mla.fields(NAME, config, n, rope(config)), **decoder.sigmoid_fields(NAME, config, n)}
-
-
-FAMILY = Family(
-    heads=blocks.heads("DeepseekV3", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
+FAMILY = alike(
+    NAME,
+    "DeepseekV3",
+    sizes,
+    DEFAULTS,
+    known=True,
     nullable=("num_key_value_heads", "q_lora_rank"),
-    predictors=blocks.predictors,
     predictor=blocks.predictor,
     spellings=decoder.SIGMOID_SPELLINGS,
     names=("kimi_k2",),
-    layer_spec=mla.layer_spec,
 )

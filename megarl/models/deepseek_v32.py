@@ -6,13 +6,9 @@ saved critic or reward model. Refused: what every family refuses (`decoder.refus
 
 from typing import Any
 
-from megarl.models import decoder, deepseek_v3, indexer, mla
-from megarl.models import decoder_blocks as blocks
+from megarl.models import decoder, deepseek_v3, indexer
 from megarl.models.config_json import ConfigJson
-from megarl.models.family import Family
-from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 NAME = "DeepSeek-V3.2"
 
@@ -30,25 +26,4 @@ def sizes(config: ConfigJson) -> Sizes:
     return indexer.sizes(NAME, config, interleaved=False)
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [*mla.weight_map(config, n, bias=True), *indexer.weight_map(config, n)]
-
-
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's MLATransformerConfig."""
-    n = sizes(config)
-    return {**mla.fields(NAME, config, n, rope(config)), **decoder.sigmoid_fields(NAME, config, n), **indexer.fields(n)}
-
-
-FAMILY = Family(
-    heads=blocks.heads("DeepseekV32", sizes, known=False),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
-    predictors=blocks.predictors,
-    spellings={**decoder.SIGMOID_SPELLINGS, "num_experts": "n_routed_experts"},
-    layer_spec=mla.layer_spec,
-)
+FAMILY = deepseek_v3.alike(NAME, "DeepseekV32", sizes, DEFAULTS, spellings={**decoder.SIGMOID_SPELLINGS, "num_experts": "n_routed_experts"})

@@ -6,13 +6,9 @@ saved critic or reward model. Refused: what every family refuses (`decoder.refus
 
 from typing import Any
 
-from megarl.models import decoder, mla
-from megarl.models import decoder_blocks as blocks
+from megarl.models import decoder, deepseek_v3, mla
 from megarl.models.config_json import ConfigJson
-from megarl.models.family import Family
-from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 NAME = "GLM-4.7-Flash"
 
@@ -54,25 +50,6 @@ def sizes(config: ConfigJson) -> Sizes:
     return n
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    return mla.weight_map(config, sizes(config), bias=True)
-
-
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's MLATransformerConfig."""
-    n = sizes(config)
-    return {**mla.fields(NAME, config, n, rope(config)), **decoder.sigmoid_fields(NAME, config, n)}
-
-
-FAMILY = Family(
-    heads=blocks.heads("Glm4MoeLite", sizes, known=False),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
-    nullable=("q_lora_rank",),
-    predictors=blocks.predictors,
-    spellings={"num_local_experts": "n_routed_experts"},
-    layer_spec=mla.layer_spec,
+FAMILY = deepseek_v3.alike(
+    NAME, "Glm4MoeLite", sizes, DEFAULTS, nullable=("q_lora_rank",), spellings={"num_local_experts": "n_routed_experts"}
 )
