@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): which matrices of a model have one, by the names of PEFT's files.
 
 Each Hugging Face matrix W [out, in] that is adapted has A [rank, in] and B [out, rank] of its own, also where Megatron fuses several
-matrices into one parameter, so that an adapter is PEFT's, one to one: W + alpha / rank B A.
+matrices into one parameter, so that an adapter is PEFT's, one to one: W + alpha / rank B A. Matrices that are stored as [in, out] are
+turned first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import ConfigError
 from megarl.models.family import HeadKind
 from megarl.models.weight_map import Weight, is_matrix, is_router
-from megarl.models.weight_ops import QKV, Fused, GateUp, Op, Plain, Sections, Shape
+from megarl.models.weight_ops import QKV, Fused, GateUp, GateUpColumns, Interleaved, Op, Plain, Sections, Shape, Transposed, Turned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,6 @@ PEFT = "base_model.model."  # begins the names in PEFT's files
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_FOLDER = "adapter"  # in the directory of the merged model
 _NUMBER = re.compile(r"\.(\d+|\{expert\})$")
-_OPS = (Plain, QKV, GateUp, Fused, Sections)  # between the matrices and Megatron's parameter
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ def adapted(model: ModelDescription, settings: LoraSettings, head: HeadKind = "l
     for weight in model.weights(head):
         indices = adapted_matrices(weight.name, weight.hf, settings)
         if indices:
+            weight = replace(weight, op=_as_layer(weight.op))
             found[weight.name] = weight, [_factors(weight, index, settings.rank) for index in indices]
     return found
 
@@ -150,9 +151,10 @@ def factor_ops(op: Op, index: int, rank: int) -> tuple[Op, Op]:
         index: the matrix's place among those of the parameter.
         rank: the adapter's rank.
     """
+    op = _as_layer(op)
     rows, columns = op.shapes[index]
     b: Op = Plain((rows, rank), 0 if op.dim == 0 else None)
-    if isinstance(op, Fused):
+    if isinstance(op, Fused | Turned) and op.dim == 0:
         b = PackedRows(with_columns(op, rank))
     elif isinstance(op, Sections):
         first = sum(op.counts[:index])
@@ -165,9 +167,11 @@ def with_columns(op: Op, columns: int) -> Op:
     """The operation of matrices with the same rows and this many columns."""
     if isinstance(op, Fused):
         return Fused(with_columns(op.parts, columns))
-    if isinstance(op, QKV | Sections):
+    if isinstance(op, Turned):
+        return Turned(with_columns(op.of, columns))
+    if isinstance(op, QKV | Sections | Interleaved):
         return replace(op, rest=(columns,))
-    assert isinstance(op, GateUp)
+    assert isinstance(op, GateUp | GateUpColumns)
     return replace(op, hidden=columns)
 
 
@@ -249,10 +253,13 @@ def _leaf(name: str) -> str:
     return _NUMBER.sub("", name.removesuffix(".weight")).rpartition(".")[2]
 
 
+def _as_layer(op: Op) -> Op:
+    """The operation of matrices [out, in], also where they are stored as [in, out]."""
+    return Turned(op) if isinstance(op, Interleaved | GateUpColumns | Transposed) else op
+
+
 def _factors(weight: Weight, index: int, rank: int) -> Factors:
     name = weight.hf[index].removesuffix(".weight")
-    if not isinstance(weight.op, _OPS):
-        raise ConfigError(f"model.lora.targets: {name}: its layout in Megatron ({type(weight.op).__name__}) has no adapter")
     rows, columns = weight.op.shapes[index]
     if rank > min(rows, columns):
         raise ConfigError(f"model.lora.rank={rank}: {name} is [{rows}, {columns}]")

@@ -306,6 +306,35 @@ class Transposed(Op):
 
 
 @dataclass(frozen=True)
+class Turned(Op):
+    """The transposes of the matrices of another operation, which have the same packed tensor."""
+
+    of: Op
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        return tuple((columns, rows) for rows, columns in self.of.shapes)
+
+    @property
+    def packed_shape(self) -> Shape:
+        return self.of.packed_shape
+
+    @property
+    def axis(self) -> int | None:
+        return self.of.axis
+
+    @property
+    def dim(self) -> int | None:
+        return None if self.of.dim is None else 1 - self.of.dim
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return self.of.pack([tensor.t() for tensor in tensors])
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.t() for tensor in self.of.unpack(packed))
+
+
+@dataclass(frozen=True)
 class OneRow(Op):
     """A vector that is stored as a matrix of one row, replicated."""
 

@@ -57,9 +57,14 @@ def merged_gradients(factors: dict[str, Tensor], of_merged: dict[str, Tensor], l
     scale, found = lora.alpha / lora.rank, {}
     for name in (name for name in factors if name.endswith(".lora_A.weight")):
         other, matrix = name.replace("lora_A", "lora_B"), name.removeprefix(PEFT).replace(".lora_A", "")
-        found[name] = scale * factors[other].T @ of_merged[matrix]
-        found[other] = scale * of_merged[matrix] @ factors[name].T
+        found[name] = scale * factors[other].T @ _of_matrix(of_merged, matrix)
+        found[other] = scale * _of_matrix(of_merged, matrix) @ factors[name].T
     return found
+
+
+def _of_matrix(gradients: dict[str, Tensor], name: str) -> Tensor:
+    """The gradient of a matrix as [out, in]: some experts are stored as [in, out], under names that do not end with weight."""
+    return gradients[name] if name in gradients else gradients[name.removesuffix(".weight")].T
 
 
 def largest_gap(one: Report, other: Report) -> float:
@@ -130,13 +135,13 @@ MLA = ["deepseek_v3", "moonlight", "kimi_k2", "deepseek_v2", "deepseek_v2_lite",
 SPARSE = ["deepseek_v32", "glm_moe_dsa"]  # whose indexers are frozen
 OTHERS = {
     "phi3": LORA,
-    "gpt_oss": LORA.model_copy(update={"targets": ["attention"]}),
+    "gpt_oss": LORA,  # its experts are stored as [in, out]
     "qwen3_next": LORA,
     "qwen3_5_moe": LORA,
     "qwen3_5": LORA,
     "qwen3_5_moe_vl": LORA,
     "qwen3_5_vl": LORA,
-    "qwen3_vl_moe": LORA.model_copy(update={"targets": ["attention"]}),
+    "qwen3_vl_moe": LORA,
 }
 
 
