@@ -163,7 +163,9 @@ def _write_peft(chunks: list[Any], model: ModelDescription, grid: Grid, dtype: t
         return
     parameters = list(adapted(model, settings).values())
     stream = export_weights(factor_weights(parameters), factor_parameters(chunks), grid, dtype)
-    tensors = {name: tensor.cpu().clone() for names, stack in stream for name, tensor in each(names, stack)}
+    tensors = {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format) for names, stack in stream for name, tensor in each(names, stack)
+    }
 
     def write() -> None:
         targets = (target_of(weight, one) for weight, factors in parameters for one in factors)
