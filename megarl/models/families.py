@@ -48,7 +48,7 @@ def check_checkpoint(
     with _naming(key, path):
         model = ModelDescription.read(path, mtp=mtp or "drop", drop_images=drop_images)
         _check_head(model, head)
-        _check_predictor(model)
+        check_trainable_predictor(model)
         _ = model.fields  # a ConfigError if Megatron cannot compute it
         _check_identity(model)
     with where_present("the weights"), _naming(key, path):
@@ -68,7 +68,7 @@ def _naming(key: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}") from None
 
 
-def _check_predictor(model: ModelDescription) -> None:
+def check_trainable_predictor(model: ModelDescription) -> None:
     """Raise ConfigError for a multi-token prediction layer that is to be trained and cannot be."""
     if model.predicts and model.family.predictor(model.config) is None:
         raise ConfigError(f"model.mtp=train: not for {model.architecture} (keep has the layers unchanged in what is saved)")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from megarl.models.delta_nets import DeltaNets, delta_nets
@@ -21,6 +22,14 @@ class Latents:
 
 
 @dataclass(frozen=True)
+class PredictorSize:
+    """The numbers of parameters of a multi-token prediction layer."""
+
+    dense: int  # outside its experts
+    experts: int
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the plan must know about a model."""
 
@@ -37,6 +46,7 @@ class Facts:
     tied: bool
     window: int | None  # tokens that a query sees in the layers that have a sliding window; None: no layer has one
     windowed: float  # share of the layers that have one
+    predictor: PredictorSize | None  # a multi-token prediction layer that is trained beside the model
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
@@ -83,7 +93,19 @@ def facts(model: ModelDescription) -> Facts:
         tied=model.tied,
         window=model.window,
         windowed=sum(some) / len(some) if (some := fields.get("window_attn_skip_freq")) else float(model.window is not None),
+        predictor=_predictor(model) if model.predicts else None,
     )
+
+
+def _predictor(model: ModelDescription) -> PredictorSize:
+    dense = experts = 0
+    for one in model.family.predictor_mappings(model.config):
+        size = 0 if one.float32 else prod(one.op.packed_shape)
+        if "{expert}" in one.megatron:
+            experts += size * model.sizes.experts
+        else:
+            dense += size
+    return PredictorSize(dense, experts)
 
 
 def _latents(fields: Mapping[str, Any]) -> Latents:

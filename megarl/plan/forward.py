@@ -39,6 +39,22 @@ def forward_flops(model: Facts, elements: int, length: float) -> float:
     return 2 * active_parameters(model, elements) + _attention_flops(model, length)
 
 
+def predictor_flops(model: Facts, length: float) -> float:
+    """FLOPs of one token's forward pass through a multi-token prediction layer that is trained, a third of its training; 0: there is none.
+
+    Of the output layer it borrows training computes two passes, since the layer gives it no gradient: here it has two thirds.
+
+    Args:
+        model: the model.
+        length: the number of tokens of the sequence.
+    """
+    if model.predictor is None:
+        return 0.0
+    n, layer = model.n, model.predictor
+    active = layer.dense + (layer.experts * model.topk / n.experts if n.experts else 0)
+    return 2 * active + 4 * n.heads * _head_width(model) * length / 2 + 2 * n.vocab * n.hidden * 2 / 3
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """The stages of a pipeline, and the micro-batches that pass through them."""
@@ -65,7 +81,8 @@ def stage_seconds(
     *,
     training: bool,
 ) -> list[float]:
-    """Return the seconds in which each pipeline stage computes a micro-batch forward: its own layers, and on the last the output layer.
+    """Return the seconds in which each pipeline stage computes a micro-batch forward: its own layers, and on the last the output layer and,
+    if the model has one, a multi-token prediction layer.
 
     Args:
         model: the model.
@@ -95,6 +112,10 @@ def stage_seconds(
         flops = mixture * mixtures + dense * (len(layers) - mixtures) + 2 * n.vocab * n.hidden * (stage == layout.pp - 1)
         exchanged = waits[True] * mixtures + waits[False] * (len(layers) - mixtures) + hop * len(chunks) * (layout.pp > 1)
         seconds.append(tokens * flops / rate + exchanged)
+    if (layer := model.predictor) is not None:
+        held = layer.dense / layout.tp + layer.experts / (layout.ep * layout.etp)
+        exchanged = _wait(model, layout, megatron, device, tokens, length, experts=bool(n.experts)) + traffic * held
+        seconds[-1] += tokens * predictor_flops(model, length) / rate + exchanged
     if n.vision is not None:  # which every rank of the first stage computes, in one of the three passes of training
         seen = tokens * IMAGE_SHARE / IMAGE_TOKENS * tower_flops(n.vision, IMAGE_TOKENS)
         seconds[0] += seen / (device.flops * TRAIN_MFU) / (3 if training else 1)
@@ -173,9 +194,14 @@ def _attention_flops(model: Facts, length: float) -> float:
     """FLOPs of one token's causal attention in all layers, forward, in a sequence of so many tokens; and of the states of gated delta nets,
     each of whose numbers is decayed and asked, changed, and asked once more. FLOPs in float32 count as those in which that time passes.
     """
-    n, width = model.n, model.n.head_dim if model.latents is None else (model.n.head_dim + model.latents.value) / 2
+    n = model.n
     seen = (1 - model.windowed) * length / 2 + model.windowed * min(length / 2, model.window or 0)  # keys of the mean query and layer
-    flops = 4 * model.attention_layers * n.heads * width * seen
+    flops = 4 * model.attention_layers * n.heads * _head_width(model) * seen
     if n.indexer is not None and model.chooses_keys(length):  # torch computes all scores, later keys' too; those of the indexer in float32
         flops = 2 * flops + 2 * n.layers * n.indexer.heads * n.indexer.head_dim * length * FLOAT32
     return flops if model.delta_nets is None else flops + 7 * model.linear_layers * model.delta_nets.values * model.delta_nets.key_dim
+
+
+def _head_width(model: Facts) -> float:
+    """The mean width of a head's keys and values."""
+    return model.n.head_dim if model.latents is None else (model.n.head_dim + model.latents.value) / 2

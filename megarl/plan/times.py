@@ -1,7 +1,7 @@
 """Seconds of a step from FLOPs, bytes and the assumptions of `devices`: for comparing layouts, not as a promise."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config import DpoConfig, Layout, RolloutSettings, SftConfig, StepSettings, SupervisedConfig, TrainConfig
@@ -76,20 +76,23 @@ def plan_times(
     longest, fields = _length(rollout, 1.0), config.model.megatron
     tokens = _tokens(train, rollout, mean_length) / layout.dp
 
-    def forward(of: int, *, training: bool) -> float:
+    trunk = replace(model, predictor=None)  # what scores, and what the critic is like
+
+    def forward(part: Facts, of: int, *, training: bool) -> float:
         """Seconds of a forward pass through one of so many parts of a step, on the data-parallel rank that has the longest sequence."""
         own = max(tokens / of, longest)
         count = max(1, round(own / train.micro_batch_tokens))
-        return _forward(model, elements, layout, fields, device, own, count, longest * mean_length, training=training)
+        return _forward(part, elements, layout, fields, device, own, count, longest * mean_length, training=training)
 
     passes = 1 + config.algorithm.needs_reference + (config.critic is not None)
     factor = 3 + (config.model.recompute == "full")
     critic = 0 if config.critic is None else config.critic.epochs
-    updates = forward(train.mini_batches, training=True) * train.mini_batches * factor * (train.epochs + critic)
+    updates = forward(model, train.mini_batches, training=True) * train.mini_batches * factor * train.epochs
+    updates += forward(trunk, train.mini_batches, training=True) * train.mini_batches * factor * critic
     updates += train.mini_batches * train.epochs * (reduce_seconds(elements, model, layout, device) + _in_host_memory(offloaded))
     if config.algorithm.selects:  # the policy scores each mini-batch before its update; the first has its old log-probs
-        updates += forward(train.mini_batches, training=False) * (train.mini_batches * train.epochs - (config.old_logp == "forward"))
-    score = forward(1, training=False) * passes
+        updates += forward(trunk, train.mini_batches, training=False) * (train.mini_batches * train.epochs - (config.old_logp == "forward"))
+    score = forward(trunk, 1, training=False) * passes
     if teachers:
         own, engines = config.placement.teacher, config.placement.teacher_engines
         if engines is not None:  # those of a teacher score their share of the tokens at the same time as those of the others
@@ -182,6 +185,9 @@ def reduce_seconds(elements: int, model: Facts, layout: Layout, device: Device) 
     dense, routed = replicas(layout)
     elements_per_rank = (elements - experts) / (layout.tp * layout.pp) * (dense - 1) / dense
     elements_per_rank += experts / (layout.etp * layout.ep * layout.pp) * (routed - 1) / routed
+    if (layer := model.predictor) is not None:  # on the last stage
+        elements_per_rank += layer.dense / layout.tp * (dense - 1) / dense
+        elements_per_rank += layer.experts / (layout.etp * layout.ep) * (routed - 1) / routed
     near = layout.ranks <= device.linked
     return elements_per_rank * (4 + 2) / ((device.link if near else device.network) * NETWORK_SHARE)
 

@@ -12,7 +12,7 @@ from megarl.engines.engine import SCORED_TOKENS, as_rollout
 from megarl.engines.registry import check_engine
 from megarl.errors import ConfigError
 from megarl.models.description import ModelDescription
-from megarl.models.families import check_layout
+from megarl.models.families import check_layout, check_trainable_predictor
 from megarl.plan.devices import GB, IMAGE_SHARE, IMAGE_TOKENS, MEAN_LENGTH, Device, of_engines
 from megarl.plan.engines import EngineMemory, plan_engine
 from megarl.plan.facts import facts
@@ -81,7 +81,8 @@ class Plan:
 def models_of(config: RunSettings) -> Models:
     """Read the policy's config.json, as "model", and that of each role with another model, by role. Raises ConfigError."""
     read = partial(ModelDescription.read, drop_images=config.model.drop_images)
-    models = {"model": read(config.model.path)}
+    models = {"model": read(config.model.path, mtp="train" if config.model.mtp == "train" else "drop")}
+    check_trainable_predictor(models["model"])
     if isinstance(config, TrainConfig):
         if config.critic is not None and config.critic.path is not None:
             models["critic"] = read(config.critic.path)
@@ -116,13 +117,13 @@ def build(
     Raises:
         ConfigError: a layout that does not divide a model.
     """
-    model, memory = models["model"], memory_gb * GB
+    model, memory = models["model"].trunk, memory_gb * GB
     engine_device, engine_gb = of_engines(device, memory_gb)
     groups = _groups(config, models)
     engine = receiver = host = None
     apart, teaching = dict[str, EngineMemory](), 0
     engines, beside, update_bytes, shared = 0, 0.0, 0, False
-    policy, elements = facts(model), language_elements(model)
+    policy, elements = facts(models["model"]), language_elements(model)
     needed_gpus = sum(group.layout.ranks for group in groups)
     offloaded = max(stage.offloaded for group in groups for stage in group.stages)
     if isinstance(config, TrainConfig):
@@ -160,7 +161,7 @@ def build(
         times = plan_supervised(config, policy, elements, device, offloaded)
     plan = Plan(
         architecture=model.architecture,
-        parameters=model_elements(model),
+        parameters=model_elements(model) + (0 if (layer := policy.predictor) is None else layer.dense + layer.experts),
         active=active_parameters(policy, elements),
         device=device,
         memory=memory,
@@ -227,8 +228,8 @@ def _train_group(config: TrainConfig, models: Models, names: tuple[str, ...], la
     work = Work(
         longest=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
         micro_batches=micro_batches(config.train, config.rollout, layout),
-        sync_bytes=_sender_bytes(config, models["model"]) if "policy" in names else 0,
-        kept_bytes=kept_bytes(models["model"], config.sync, config.model.dtype) if "policy" in names else 0,
+        sync_bytes=_sender_bytes(config, models["model"].trunk) if "policy" in names else 0,
+        kept_bytes=kept_bytes(models["model"].trunk, config.sync, config.model.dtype) if "policy" in names else 0,
         senders=config.senders,
         offload=config.placement.offload,
         shared=config.placement.engines == "shared",

@@ -8,7 +8,7 @@ from megarl.models.family import HeadKind
 from megarl.observe.metrics import Mean, Metric
 from megarl.plan.devices import device_named
 from megarl.plan.facts import facts
-from megarl.plan.forward import forward_flops
+from megarl.plan.forward import forward_flops, predictor_flops
 from megarl.plan.parameters import language_elements
 from megarl.plan.tower import tower_flops
 
@@ -21,7 +21,7 @@ def training_flops(
     """The FLOPs of one update on sequences of the given lengths.
 
     Args:
-        model: the model.
+        model: the model, with a multi-token prediction layer if one is trained.
         head: its head; a scalar head has none of the output layer's FLOPs.
         lengths: the number of tokens of each sequence.
         images: those of the sequences.
@@ -31,7 +31,8 @@ def training_flops(
     without = 0 if head == "lm" or counts.tied else counts.n.vocab * counts.n.hidden
     elements = language_elements(model) - without
     seen = 0.0 if (sizes := model.sizes.vision) is None else sum(tower_flops(sizes, image.tokens) for image in images)
-    return PASSES * sum(length * forward_flops(counts, elements, length) for length in lengths) + seen * (PASSES if tower else 1)
+    text = sum(length * (forward_flops(counts, elements, length) + predictor_flops(counts, length)) for length in lengths)
+    return PASSES * text + seen * (PASSES if tower else 1)
 
 
 def speed(flops: float, ranks: int, seconds: float, device: str | None, dtype: str) -> dict[str, Metric]:

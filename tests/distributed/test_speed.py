@@ -1,5 +1,6 @@
 """The FLOPs that speeds are told by are those that torch counts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from megarl.models.description import ModelDescription
 from megarl.observe.metrics import merge, scalars
 from megarl.parallel import schedule
 from megarl.parallel.grid import Grid
+from megarl.parallel.predictor import PredictorPass
 from megarl.ranks.speed import speed, training_flops
+from tests.distributed.predictor_models import with_predictor
+from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import Job, build, global_batch, make_checkpoint, shares
 from tests.rank_pool import Pool
 
@@ -49,8 +53,9 @@ def _counted(grid: Grid, job: Job) -> tuple[int, list[int]]:
         return logits_RV.float().mean(), None
 
     policy.zero_grad()
+    predictor = PredictorPass(policy.chunks, grid, job.description.vocab, job.mtp_loss_weight) if job.mtp == "train" else None
     with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
-        schedule.run(policy.chunks, batches, loss_fn, grid, forward_only=False)
+        schedule.run(policy.chunks, batches, loss_fn, grid, forward_only=False, predictor=predictor)
     return counter.get_total_flops(), [length for batch in batches for length in batch.length_N[batch.seq_T.unique()].tolist()]
 
 
@@ -61,6 +66,15 @@ def test_flops_of_an_update_are_those_that_torch_counts(pool: Pool, tmp_path: Pa
     [found] = pool.run(counted, Layout(), [Job(path, sequences=8, micro_batches=2) for path in paths])
     for path, (counts, lengths) in zip(paths, found, strict=True):
         assert training_flops(ModelDescription.read(path), "lm", lengths) == pytest.approx(counts, rel=0.02)
+
+
+def test_flops_of_a_predictor_are_those_that_torch_counts(pool: Pool, make: Make, tmp_path: Path) -> None:
+    """What it adds to an update; the output layer that it borrows gets no gradient from it."""
+    job = Job(with_predictor(make, tmp_path / "model", "glm4_moe"), sequences=8, micro_batches=2, mtp="train")
+    jobs = [job, replace(job, mtp="drop")]
+    [[(whole, lengths), (trunk, _)]] = pool.run(counted, Layout(), jobs)
+    planned = [training_flops(job.description, "lm", lengths) for job in jobs]
+    assert planned[0] - planned[1] == pytest.approx(whole - trunk, rel=0.02)
 
 
 def test_speed_is_work_over_time_whoever_reports_it() -> None:

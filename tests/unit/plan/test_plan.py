@@ -19,10 +19,10 @@ from megarl.config import ConfigError, Layout, ModelSettings, MuonSettings, Opti
 from megarl.models.description import ModelDescription
 from megarl.models.hf import stack_of
 from megarl.plan.activations import MicroBatchShape, layer_bytes
-from megarl.plan.devices import DEVICES, FLOAT32, GB, device_named, device_of, in_nodes
+from megarl.plan.devices import DEVICES, FLOAT32, GB, LAYER_LATENCY, TRAIN_MFU, device_named, device_of, in_nodes
 from megarl.plan.engines import cache_bytes, engine_weights
 from megarl.plan.facts import facts
-from megarl.plan.forward import forward_flops
+from megarl.plan.forward import forward_flops, predictor_flops, stage_seconds
 from megarl.plan.host import NodeMemory, contexts
 from megarl.plan.parameters import ChunkParameters, count, model_elements, replicas, shards
 from megarl.plan.ranks import CONTEXT, PlannedModel, Work, plan_group
@@ -118,6 +118,31 @@ def test_ranks_of_a_large_layout_hold_the_model_once_for_each_replica(name: str)
         assert held.optimizer - half.optimizer == pytest.approx(held.optimizer / 3, rel=1e-4), "half of the two moments of three float32"
         moments = held.optimizer / 3
         assert moments < half.host - moments < 2 * moments, "beside them copies of main weights and gradients, in blocks of pinned memory"
+
+
+def test_a_predictor_costs_parameters_flops_and_time_where_it_is_trained(published: Path) -> None:
+    """By hand, of DeepSeek-V3: attention, an expert for all tokens and 8 of 256, the projection of two states to one; norms."""
+    given = (EXAMPLES / "deepseek_v3" / "gspo.yaml", [f"model.path={published / 'DeepSeek-V3'}"])
+    with_it, without = (planned(load(given[0], [*given[1], f"model.mtp={mtp}"], TrainConfig), 128) for mtp in ("train", "drop"))
+    width, heads, vocab, expert = 7168, 128, 129_280, 3 * 7168 * 2048
+    latents = width * 1536 + 1536 * heads * 192 + width * (512 + 64) + 512 * heads * 256
+    dense = latents + heads * 128 * width + expert + 256 * width + 2 * width * width + 5 * width + 1536 + 512
+    assert with_it.parameters - without.parameters == dense + 256 * expert
+    model = replace(description_of(MODELS["DeepSeek-V3"]), mtp="train")
+    flops = predictor_flops(facts(model), 4096)
+    assert flops == pytest.approx(2 * (dense + 8 * expert) + 4 * heads * 160 * 2048 + 2 * vocab * width * 2 / 3)
+    assert predictor_flops(facts(model.trunk), 4096) == 0
+    layout, elements = Layout(ranks=4, pp=4), model_elements(model)
+    ends = {"num_layers_in_first_pipeline_stage": 13}
+    longer, stages = (
+        stage_seconds(facts(one), elements, layout, ends, DEVICES["H100"], 8192, 4096, training=False) for one in (model, model.trunk)
+    )
+    assert longer[:-1] == stages[:-1]
+    assert longer[-1] - stages[-1] >= 8192 * flops / (DEVICES["H100"].flops * TRAIN_MFU) + LAYER_LATENCY
+    trained, dropped = with_it.times, without.times
+    assert trained is not None and dropped is not None
+    phases = [(times.generate, times.score, times.sync) for times in (trained, dropped)]
+    assert phases[0] == phases[1] and trained.update > 1.01 * dropped.update
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3.2", "GLM-5"])
