@@ -20,6 +20,7 @@ from megarl.config import (
 )
 from megarl.data.gym import all_drawn
 from megarl.data.prompts import Prompt
+from megarl.data.teacher_prompts import TeacherPrompts
 from megarl.data.tokenizer import check_same_tokenizer, load_tokenizer
 from megarl.engines.engine import as_rollout
 from megarl.engines.registry import check_engine
@@ -196,6 +197,17 @@ def check_taught(distillation: DistillationSettings | None, prompts: Sequence[Pr
     idle = [name for number, name in enumerate(distillation.scorers) if number not in taught]
     if idle and all_drawn() and len(looked) == len(prompts):
         raise ConfigError(f"distillation.{idle[0]}: no prompt of data.train is of a source that this teacher is for")
+
+
+def check_shown(config: TrainConfig, prompts: Sequence[Prompt]) -> None:
+    """Check what the teacher reads in the place of prompts, by up to 10,000 prompts, evenly spaced.
+
+    Raises:
+        ConfigError: as `TeacherPrompts.check` does.
+    """
+    made = TeacherPrompts.of(config)
+    if made is not None:
+        made.check(prompts[:: max(1, -(-len(prompts) // LOOKED))])
 
 
 def check_reward_model(settings: ModelSettings, rollout: RolloutSettings, source: tuple[str, ModelReward] | None, layout: Layout) -> None:

@@ -3,7 +3,7 @@
 from megarl.checks.data import Data, PromptReader, check_data
 from megarl.checks.memory import check_fits
 from megarl.checks.model import check_length, check_model, check_stops
-from megarl.checks.other_models import check_base, check_critic, check_reward_model, check_seen, check_taught, check_teacher
+from megarl.checks.other_models import check_base, check_critic, check_reward_model, check_seen, check_shown, check_taught, check_teacher
 from megarl.checks.routing import check_reported_experts, check_routing
 from megarl.config import ConfigError, TrainConfig, ValueConfig, model_of
 from megarl.data.gym import all_drawn
@@ -49,6 +49,7 @@ def check_train(config: TrainConfig, verb: str = "train") -> Data:
     if is_naming() and not prompts.train:
         return prompts
     check_taught(config.distillation, prompts.train)
+    check_shown(config, prompts.train)
     check_seen(config, model, prompts.train, [held_out.prompts for held_out in prompts.sets])
     normalise = config.reward.normalise
     check_count(prompts, "train.prompts_per_step", config.train.prompts_per_step)

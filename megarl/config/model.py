@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
@@ -258,16 +259,55 @@ class DistillationSettings(Section, Distillation):
     """Instead of a directory, a server that scores for the teacher."""
     servers: Annotated[dict[str, TeacherServer], Field(max_length=64)] = {}
     """Instead of one server, one for each source, as `teachers`."""
+    prompt: str | None = None
+    """What a teacher on ranks reads in the place of the prompt, or of a chat's last message: a template with {prompt}, and with {answer},
+    {COLUMN} of the row, or {solution}, another response to the prompt that is right. If no teacher is given, the policy is its own, with
+    the weights that a step begins with. null: the prompt."""
+    success: float = 0.5
+    """With {solution}: the reward from which on a response is right."""
 
     @model_validator(mode="after")
     def _has_teachers(self) -> DistillationSettings:
         given = [name for name in ("teacher", "teachers", "server", "servers") if getattr(self, name)]
-        if len(given) != 1:
+        if len(given) != 1 and not self.by_itself:
             raise ValueError(
                 "distillation.teacher: give one teacher, or teachers, one for each data source, or one server, or servers in their place "
                 f"(given: {', '.join(given) or 'none'})"
             )
         return self
+
+    @model_validator(mode="after")
+    def _shows_the_prompt(self) -> DistillationSettings:
+        if self.prompt is None:
+            if "success" in self.model_fields_set:
+                raise ValueError(f"success={self.success:g}: says which response is the {{solution}} of distillation.prompt, which is null")
+            return self
+        try:
+            fields = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(self.prompt) if name is not None]
+        except ValueError as error:
+            raise ValueError(f"prompt: {self.prompt!r:.80}: {error} (a brace of the text is written twice)") from None
+        names = [name for name, _, _ in fields]
+        if odd := [name for name, spec, conversion in fields if not name or spec or conversion]:
+            raise ValueError(f"prompt: {{{odd[0]}...}}: between braces is one name and nothing else (a brace of the text is written twice)")
+        if "prompt" not in names:
+            raise ValueError(f"prompt: {self.prompt!r:.80} has no {{prompt}} in it")
+        if self.by_itself and set(names) == {"prompt"}:
+            raise ValueError("prompt: shows the policy, which is its own teacher here, nothing that it has not seen; name {answer}, say")
+        if self.server is not None or self.servers:
+            raise ValueError("prompt: a server scores after the policy's own prompt; give a teacher, which is on ranks, or none")
+        if "success" in self.model_fields_set and not self.shows_solution:
+            raise ValueError(f"success={self.success:g}: distillation.prompt has no {{solution}} in it")
+        return self
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether the policy is its own teacher."""
+        return self.prompt is not None and not (self.teacher or self.teachers or self.server or self.servers)
+
+    @property
+    def shows_solution(self) -> bool:
+        """Whether the teacher reads another response to the prompt."""
+        return self.prompt is not None and any(name == "solution" for _, name, _, _ in Formatter().parse(self.prompt))
 
     @property
     def models(self) -> dict[str, Path]:

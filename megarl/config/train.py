@@ -222,6 +222,15 @@ class TrainConfig(TrainingSettings):
                 f"distillation: gives each token an advantage of its own, but the loss of algorithm.type={self.algorithm.type} has one "
                 "ratio for a whole response (reinforce, grpo and others do not; nor does it matter with distillation.top_k)"
             )
+        if self.distillation.prompt is not None and self.environment is not None:
+            raise ValueError(
+                "distillation.prompt: of one prompt and its response; an environment's episodes are conversations, with no such"
+            )
+        if self.distillation.shows_solution and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"distillation.prompt: {{solution}} is another response to the prompt, but rollout.samples_per_prompt="
+                f"{self.rollout.samples_per_prompt}"
+            )
 
     def _check_placement(self) -> None:
         """Raise ValueError if ranks are given to a model that the run does not have, or more data-parallel ranks than sequences."""
@@ -245,13 +254,17 @@ class TrainConfig(TrainingSettings):
     def _check_teacher_place(self) -> None:
         """Raise ValueError if the teacher is in two places or at none of its own, or a server would score another distribution."""
         teaching, engines = self.distillation, self.placement.teacher_engines
+        if teaching is not None and teaching.by_itself and self.placement.teacher is not None:
+            raise ValueError("placement.teacher: the policy is its own teacher (distillation.prompt); leave this out")
+        if engines is not None and teaching is not None and teaching.prompt is not None:
+            raise ValueError("placement.teacher_engines: score after the policy's own prompt; with distillation.prompt leave this out")
         if engines is not None and (teaching is None or not teaching.models):
             why = "there is no section distillation" if teaching is None else "distillation names a server instead of a directory"
             raise ValueError(f"placement.teacher_engines: {why}; leave this out")
         if self.placement.teacher is not None and self.taught_apart:
             why = "placement.teacher_engines has engines for it" if engines is not None else "distillation names a server for it"
             raise ValueError(f"placement.teacher: {why}; leave this out")
-        if teaching is not None and not teaching.models and self.rollout.temperature != 1:
+        if teaching is not None and not teaching.models and not teaching.by_itself and self.rollout.temperature != 1:
             raise ValueError(
                 f"rollout.temperature={self.rollout.temperature:g}: policy and teacher are compared at this temperature, but a server's "
                 f"prompt_logprobs (distillation.{next(iter(teaching.scorers))}) are those of temperature 1"
@@ -260,7 +273,8 @@ class TrainConfig(TrainingSettings):
     @property
     def taught_apart(self) -> bool:
         """Whether engines or servers, and no model ranks, score for the teachers."""
-        return self.distillation is not None and (self.placement.teacher_engines is not None or not self.distillation.models)
+        teaching = self.distillation
+        return teaching is not None and not teaching.by_itself and (self.placement.teacher_engines is not None or not teaching.models)
 
     def _check_delta(self) -> None:
         """Raise ValueError if sending only what changed would not send less."""

@@ -18,6 +18,7 @@ from megarl.cluster.actor_group import ActorGroup, end
 from megarl.cluster.process_kinds import Role, assign_roles, demand
 from megarl.cluster.reserve import release
 from megarl.config import ClusterSettings, CriticSettings, StepSettings, TrainConfig, model_of
+from megarl.data.teacher_prompts import Attempt, TeacherPrompts
 from megarl.driver.device_turns import Turns
 from megarl.driver.engines import Engines, EngineStarter
 from megarl.driver.rank_group import (
@@ -35,7 +36,7 @@ from megarl.driver.rank_group import (
 from megarl.driver.teachers import Teachers
 from megarl.driver.trained_groups import TrainedGroups
 from megarl.engines.worker import ExpertsWanted
-from megarl.observe.metrics import Last, Metric, merge
+from megarl.observe.metrics import Last, Mean, Metric, merge
 from megarl.observe.restarts import Restarts
 from megarl.ranks.model_worker import TRAINED, ModelWorker
 from megarl.ranks.step_plan import Group, StepPlan, plan_scoring, plan_step, response_advantages
@@ -54,6 +55,9 @@ class ModelGroups(TrainedGroups):
     turns: Turns | None = None  # given if the policy's ranks share devices with the engines
     places: Sequence[Sequence[Any]] = ()  # the scheduling strategies of each group's ranks
     teachers: Teachers | None = None  # given if they are on no ranks
+
+    def __post_init__(self) -> None:
+        self._teacher_prompts = TeacherPrompts.of(self.config)
 
     def build(self, created: Sequence[ActorGroup], *, blank: bool) -> None:
         """Build the models on existing processes, one group for each of `assign_roles`. `blank`: `load` or `restore` comes next."""
@@ -98,7 +102,7 @@ class ModelGroups(TrainedGroups):
             ranks keep.
         """
         self.take_devices(keep_weights=not sync_follows)
-        readers = [group for group in self.groups if set(group.roles) & COLUMN.keys()]
+        readers, shown_N = [group for group in self.groups if set(group.roles) & COLUMN.keys()], self._shown(groups)
         plans = [
             plan_step(
                 self.config,
@@ -107,6 +111,8 @@ class ModelGroups(TrainedGroups):
                 capacity(self.config.train, self.config.critic, group.roles),
                 self.stages,
                 TowerWork.of(self.config.model, group.layout),
+                shown_N,
+                teaches="teacher" in group.roles,
             )
             for group in readers
         ]
@@ -117,7 +123,19 @@ class ModelGroups(TrainedGroups):
             self._pass_columns([COLUMN[role] for role in group.roles if role in COLUMN], group, self.policy)
         if self.teachers is not None:
             self.policy.call("take", self.teachers.wait(scoring), [COLUMN["teacher"]], timeout_s=self.timeout_s)
+        if shown_N is not None:
+            metrics.append({"distillation/shown": Mean(float(sum(shown is not None for shown in shown_N)), float(len(shown_N)))})
         return plans[0], merge(metrics)
+
+    def _shown(self, groups: Sequence[Group]) -> list[np.ndarray | None] | None:
+        """What the teacher reads in the place of each response's prompt [N], with `distillation.prompt`."""
+        if self._teacher_prompts is None:
+            return None
+        shown_N = list[np.ndarray | None]()
+        for group in groups:
+            pairs = zip(group.responses, group.scores, strict=True)
+            shown_N += self._teacher_prompts.made(group.prompt, [Attempt(response.text, score.task) for response, score in pairs])
+        return shown_N
 
     def _pass_columns(self, names: Sequence[str], source: RankGroup, target: RankGroup) -> None:
         """Add columns of per-token numbers of one group to the last plan of another."""

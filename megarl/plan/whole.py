@@ -148,7 +148,8 @@ def build(
         # Of models that take turns out and in both for scoring and for the update; of ranks that leave the GPUs to the engines once.
         parked = max(2 * stage.host or (stage.waiting if shared else 0) for stage in stages)
         sent, ahead = sent_bytes(model, config.rollout, dtype), config.rollout.mode != "sync"
-        teachers = [] if config.distillation is None else [models[name] for name in config.distillation.models]
+        distillation = config.distillation
+        teachers = [] if distillation is None else [models[name] for name in distillation.models] or [model] * distillation.by_itself
         taught = [(facts(teacher), language_elements(teacher)) for teacher in teachers]
         times = plan_times(
             *(config, policy, elements, engine, device, parked, offloaded, sent, taught),
@@ -181,7 +182,7 @@ def build(
         teachers=apart,
         teaching=teaching,
     )
-    if isinstance(config, TrainConfig) and config.distillation is not None and not config.distillation.models:
+    if isinstance(config, TrainConfig) and config.distillation is not None and (config.distillation.server or config.distillation.servers):
         plan.notes.append(f"distillation.{next(iter(config.distillation.scorers))}: a server scores beside the policy, in no more time")
     if model.sizes.vision is not None:
         plan.notes.append(

@@ -98,6 +98,39 @@ def assemble(plan: StepPlan, chosen: Sequence[int], layers: Sequence[int] = ()) 
     return batch.take(held_C[batch.contexts()[0]].nonzero().squeeze(1))
 
 
+def after_shown(plan: StepPlan, members: Sequence[int]) -> Batch:
+    """Pack responses after what the teacher reads in the place of their prompts; after the prompt where that is None.
+
+    Args:
+        plan: the step's plan, with `shown_N`.
+        members: the responses, as indices into the N axis.
+    """
+    assert plan.shown_N is not None
+
+    def after(sample: Sample, shown: np.ndarray | None) -> Sample:
+        if shown is None:
+            return sample
+        return replace(sample, tokens=np.concatenate([shown, sample.tokens[sample.prompt_length :]]), prompt_length=len(shown))
+
+    return pack([after(sample, plan.shown_N[n]) for n, sample in zip(members, fetch(plan.payload_N, members), strict=True)])
+
+
+def at_response(column_T: Tensor, read: Batch, batch: Batch) -> Tensor:
+    """Move numbers from the entries of one batch to those of another, of the same responses after other prompts.
+
+    Args:
+        column_T: [T, ...], a number or a row for each entry of `read`.
+        read: whole sequences, in order.
+        batch: whole sequences: those of `read`, with the same response tokens.
+
+    Returns:
+        [T, ...] of `batch`: those of the entry that is scored on the same token, and at entries of the prompt those of the first one.
+    """
+    first_N = read.length_N.cumsum(0) - read.length_N + read.start_N
+    entry_T = batch.spread(first_N) + (batch.position_T - batch.spread(batch.start_N)).clamp(min=0)
+    return column_T[entry_T.clamp(max=len(column_T) - 1)]  # a response without tokens has no entry
+
+
 def lots(seed: int, response_T: Tensor, position_T: Tensor) -> Tensor:
     """Draw a number for each token, SplitMix64's for a counter that is different for every token of a step.
 

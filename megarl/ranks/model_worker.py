@@ -142,7 +142,7 @@ class ModelWorker(StepWorker):
         elif "reference" in self._models:
             flat = self._score_reference(flat)
         if "teacher" in self._roles:
-            flat = self._taught(flat, plan.teacher_N)
+            flat = self._taught(flat, plan)
         self._scored, self._fresh = score or self._spec.old_logp == "forward", True
         if "policy" in self._models:
             if self._scored:

@@ -68,6 +68,7 @@ class StepPlan:
     count_N: np.ndarray | None = None  # int64: loss tokens of each response, 0 where it is not trained on
     sample_S: Sequence[tuple[int, int]] | None = None  # (response, which of its contexts) of each sample; None: each response has one
     teacher_N: np.ndarray | None = None  # int64: which teacher scores a response, of `DistillationSettings.scorers`; None: the only one
+    shown_N: Sequence[np.ndarray | None] | None = None  # what the teacher reads in the place of each prompt; None: the prompt
     seed: int | None = None  # of the lots that tokens draw; None: the algorithm needs none
 
     def context(self, sample: int) -> tuple[int, int]:
@@ -110,7 +111,8 @@ class StepPlan:
         responses = set(
             self.responses(sample for mini_batch in self.split for micro_batch in mini_batch[dp_rank] for sample in micro_batch)
         )
-        return replace(self, payload_N=_only(responses, self.payload_N), experts_N=_only(responses, self.experts_N))
+        shown_N = None if self.shown_N is None else _only(responses, self.shown_N)
+        return replace(self, payload_N=_only(responses, self.payload_N), experts_N=_only(responses, self.experts_N), shown_N=shown_N)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,9 @@ def plan_step(
     capacity: int,
     stages: Sequence[Sequence[int]] = (),
     tower: TowerWork | None = None,
+    shown_N: Sequence[np.ndarray | None] | None = None,
+    *,
+    teaches: bool = False,
 ) -> StepPlan:
     """Plan a step: which responses to train on, their split, and the loss weights of each global mini-batch.
 
@@ -173,6 +178,9 @@ def plan_step(
         capacity: the largest number of tokens in a micro-batch.
         stages: the MoE layers of each pipeline stage of the policy.
         tower: the work of a vision tower, which the ranks share equally, too; None: the responses have no images.
+        shown_N: what the teacher reads in the place of each response's prompt, with `distillation.prompt`. A response for which there is
+            nothing is not trained on, unless `distillation.task_weight` has it learn from its reward; the teacher then reads the prompt.
+        teaches: the plan is for ranks that hold the teacher.
 
     Raises:
         ValueError: a sample does not fit into a micro-batch, or a mini-batch has fewer responses than there are ranks.
@@ -186,9 +194,14 @@ def plan_step(
     # Responses that are dropped do not take part in the algorithm's choice.
     dropped = config.train.drop_truncated
     keep_N = part_N & torch.tensor([response.loss_tokens > 0 and (response.finished or not dropped) for response in responses])
+    if shown_N is not None and config.distillation is not None and not config.distillation.task_weight:
+        keep_N &= torch.tensor([shown is not None for shown in shown_N])
     keep_N[keep_N.clone()] = algorithm.keep(reward_N[keep_N], group_N[keep_N])
     count_N = torch.tensor([response.loss_tokens for response in responses]) * keep_N
     length_NC = [response.entries for response in responses]
+    if shown_N is not None and teaches:  # its micro-batches are of the same responses
+        pairs = zip(length_NC, responses, shown_N, strict=True)
+        length_NC = [own if shown is None else [max(*own, len(shown) + response.length - 1)] for own, response, shown in pairs]
     together = algorithm.joins_tokens and max(map(sum, length_NC)) <= capacity
     more_N = None if tower is None else [tower.tokens(response.images) for response in responses]
     split = split_samples(length_NC, config.train.mini_batches, dp, capacity, together=together, more_N=more_N)
@@ -221,6 +234,7 @@ def plan_step(
         count_N=count_N.numpy(),
         sample_S=sample_S if len(sample_S) > len(responses) else None,
         teacher_N=None if config.distillation is None else teachers(config.distillation, groups),
+        shown_N=shown_N if teaches else None,
         seed=int(np.random.SeedSequence([config.seed, *groups[0].asked]).generate_state(1, np.uint64)[0]) if algorithm.selects else None,
     )
 

@@ -21,9 +21,10 @@ from megarl.config import CriticSettings, DistillationSettings, OptimizerSetting
 from megarl.lazy_torch import Tensor, torch
 from megarl.models.description import ModelDescription
 from megarl.observe.metrics import Metric, Sum
-from megarl.ranks.assemble import bucket_gap, computed_here, mismatch, mismatch_of_sequences
+from megarl.ranks.assemble import after_shown, at_response, bucket_gap, computed_here, mismatch, mismatch_of_sequences
 from megarl.ranks.critic import loss_metrics
 from megarl.ranks.megatron_worker import MegatronWorker
+from megarl.ranks.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from megarl.parallel.routing import ExpertsRecorded, RoutingPass
@@ -114,15 +115,45 @@ class StepWorker(MegatronWorker):
         entry_T = pack_micro(batch, **place, device=torch.device("cpu")).entry_T
         return torch.full_like(value_T, torch.nan).index_copy(0, entry_T, value_T[entry_T])
 
-    def _taught(self, flat: list[Batch], teacher_N: np.ndarray | None) -> list[Batch]:
-        """The batches with the teachers' column: each response is scored by its own teacher, if there are several.
+    def _taught(self, flat: list[Batch], plan: StepPlan) -> list[Batch]:
+        """The batches with the teachers' column: each response is scored by its own teacher, after what that teacher reads.
 
         Args:
             flat: the micro-batches of the step.
+            plan: the step's plan.
+        """
+        if plan.shown_N is None:
+            return self._scored_by_teachers(flat, plan.teacher_N)
+        read = [after_shown(plan, members) for members in self._members]
+        scored = self._scored_by_teachers(read, plan.teacher_N)
+        return [batch.with_extra(teacher_logp=self._moved(one, batch)) for one, batch in zip(scored, flat, strict=True)]
+
+    def _moved(self, read: Batch, batch: Batch) -> Tensor:
+        """The teacher's column of a micro-batch that it has read after other prompts, at the entries of the policy's own micro-batch.
+
+        Args:
+            read: what the teacher has read, with its column, of which this rank has the entries that it has computed.
+            batch: the policy's, of the same responses.
+
+        Returns:
+            [T] or [T, ...]; NaN at the entries whose output this rank does not compute.
+        """
+        column_T = read.extra_T["teacher_logp"]
+        if not self._grid.is_last_stage or not len(batch):
+            return self._held(torch.zeros(len(batch)), batch)
+        if self._grid.cp_size > 1:
+            column_T = self._sum_over(column_T.nan_to_num(0.0))
+        return self._held(at_response(column_T, read, batch), batch)
+
+    def _scored_by_teachers(self, flat: list[Batch], teacher_N: np.ndarray | None) -> list[Batch]:
+        """The batches with the teachers' column, of what they have read.
+
+        Args:
+            flat: what the teachers read, by micro-batch of the step.
             teacher_N: int64, which teacher scores a response; None: there is one.
         """
         assert self._spec.distillation is not None
-        names = list(self._spec.distillation.models)
+        names = list(self._spec.distillation.models) or ["policy"]
         if teacher_N is None:
             return self._use(names[0]).forward_tokens(flat, "teacher_logp", self._teaching(names[0]))
         number_FT = [batch.spread(torch.from_numpy(teacher_N[members])) for members, batch in zip(self._members, flat, strict=True)]

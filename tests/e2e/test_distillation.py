@@ -54,6 +54,19 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, tiny_model: 
         check_train(config)
 
 
+def test_the_policy_learns_from_itself_where_it_sees_the_answer(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
+    """Its distance to itself at the same prompt is 0; with the answer in the prompt it is not, and the update has a gradient."""
+    given = (*SETTINGS, "train.steps=1")
+    step = lab.run(Job(tmp_path / "shown", tiny_model, (*given, "distillation.prompt='{prompt} ({answer})'"))).steps()[0]
+    assert step["distillation/k3_kl"] > 1e-4 and step["actor/grad_norm"] > 1e-4 and step["distillation/shown"] == 1
+
+
+def test_a_template_that_names_no_column_is_refused_before_the_start(tmp_path: Path, tiny_model: Path) -> None:
+    config = load(Job(tmp_path, tiny_model).write(), [*SETTINGS, "distillation.prompt='{prompt} {hint}'"], TrainConfig)
+    with pytest.raises(ConfigError, match=r"^distillation\.prompt: .* has no column 'hint'"):
+        check_train(config)
+
+
 @pytest.mark.long
 def test_named_tokens_bring_the_policy_closer_wherever_teacher_and_policy_are(
     lab: Lab, tmp_path: Path, tiny_model: Path, teacher: Path

@@ -1,0 +1,141 @@
+"""A teacher that reads other prompts: each response token gets the number that the same model gives it after that prompt, on any layout."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from megarl.algorithms import Algorithm, PolicyAlgorithm
+from megarl.batch import Sample
+from megarl.config import DistillationSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
+from megarl.observe.metrics import merge
+from megarl.parallel.backend import choose
+from megarl.parallel.grid import Grid
+from megarl.ranks import assemble
+from megarl.ranks.megatron_worker import RankSettings
+from megarl.ranks.model_worker import ModelWorker
+from megarl.ranks.step_plan import StepPlan
+from megarl.ranks.step_worker import RLSpec
+from tests.distributed.replayed_steps import Token
+from tests.distributed.split_episodes import REWARDS, plan_of
+from tests.distributed.tiny_training import TINY, make_checkpoint
+from tests.rank_pool import Pool
+from tests.rows import rows
+
+SHAPES = ((4, 9, 6), (7, 3, 5), (5, None, 8), (3, 12, 7))  # tokens of the prompt, of what the teacher reads, of the response
+SMALL, LARGE = 21, 1000  # capacities of a micro-batch
+LAYOUTS = {
+    "tp2": Layout(ranks=2, tp=2),
+    "cp2": Layout(ranks=2, cp=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "dp2": Layout(ranks=2),
+    "tp2_cp2": Layout(ranks=4, tp=2, cp=2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of a policy that is its own teacher."""
+
+    path: Path
+    top_k: int | None
+    capacity: int = SMALL
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw: the teacher's column of the loss tokens that it speaks for, and the update's metrics."""
+
+    column: dict[Token, list[float]]
+    metrics: dict[str, float]
+
+
+def responses() -> tuple[list[Sample], list[np.ndarray | None]]:
+    """The policy's samples, and what the teacher reads in the place of each prompt."""
+    draw, samples, shown_N = np.random.default_rng(5), list[Sample](), list[np.ndarray | None]()
+    for prompt, shown, response in SHAPES:
+        tokens = draw.integers(1, TINY["vocab_size"], prompt + response).astype(np.int32)
+        samples.append(Sample(tokens, prompt, -draw.random(response).astype(np.float32), "stop"))
+        shown_N.append(None if shown is None else draw.integers(1, TINY["vocab_size"], shown).astype(np.int32))
+    return samples, shown_N
+
+
+def after_shown() -> list[Sample]:
+    """The samples as the teacher reads them."""
+    samples, shown_N = responses()
+    return [
+        sample
+        if shown is None
+        else replace(sample, tokens=np.array([*shown, *sample.tokens[sample.prompt_length :]], np.int32), prompt_length=len(shown))
+        for sample, shown in zip(samples, shown_N, strict=True)
+    ]
+
+
+def rank_of(grid: Grid, case: Case) -> tuple[ModelWorker, PolicyAlgorithm]:
+    algorithm: PolicyAlgorithm = TypeAdapter(Algorithm).validate_python({"type": "reinforce"})
+    config = RunSettings(name="x", model=ModelSettings(path=case.path, dtype="float32"), layout=grid.layout)
+    teaching = DistillationSettings.model_validate({"prompt": "{prompt} {answer}", "top_k": case.top_k})
+    spec = RLSpec(algorithm, OptimizerSettings(), updates=1, temperature=0.7, distillation=teaching)
+    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "teacher"))
+    rank._backend, rank._grid = choose(), grid
+    rank.build_models()
+    return rank, algorithm
+
+
+def column_of(rank: ModelWorker) -> dict[Token, list[float]]:
+    """The teacher's column by response and number of the response's token."""
+    column = dict[Token, list[float]]()
+    for numbers, batch in zip(rank._members, rank._flat(), strict=True):
+        given_T = batch.extra_T["teacher_logp"]
+        for entry in batch.mask_T.nonzero().squeeze(1).tolist() if rank._reports_tokens else []:
+            n = int(batch.seq_T[entry])
+            if not given_T[entry].isnan().any():
+                column[numbers[n], int(batch.position_T[entry] - batch.start_N[n])] = given_T[entry].flatten().tolist()
+    return column
+
+
+def step(grid: Grid, case: Case) -> Seen:
+    """One step on the policy's samples, after which the teacher's prompts are shown to it."""
+    (rank, algorithm), (samples, shown_N) = rank_of(grid, case), responses()
+    plan: StepPlan = replace(plan_of(algorithm, samples, grid.dp_size, case.capacity), shown_N=shown_N)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "ray", SimpleNamespace(get=list))
+        rank.forward(plan.part(grid.dp_rank))
+        column = column_of(rank)
+        measured = rank.advantages(REWARDS, 0.0, False)
+        measured = merge([measured, rank.update(0)])
+    names = ("actor/grad_norm", "distillation/reverse_kl")
+    return Seen(column, {name: value for name in names if name in measured and (value := measured[name].value()) is not None})
+
+
+def read(grid: Grid, case: Case) -> dict[Token, list[float]]:
+    """The same column, of a plan whose samples are what the teacher reads."""
+    rank, algorithm = rank_of(grid, case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "ray", SimpleNamespace(get=list))
+        rank.forward(plan_of(algorithm, after_shown(), grid.dp_size, LARGE))
+    return column_of(rank)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("policy") / "model", num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "top_k"), rows([(name, top_k) for name in LAYOUTS for top_k in (None, 3)], [("cp2", None), ("pp2", 3), ("tp2", 3)])
+)
+def test_a_response_is_scored_after_what_the_teacher_reads(pool: Pool, path: Path, name: str, top_k: int | None) -> None:
+    one = pool.run(step, Layout(), Case(path, top_k))[0]
+    direct = pool.run(read, Layout(), Case(path, top_k))[0]
+    assert len(direct) == sum(response for _, _, response in SHAPES)
+    assert one.column == {token: pytest.approx(row, abs=3e-5) for token, row in direct.items()}
+    ranks = pool.run(step, LAYOUTS[name], Case(path, top_k))
+    joined = {token: row for rank in ranks for token, row in rank.column.items()}
+    assert joined == {token: pytest.approx(row, abs=3e-5) for token, row in direct.items()}
+    norms = [rank.metrics["actor/grad_norm"] for rank in ranks if "actor/grad_norm" in rank.metrics]
+    assert one.metrics["actor/grad_norm"] > 1e-4
+    assert norms == pytest.approx([one.metrics["actor/grad_norm"]] * len(norms), rel=1e-4) and norms
