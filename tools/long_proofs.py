@@ -103,6 +103,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(190, "tests/e2e/test_routing.py"),
         _distributed(60, "plan"),
         _distributed(60, "teachers"),
+        _distributed(60, "shown_prompts"),
     ),
     (
         _tests(480, FAULTS, name="faults-stopped", words="any_process[one- and SIGSTOP"),

@@ -57,6 +57,7 @@ class ModelGroups(TrainedGroups):
     teachers: Teachers | None = None  # given if they are on no ranks
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._teacher_prompts = TeacherPrompts.of(self.config)
 
     def build(self, created: Sequence[ActorGroup], *, blank: bool) -> None:

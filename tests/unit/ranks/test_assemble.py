@@ -50,3 +50,23 @@ def test_rows_of_numbers_reach_the_ranks_that_split_the_samples_differently(monk
     for batch in (filled[0], filled[2]):
         assert torch.equal(batch.extra_T["several"], rows(batch)) and torch.equal(batch.extra_T["one"], rows(batch)[:, 0])
     assert len(filled[1].extra_T["several"]) == 0
+
+
+def test_numbers_move_to_the_same_response_after_another_prompt() -> None:
+    """Each response token's number is the token; entries of the prompt have the first one's; an empty response takes none."""
+    responses: list[list[int]] = [[11, 12, 13], [], [21, 22], []]
+    prompts, shown = (4, 2, 1, 3), (2, 5, 6, 1)
+
+    def batch_of(lengths: tuple[int, ...]) -> Batch:
+        pairs = zip(lengths, responses, strict=True)
+        texts = [(prompt, np.array([*range(prompt), *said], np.int32)) for prompt, said in pairs]
+        return pack([Sample(tokens, prompt, np.zeros(len(tokens) - prompt, np.float32), "stop") for prompt, tokens in texts])
+
+    read, own = batch_of(shown), batch_of(prompts)
+    rows_TC = torch.stack([read.target_T, -read.target_T], 1)
+    moved_TC = assemble.at_response(rows_TC, read, own)
+    for n, said in enumerate(responses):
+        mine = moved_TC[own.seq_T == n]
+        if said:
+            assert mine[:, 0].tolist() == [said[0]] * (prompts[n] - 1) + said
+        assert mine.shape == (len(said) + prompts[n] - 1, 2) and mine[:, 0].equal(-mine[:, 1])

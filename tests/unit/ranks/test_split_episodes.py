@@ -425,7 +425,7 @@ def test_every_entry_has_the_column_of_its_responses_teacher(config: TrainConfig
     for parts in micro_batches(plan, dp):
         rank = Teachers(_spec=SimpleNamespace(distillation=distillation), _teaching=str, passes={})
         rank._members = [plan.responses(samples) for samples, _ in parts]
-        filled = ModelWorker._taught(cast(Any, rank), [batch for _, batch in parts], teacher_N)
+        filled = ModelWorker._scored_by_teachers(cast(Any, rank), [batch for _, batch in parts], teacher_N)
         for members_N, batch in zip(rank._members, filled, strict=True):
             if len(batch):
                 value_T = 1000.0 * batch.spread(torch.from_numpy(teacher_N[members_N]))

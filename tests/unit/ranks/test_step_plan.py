@@ -213,6 +213,24 @@ def test_weights_come_from_the_global_mini_batch_and_skip_what_is_dropped(config
     assert plan.keep_N.tolist() == [True, True, False, False] and plan.trained == [0]
 
 
+@pytest.mark.parametrize("task_weight", [0.0, 0.5])
+def test_a_response_for_which_a_teacher_has_nothing_to_read_is_not_trained_on(config: TrainConfig, task_weight: float) -> None:
+    """Unless it learns from its reward; and the teacher's prompts count in the micro-batches of its ranks."""
+    config = changed(config, train={"prompts_per_step": 2, "mini_batches": 1}, rollout={"samples_per_prompt": 2})
+    teaching = {"prompt": "{prompt} {solution}", "task_weight": task_weight}
+    config = TrainConfig.model_validate(
+        yaml.safe_load(config.model_dump_json()) | {"distillation": teaching, "algorithm": {"type": "reinforce"}}
+    )
+    groups = in_groups([response(0, 0, 4), response(0, 1, 2), response(1, 0, 3), response(1, 1, 5)], [Score(1.0), Score(0.0)] * 2)
+    shown_N = [np.zeros(50, np.int32), None, np.zeros(40, np.int32), None]
+    plans = [plan_step(config, groups, 1, 60, shown_N=shown_N, teaches=teaches) for teaches in (True, False)]
+    for plan in plans:
+        assert plan.keep_N.tolist() == [True, bool(task_weight), True, bool(task_weight)]
+    assert plans[0].shown_N is shown_N and plans[1].shown_N is None
+    [taught], [alone] = (mini_batches for plan in plans for mini_batches in plan.split)
+    assert len(taught) == 2 and len(alone) == 1  # 53 + 42 tokens and more are not one micro-batch of 60
+
+
 def test_of_what_is_dropped_none_is_the_best_of_its_group(config: TrainConfig) -> None:
     """The longest response has the highest reward, and is cut; another one is empty."""
     config = changed(config, train={"prompts_per_step": 2, "mini_batches": 1, "drop_truncated": True}, rollout={"samples_per_prompt": 2})
