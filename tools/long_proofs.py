@@ -103,7 +103,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(190, "tests/e2e/test_routing.py"),
         _distributed(60, "plan"),
         _distributed(60, "teachers"),
-        _distributed(60, "shown_prompts"),
     ),
     (
         _tests(480, FAULTS, name="faults-stopped", words="any_process[one- and SIGSTOP"),
@@ -138,6 +137,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(240, "tests/e2e/test_members.py"),
         _tests(40, "tests/e2e/test_old_logp.py"),
         _distributed(120, "family_weights"),
+        _distributed(60, "shown_prompts"),
     ),
     (
         _tests(455, "tests/engines"),
