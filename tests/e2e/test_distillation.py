@@ -55,7 +55,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, tiny_model: 
 
 
 def test_the_policy_learns_from_itself_where_it_sees_the_answer(lab: Lab, tmp_path: Path, tiny_model: Path) -> None:
-    """Its distance to itself at the same prompt is 0; with the answer in the prompt it is not, and the update has a gradient."""
+    """With the answer in its prompt it is at a distance from itself, and the update has a gradient."""
     given = (*SETTINGS, "train.steps=1")
     step = lab.run(Job(tmp_path / "shown", tiny_model, (*given, "distillation.prompt='{prompt} ({answer})'"))).steps()[0]
     assert step["distillation/k3_kl"] > 1e-4 and step["actor/grad_norm"] > 1e-4 and step["distillation/shown"] == 1
