@@ -65,7 +65,7 @@ def planned(config: TrainConfig, groups: list[Group]) -> tuple[StepPlan, np.ndar
     return plan, response_advantages(config.algorithm, plan, [group.greedy for group in groups], kl_N, config.algorithm.kl_coef)
 
 
-GROUPS: list[list[float | None]] = [[1.0, 0.0, 1.0, None], [-1.0, None, -1.0], [0.0, 1.0, -0.5, 0.25]]
+GROUPS: list[list[float | None]] = [[1.0, 0.0, 1.0, None], [-1.0, None, -1.0, -1.0], [0.0, 1.0, -0.5, 0.25]]
 REWARDED = {"type": "rloo", "kl_in": "reward", "kl_coef": 0.5}
 EVERY = {
     **{kind: CONFIGS[kind] for kind in KINDS},
