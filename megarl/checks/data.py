@@ -43,6 +43,11 @@ LOOKED = 10_000  # prompts that are looked at before the start
 HELD_OUT = "heldout"  # the set of data.eval
 
 
+def looked_at(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """The prompts that are looked at before the start, evenly spaced."""
+    return prompts[:: max(1, -(-len(prompts) // LOOKED))]
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """A set of prompts to evaluate on."""
@@ -131,7 +136,7 @@ class PromptReader:
         return reader_of(self.model, self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens") if self.sees else None
 
     def _refuse_images(self, prompts: Sequence[Prompt]) -> None:
-        for prompt in prompts[:: max(1, -(-len(prompts) // LOOKED))]:
+        for prompt in looked_at(prompts):
             if prompt.meta.get(COLUMN):
                 raise ConfigError(f"{prompt.name}: has {COLUMN}, which neither agents nor pairs get so far")
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.checks.data import looked_at
 from megarl.config import (
     ConfigError,
     CriticSettings,
@@ -33,8 +34,6 @@ from megarl.models.family import HeadKind
 from megarl.models.hf import end_tokens
 from megarl.models.image_processor import ImageProcessor
 from megarl.rewards.scale import read_range
-
-LOOKED = 10_000  # prompts whose source is looked at before the start
 
 
 def check_base(settings: ModelSettings, model: ModelDescription, rollout: RolloutSettings, environment: EnvironmentSettings | None) -> None:
@@ -153,7 +152,7 @@ def check_seen(config: TrainConfig, policy: ModelDescription, prompts: Sequence[
     """
 
     def shows(several: Sequence[Prompt]) -> bool:
-        return any(prompt.images for prompt in several[:: max(1, -(-len(several) // LOOKED))])
+        return any(prompt.images for prompt in looked_at(several))
 
     if policy.sizes.vision is None:
         return
@@ -192,7 +191,7 @@ def check_taught(distillation: DistillationSettings | None, prompts: Sequence[Pr
     """
     if distillation is None or not distillation.by_source:
         return
-    looked = prompts[:: max(1, -(-len(prompts) // LOOKED))]
+    looked = looked_at(prompts)
     taught = {distillation.taught_by(prompt.meta, prompt.name) for prompt in looked}
     idle = [name for number, name in enumerate(distillation.scorers) if number not in taught]
     if idle and all_drawn() and len(looked) == len(prompts):
@@ -207,7 +206,7 @@ def check_shown(config: TrainConfig, prompts: Sequence[Prompt]) -> None:
     """
     made = TeacherPrompts.of(config)
     if made is not None:
-        made.check(prompts[:: max(1, -(-len(prompts) // LOOKED))])
+        made.check(looked_at(prompts))
 
 
 def check_reward_model(settings: ModelSettings, rollout: RolloutSettings, source: tuple[str, ModelReward] | None, layout: Layout) -> None:

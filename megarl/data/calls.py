@@ -100,13 +100,11 @@ class CallFormat:
             raise ValueError(f"a call is {self.example}")
         if self.argument is None:
             arguments, end = _decoded(body, head.end())
-            if not isinstance(arguments, dict):
-                raise ValueError(f"a call is {self.example}")
         else:
             texts, end = self._arguments(body, head.end())
             types = _types(head[1], tools or ())
             arguments = {key: _value(text, types.get(key)) for key, text in texts.items()}
-        if not re.fullmatch(rf"\s*{_loose(self.tail.strip())}\s*", body[end:]):
+        if not isinstance(arguments, dict) or not re.fullmatch(rf"\s*{_loose(self.tail.strip())}\s*", body[end:]):
             raise ValueError(f"a call is {self.example}")
         return head[1], arguments
 

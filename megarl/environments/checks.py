@@ -97,14 +97,15 @@ def _check_template(settings: EnvironmentSettings, data: PromptFormat, tokenizer
     if not tokenizer.chat_template:
         raise ConfigError(f"{KEY}: the tokenizer has no chat template, and conversations need one")
     check_turns(tokenizer, [answering_role(settings)], "environment", data)
-    for schema in tool_schemas(settings) or []:
+    schemas = tool_schemas(settings) or []
+    for schema in schemas:
         name = schema["function"]["name"]
         question, arguments = [{"role": "user", "content": "Q"}], data.template_args
         text, text_without = (render_chats(tokenizer, [question], tools, arguments)[0] for tools in ([schema], None))
         if text == text_without or name not in text:
             raise ConfigError(f"{KEY}.tools: the model's chat template does not mention {name!r}: the model would never call it")
-        if TurnTokens(tokenizer, data).template.calls is None:
-            raise ConfigError(f"{KEY}.tools: the model's chat template writes calls of tools in a form that is not read")
+    if schemas and TurnTokens(tokenizer, data).template.calls is None:
+        raise ConfigError(f"{KEY}.tools: the model's chat template writes calls of tools in a form that is not read")
 
 
 def answering_role(settings: EnvironmentSettings) -> str:

@@ -9,7 +9,8 @@ import torch
 
 from megarl.algorithms.distillation import Distillation, Divergence, divergence
 from megarl.batch import Batch, Sample, pack
-from megarl.checks.other_models import LOOKED, check_taught
+from megarl.checks.data import LOOKED
+from megarl.checks.other_models import check_taught
 from megarl.config import ConfigError, DistillationSettings, TrainConfig
 from megarl.data.prompts import Prompt
 from megarl.ranks.step_plan import Group, teachers
