@@ -277,9 +277,12 @@ def leaves_its_key(task: Task) -> float:
     assert post("/v1/chat/completions", chat())[0] == 200
     if os.fork() == 0:
         os.setsid()
+        (home / "escaped").touch()
         time.sleep(1)
         (home / "late").write_text(str(post("/v1/chat/completions", chat())[0]))
         os._exit(0)
+    while not (home / "escaped").exists():  # the end of the episode would end it
+        time.sleep(0.01)
     return 1.0
 
 
