@@ -37,7 +37,7 @@ from tests.unit.cluster.nodes import LOCAL
 
 SEED = 12
 STILL_S = 3
-LONG = "train.steps=60"  # for what nobody waits for: a run may be done before its GCS, or its raylet, has been stopped for STILL_S
+SLOW = "reward.source.path=tests.slurm.slow:share_of_letters"  # otherwise a run may be done before what is stopped has been so for STILL_S
 LIMIT_S = 90.0  # from the signal to the end: twice what the slowest took on two cores
 OLD_WEIGHTS = ("algorithm={type: ppo, kl_coef: 0.05, kl_target: 0.1, correction: {type: tis}}",)  # have sampled what a step learns from
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -98,12 +98,12 @@ def chosen() -> list[tuple[str, Fault, Phase]]:
 
 
 @pytest.fixture(scope="module")
-def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[..., Job]:
+def straight(lab: Lab, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable[[str], Job]:
     """The run of a layout that nothing happens to."""
     runs = tmp_path_factory.mktemp("straight")
 
-    def run(name: str, *more: str) -> Job:
-        job = Job(runs / "-".join((name, *more)), tiny_model, (*EVERYTHING, *LAYOUTS[name], *more))
+    def run(name: str) -> Job:
+        job = Job(runs / name, tiny_model, (*EVERYTHING, *LAYOUTS[name]))
         return job.run() if "rollout.tp=2" in LAYOUTS[name] else lab.run(job)  # the lab's engine has one worker
 
     return cache(run)
@@ -167,10 +167,10 @@ def assert_ends(job: Job, pid: int, fault: Fault, when: str) -> None:
     print(f"{fault.name} {when}: {fault.status} after {seconds:.1f} s: {''.join(last)[:120]}")
 
 
-def assert_whole(job: Job, layout: str, straight: Callable[..., Job], *more: str) -> None:
+def assert_whole(job: Job, layout: str, straight: Callable[[str], Job]) -> None:
     """The job, started again, has come to the end of the run that nothing happened to: bit for bit, unless its engines never wait."""
     if layout != "free":
-        assert_same(job, straight(layout, *more), "model", "critic")
+        assert_same(job, straight(layout), "model", "critic")
         return
     rows = job.steps()
     assert [row["step"] for row in rows] == list(range(rows[0]["step"], rows[0]["step"] + len(rows)))
@@ -180,24 +180,25 @@ def assert_whole(job: Job, layout: str, straight: Callable[..., Job], *more: str
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "fault", "phase"), chosen(), ids=lambda part: getattr(part, "name", part))
 def test_a_signal_to_any_process(
-    layout: str, fault: Fault, phase: Phase, lab: Lab, straight: Callable[..., Job], tmp_path: Path, tiny_model: Path
+    layout: str, fault: Fault, phase: Phase, lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:
     random = np.random.default_rng([SEED, chosen().index((layout, fault, phase))])
-    more = (LONG,) if fault.number == signal.SIGSTOP and fault.victim in OWN else ()
-    settings = (*EVERYTHING, *LAYOUTS[layout], *more, f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
-    job = Job(tmp_path, tiny_model, settings).start()
+    slow = fault.number == signal.SIGSTOP and fault.victim in OWN  # for which nobody waits
+    settings = (*EVERYTHING, *LAYOUTS[layout], f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
+    job = Job(tmp_path, tiny_model, (*settings, SLOW) if slow else settings).start()
     try:
         job.wait_for("the engine", lambda: "sync ..." in job.text())
         processes = Processes.of(job, int(random.integers(2)) if layout == "tp2" else 0)
         pid = pid_of(job, fault.victim, processes)
-        step = int(random.integers(2, 8))
+        step = int(random.integers(2, 4 if slow else 8))
         job.wait_for(f"step {step}", lambda: done(job) >= step - 1, pause_s=0.02)
         job.wait_for(phase, lambda: phase in processes.phases(), pause_s=0.002)
         assert_ends(job, pid, fault, f"in {phase}, {layout}")
     finally:
         job.kill()
+    job.overrides = settings
     lab.run(job, own_engine=layout == "free")
-    assert_whole(job, layout, straight, *more)
+    assert_whole(job, layout, straight)
 
 
 SILENT = r"ProcessStalled: [\w ]+: Ray's server has not answered for \d+ s"
@@ -214,18 +215,18 @@ JOINED = (
 @pytest.mark.long
 @pytest.mark.parametrize("fault", JOINED, ids=lambda fault: fault.name)
 def test_a_signal_to_a_process_of_a_run_on_a_cluster_of_others(
-    fault: Fault, lab: Lab, straight: Callable[..., Job], tmp_path: Path, tiny_model: Path
+    fault: Fault, lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:
     """Which the run has joined: what it loses there is named, and its own processes end."""
-    more = (LONG,) if fault.victim in OWN else ()
-    settings = (*EVERYTHING, *more, f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
-    with Guest(tmp_path, tiny_model, settings, foreign={}).joined() as guest:
+    settings = (*EVERYTHING, f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
+    slow = (SLOW,) if fault.victim in OWN else ()
+    with Guest(tmp_path, tiny_model, (*settings, *slow), foreign={}).joined() as guest:
         guest.wait_for("the engine", lambda: "sync ..." in guest.text())
         pid = pid_of(guest, fault.victim, Processes.of(guest))
         guest.wait_for("step 3", lambda: done(guest) >= 3, pause_s=0.02)
         assert_ends(guest, pid, fault, "in a cluster of others")
     job = lab.run(Job(tmp_path, tiny_model, settings))
-    assert_whole(job, "one", straight, *more)
+    assert_whole(job, "one", straight)
 
 
 @pytest.mark.long
@@ -289,7 +290,7 @@ def test_an_engine_is_lost_while_ranks_start_again(
 @pytest.mark.long
 def test_a_stopped_helper_of_an_engine_costs_the_engine_alone(tmp_path: Path, tiny_model: Path) -> None:
     """Whatever an engine has started is a part of it, though it may answer without that."""
-    job = Job(tmp_path, tiny_model, (*EVERYTHING, LONG, "rollout.tp=2", f"cluster.stall_timeout_s={STILL_S}")).start()
+    job = Job(tmp_path, tiny_model, (*EVERYTHING, SLOW, "rollout.tp=2", f"cluster.stall_timeout_s={STILL_S}")).start()
     try:
         job.wait_for("step 2", lambda: done(job) >= 2, pause_s=0.02)
         processes = Processes.of(job)
