@@ -230,6 +230,7 @@ def test_dropout_is_the_same_where_the_input_is(pool: Pool, path: Path) -> None:
     assert kept.unique().tolist() == pytest.approx([0, 4 / 3]) and float(kept.mean()) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.long
 def test_dropout_is_drawn_again_by_recomputation_and_a_resume_and_acts_in_updates_alone(pool: Pool, path: Path, tmp_path: Path) -> None:
     layout, job = LAYOUTS["tp2_etp2"], Job(path, optimizer=BY_GRADIENTS, lora=DROPPING)
     [without, *_], [plain, *_] = (pool.run(scores, layout, replace(job, lora=lora)) for lora in (DROPPING, LORA))

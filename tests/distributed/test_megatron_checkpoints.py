@@ -21,7 +21,6 @@ NAMES: dict[str, dict[str, Any]] = {
 }
 ROWS = [(family, names) for family in ("qwen3_moe", "qwen3", "qwen2_tied", "glm4_moe", "deepseek_v3", "qwen3_next") for names in NAMES]
 SUITE = [
-    ("qwen3_moe", "stacked"),
     ("qwen3_moe", "all numbered, gate and up apart"),
     ("qwen3", "layers numbered"),
     ("qwen3_next", "stacked"),

@@ -80,6 +80,7 @@ def test_named_tokens_bring_the_policy_closer_wherever_teacher_and_policy_are(
         assert apart[0][name] == pytest.approx(shared[0][name], rel=1e-4), name
 
 
+@pytest.mark.long
 def test_a_teacher_on_engines_gives_the_loss_and_gradient_of_one_on_ranks(
     lab: Lab, long: bool, tmp_path: Path, tiny_model: Path, teacher: Path
 ) -> None:

@@ -70,6 +70,7 @@ def with_template(model: Path, template: str, out: Path) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_a_template_that_rewrites_turns_trains_every_turn_in_its_own_context(
     lab: Lab, long: bool, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,7 +170,7 @@ def when(condition: Callable[[], bool], act: Callable[[], object]) -> Iterator[N
     assert acted.result()
 
 
-@pytest.mark.parametrize("phase", ["generate", "update"])
+@pytest.mark.parametrize("phase", rows(["generate", "update"], ["update"]))
 def test_a_signal_stops_the_run_with_a_checkpoint_and_it_goes_on(
     phase: str,
     lab: Lab,

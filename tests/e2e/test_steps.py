@@ -103,7 +103,7 @@ APART = {
     "engines-that-share": ("placement.engines=shared", "save.every=1"),
     "all-take-turns": ("placement.engines=shared", "placement.offload=true", "save.every=1"),
 }
-SUITE = APART.keys() - {"offload", "engines-that-share"}  # the last has both
+SUITE = {"critic-apart-in-larger-micro-batches", "all-take-turns"}
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,7 @@ async def _adapters(path: Path) -> None:
         await engine.close()
 
 
+@pytest.mark.long
 def test_an_adapter_gives_what_merged_weights_give(host: Host, tmp_path: Path) -> None:
     """Greedy tokens and log-probs, adapter after adapter: none finds the prefixes that another has computed."""
     build(tmp_path / "qwen3", **SIZES, seed=1, family="qwen3", initializer_range=0.1)

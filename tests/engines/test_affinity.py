@@ -37,6 +37,7 @@ async def _before_and_after(model: Path) -> tuple[list[Played], list[Played]]:
     return [one for group in before for one in group], [one for group in after for one in group]
 
 
+@pytest.mark.long
 def test_what_is_read_from_the_cache_is_what_transformers_computes_from_the_weights_of_the_time(host: Host, model: Path) -> None:
     """The prompts after the update are those before it, so that what the old weights have left would be found."""
     import torch

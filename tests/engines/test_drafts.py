@@ -134,11 +134,12 @@ async def _drafts(first: Path, second: Path, temperatures: Sequence[float]) -> d
     return shares
 
 
-def test_an_engine_that_drafts_samples_as_one_that_does_not(host: Host, long: bool, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_an_engine_that_drafts_samples_as_one_that_does_not(host: Host, tmp_path: Path) -> None:
     """Greedy tokens, log-probs and experts are transformers', before and after updates of all weights; so is the distribution of the first
     two tokens of 3000 responses at temperature 1, by Pearson's statistic, at four standard deviations."""
     first, second = (model(tmp_path / str(seed), seed) for seed in (1, 2))
-    shares = host.run(_drafts, first, second, (1.0, 0.7) if long else (0.7,))
+    shares = host.run(_drafts, first, second, (1.0, 0.7))
     assert min(shares[name] for name in ("loaded", "updated", "again")) > 0.2 and 0 < shares["again, sampled"] < 1
     assert shares["loaded"] == shares["again"]
     freedom = shares["freedom"]

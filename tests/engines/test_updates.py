@@ -144,7 +144,7 @@ async def _five_updates(tiny: Path, bare: Path, transport: str, layout: Layout) 
     ("transport", "layout"),
     rows(
         [*(("gloo", layout) for layout in LAYOUTS), ("shm", ONE), ("shm", DP2_TP2_EP)],
-        [("shm", ONE), ("gloo", TWO)],
+        [("gloo", TWO)],
     ),
 )
 def test_greedy_output_equals_transformers_over_five_updates(

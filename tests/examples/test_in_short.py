@@ -76,6 +76,7 @@ def short(lab: Lab, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
+@pytest.mark.long
 def test_quickstart(short: Short) -> None:
     short.lab.train(short.config(TrainConfig, "quickstart/rl", *WORDS, short.warm, *HALF, "model.base=null", "train.steps=6"))
     assert short.rose("quickstart-seed1/rl") > 0.08
@@ -103,6 +104,7 @@ def test_rlhf(short: Short) -> None:
     assert short.rose("rlhf/ppo") > 0.05, "right answers, which training never sees"
 
 
+@pytest.mark.long
 def test_dpo(short: Short) -> None:
     files = [f"data.{part}.path={short.runs / part}.jsonl" for part in ("train", "eval")]
     make_data.write(short.runs / "train.jsonl", make_data.preferences(make_data.TRAIN, 4000, 256, SHORT_WORDS))

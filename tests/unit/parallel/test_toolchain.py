@@ -15,6 +15,7 @@ from megarl.checks import machine
 from megarl.cluster import fitness
 from megarl.config import ClusterSettings, ConfigError
 from megarl.parallel import toolchain
+from tests.rows import rows
 
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FAILED = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "/tmp/x/cuda_utils.c", "-O3", "-shared", "-l:libcuda.so.1"])
@@ -88,15 +89,15 @@ PRETEND = """
 """
 
 
-@pytest.mark.parametrize(
-    ("triton", "line"),
-    [
-        ("sys.modules['triton'] = None", "Triton does not load (import of triton halted; None in sys.modules); bash tools/setup.sh --gpu"),
-        ("touches(lambda device: fault(RuntimeError('Failed to find C compiler')))", "no C compiler: no gcc or clang in PATH"),
-        ("touches(lambda device: 1 / 0)", "GPU 0: division by zero"),
-        ("touches(lambda device: None)", None),
-    ],
-)
+TOUCHED = [
+    ("sys.modules['triton'] = None", "Triton does not load (import of triton halted; None in sys.modules); bash tools/setup.sh --gpu"),
+    ("touches(lambda device: fault(RuntimeError('Failed to find C compiler')))", "no C compiler: no gcc or clang in PATH"),
+    ("touches(lambda device: 1 / 0)", "GPU 0: division by zero"),
+    ("touches(lambda device: None)", None),
+]
+
+
+@pytest.mark.parametrize(("triton", "line"), rows(TOUCHED, TOUCHED[1:2]))
 def test_the_test_of_a_node_compiles_a_kernel(triton: str, line: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
