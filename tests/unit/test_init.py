@@ -166,7 +166,7 @@ SIZES = {"the cpu": ("--cpu",), **{f"{n} GPUs": ("--gpus", str(n), "--gpu-gb", "
 SIZES |= {"8 GB200": ("--gpus", "8", "--device", "GB200"), "12 GPUs of nodes of 4": ("--gpus", "12", "--gpu-gb=141", "--gpus-per-node=4")}
 
 
-KINDS = {"sums": SUMS, "words": WORDS, "talks": TALKS, "pairs": PAIRS}
+KINDS: dict[str, list[dict[str, Any]]] = {"sums": SUMS, "words": WORDS, "talks": TALKS, "pairs": PAIRS}
 OWN = [(kind, size) for kind in KINDS for size in SIZES]
 
 
