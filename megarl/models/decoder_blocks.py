@@ -71,6 +71,17 @@ def attention(
     return [before, *(replace(one, layers=layers) for one in mappings), after]
 
 
+def backbone(n: Sizes, attention: list[WeightMapping], mlps: list[WeightMapping]) -> list[WeightMapping]:
+    """Return the weight map of a backbone: Megatron parameter <- Hugging Face tensors.
+
+    Args:
+        n: the model's sizes.
+        attention: the mappings of its attention.
+        mlps: those of its MLPs and experts.
+    """
+    return [embedding(n), *attention, *mlps, final_norm(n)]
+
+
 def gated_mlp(
     n: Sizes, ffn: int, ours: str = "mlp.", theirs: str = "mlp.", layers: range | None = None, *, fused: bool = False
 ) -> list[WeightMapping]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import ConfigError
+from megarl.models import decoder_blocks
 from megarl.models.config_json import ConfigJson, number
 from megarl.models.decoder import check_one_predictor
 from megarl.models.family import PredictorNames
@@ -111,14 +112,21 @@ def layers_of(config: ConfigJson, *, linear: bool) -> tuple[int, ...]:
     return tuple(layer for layer, own in enumerate(linear_layers(config)) if own == linear)
 
 
-def weight_map(config: ConfigJson, n: Sizes, *, by_head: bool) -> list[WeightMapping]:
-    """Return the mappings of the gated delta nets, which tensor parallelism splits by key head.
+def backbone(config: ConfigJson, n: Sizes, mlps: list[WeightMapping], *, by_head: bool) -> list[WeightMapping]:
+    """Return the weight map of a backbone of gated delta nets and gated attention.
 
     Args:
         config: config.json.
         n: the model's sizes.
-        by_head: the projections are stored in two tensors, key head after key head; otherwise in four, kind after kind.
+        mlps: the mappings of its MLPs and experts.
+        by_head: the nets' projections are stored in two tensors, key head after key head; otherwise in four, kind after kind.
     """
+    attention = decoder_blocks.attention(n, norm=True, gated=True, layers=layers_of(config, linear=False))
+    return decoder_blocks.backbone(n, [*attention, *_nets(config, n, by_head)], mlps)
+
+
+def _nets(config: ConfigJson, n: Sizes, by_head: bool) -> list[WeightMapping]:
+    """Return the mappings of the gated delta nets, which tensor parallelism splits by key head."""
     ours, theirs, groups = LAYER + "self_attention.", BLOCK + "linear_attn.", n.linear_heads
     shared = number(config, "linear_num_value_heads") // groups
     key, value = number(config, "linear_key_head_dim"), number(config, "linear_value_head_dim")

@@ -11,8 +11,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
 from megarl.models.weight_ops import OneRow
@@ -69,18 +68,14 @@ def sizes(config: ConfigJson) -> Sizes:
     )
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
+def mlps(n: Sizes) -> list[WeightMapping]:
+    """Return the mappings of the dense MLPs, the router, the experts and the shared ones."""
     rest, bias = range(n.dense, n.layers), BLOCK + "mlp.moe_statics.e_score_correction_bias"
     return [
-        blocks.embedding(n),
-        *blocks.attention(n),
         *blocks.dense_mlps(n),
         *blocks.experts(n, layers=rest),
         WeightMapping(LAYER + "mlp.router.expert_bias", (bias,), OneRow(n.experts), layers=rest, float32=True),
         *(blocks.gated_mlp(n, n.shared_ffn, "mlp.shared_experts.", "mlp.shared_experts.", rest) if n.shared_ffn else []),
-        blocks.final_norm(n),
     ]
 
 
@@ -89,11 +84,9 @@ def predictors(config: ConfigJson) -> tuple[str, ...]:
     return ("model.mtp_",) if config["num_nextn_predict_layers"] else ()
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    n = sizes(config)
+def fields(config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig beside those of a dense decoder."""
     return {
-        **decoder.fields(config, n, rope(config)),
         **decoder.softmax_fields({**config, "num_experts_per_tok": config["moe_k"]}, n, normalized=True),
         "moe_router_enable_expert_bias": True,
         "moe_layer_freq": [0] * n.dense + [1] * (n.layers - n.dense) if n.dense else 1,
@@ -102,12 +95,13 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    heads=blocks.heads("Ernie4_5_Moe", sizes, known=False),
-    sizes=sizes,
-    weight_map=weight_map,
+FAMILY = decoder_family(
+    "Ernie4_5_Moe",
+    sizes,
+    DEFAULTS,
+    mlps=mlps,
     fields=fields,
-    defaults=DEFAULTS,
+    known=False,
     predictors=predictors,
     spellings={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
 )

@@ -55,12 +55,7 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n, **_attention(config)),
-        *blocks.shared_experts(n, bias=True),
-        blocks.final_norm(n),
-    ]
+    return blocks.backbone(n, blocks.attention(n, **_attention(config)), blocks.shared_experts(n, bias=True))
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

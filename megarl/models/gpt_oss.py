@@ -17,7 +17,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
+from megarl.models.decoder_family import decoder_family
 from megarl.models.rope import Rope
 from megarl.models.rope import rope as described_rope
 from megarl.models.sizes import Sizes
@@ -64,14 +64,11 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, experts=experts, expert_ffn=inner)
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
+def sinks_and_mixture(n: Sizes) -> list[WeightMapping]:
+    """Return the mappings of the attention's sinks and output bias, the router and the experts."""
     attention, mlp = LAYER + "self_attention.", LAYER + "mlp."
     router, expert = BLOCK + "mlp.router.", BLOCK + "mlp.experts.{expert}."
     return [
-        blocks.embedding(n),
-        *blocks.attention(n, bias=True),
         WeightMapping(attention + "linear_proj.bias", (BLOCK + "self_attn.o_proj.bias",), Plain((n.hidden,))),
         WeightMapping(attention + "core_attention.softmax_offset", (BLOCK + "self_attn.sinks",), Plain((n.heads,), 0)),
         WeightMapping(mlp + "router.weight", (router + "weight",), Plain((n.experts, n.hidden))),
@@ -80,7 +77,6 @@ def weight_map(config: ConfigJson) -> list[WeightMapping]:
         WeightMapping(blocks.EXPERT + "linear_fc1.bias", (expert + "gate_up_proj_bias",), Interleaved(n.expert_ffn, ())),
         WeightMapping(blocks.EXPERT + "linear_fc2.weight", (expert + "down_proj",), Transposed(n.hidden, n.expert_ffn)),
         WeightMapping(blocks.EXPERT + "linear_fc2.bias", (expert + "down_proj_bias",), Plain((n.hidden,))),
-        blocks.final_norm(n),
     ]
 
 
@@ -90,14 +86,13 @@ def rope(config: ConfigJson) -> Rope:
     return described_rope(config if given else {**config, "rope_parameters": ROPE})
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig. Raise ConfigError for a limit that is not positive."""
-    n, limit = sizes(config), config["swiglu_limit"]
+def fields(config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return Megatron's fields beside those of a dense decoder. Raise ConfigError for a limit that is not positive."""
+    limit = config["swiglu_limit"]
     if not isinstance(limit, int | float) or isinstance(limit, bool) or limit <= 0:
         raise ConfigError(f"model.path: config.json's swiglu_limit={limit!r:.200} is not a positive number")
     every_other = [decoder.FULL if layer % 2 else decoder.SLIDING for layer in range(n.layers)]
     return {
-        **decoder.fields(config, n, rope(config), bias=True),
         **decoder.softmax_fields(config, n, normalized=True),
         **decoder.window_fields(config, decoder.layer_types(config, every_other)),
         "add_bias_linear": True,
@@ -109,13 +104,14 @@ def fields(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    heads=blocks.heads("GptOss", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    rope=rope,
+FAMILY = decoder_family(
+    "GptOss",
+    sizes,
+    DEFAULTS,
+    mlps=sinks_and_mixture,
     fields=fields,
-    defaults=DEFAULTS,
+    rope=rope,
+    bias=True,
     nullable=("sliding_window",),
     spellings={"num_experts": "num_local_experts"},
     stacked=True,

@@ -8,13 +8,10 @@ MLP, sliding windows, sinks and a RoPE for each layer (Granite-SWA's), and what 
 from typing import Any
 
 from megarl.models import decoder
-from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.granitemoe import FACTORS, UNIFORM, multipliers, softmax_scale
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
+from megarl.models.granitemoe import FACTORS, UNIFORM, factors, multipliers
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' GraniteConfig
     **decoder.COMMON,
@@ -38,24 +35,4 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [blocks.embedding(n), *blocks.attention(n), *blocks.dense_mlps(n), blocks.final_norm(n)]
-
-
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig. Raise ConfigError for a factor that is not positive."""
-    turned = rope(config)
-    multipliers(config)
-    return {**decoder.fields(config, sizes(config), turned), "softmax_scale": softmax_scale(config, turned)}
-
-
-FAMILY = Family(
-    heads=blocks.heads("Granite", sizes, known=False),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    multipliers=multipliers,
-    defaults=DEFAULTS,
-)
+FAMILY = decoder_family("Granite", sizes, DEFAULTS, fields=factors, known=False, multipliers=multipliers)

@@ -17,8 +17,9 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family, Multipliers
-from megarl.models.rope import Rope, rope
+from megarl.models.decoder_family import decoder_family
+from megarl.models.family import Multipliers
+from megarl.models.rope import rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import BLOCK, LAYER, WeightMapping
 from megarl.models.weight_ops import Fused, GateUp, Plain
@@ -54,17 +55,14 @@ def sizes(config: ConfigJson) -> Sizes:
     return n
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n, mixture = sizes(config), BLOCK + "block_sparse_moe."
-    both, down = (f"{mixture}{name}_linear.{{expert}}.weight" for name in ("input", "output"))
+def mixture(n: Sizes) -> list[WeightMapping]:
+    """Return the mappings of the router and of the experts."""
+    theirs = BLOCK + "block_sparse_moe."
+    both, down = (f"{theirs}{name}_linear.{{expert}}.weight" for name in ("input", "output"))
     return [
-        blocks.embedding(n),
-        *blocks.attention(n),
-        WeightMapping(LAYER + "mlp.router.weight", (mixture + "router.layer.weight",), Plain((n.experts, n.hidden))),
+        WeightMapping(LAYER + "mlp.router.weight", (theirs + "router.layer.weight",), Plain((n.experts, n.hidden))),
         WeightMapping(blocks.EXPERT + "linear_fc1.weight", (both,), Fused(GateUp(n.expert_ffn, n.hidden))),
         WeightMapping(blocks.EXPERT + "linear_fc2.weight", (down,), Plain((n.hidden, n.expert_ffn), 1)),
-        blocks.final_norm(n),
     ]
 
 
@@ -77,20 +75,15 @@ def multipliers(config: ConfigJson) -> Multipliers:
     )
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig. Raise ConfigError for a factor that is not positive."""
-    n, turned = sizes(config), rope(config)
+def factors(config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return the field of the attention scores' factor, that of the rotation included. Raise ConfigError for one that is not positive."""
     multipliers(config)
-    return {
-        **decoder.fields(config, n, turned),
-        **decoder.softmax_fields(config, n, normalized=True),
-        "softmax_scale": softmax_scale(config, turned),
-    }
+    return {"softmax_scale": _positive(config, "attention_multiplier") * rope(config).attention_factor ** 2}
 
 
-def softmax_scale(config: ConfigJson, turned: Rope) -> float:
-    """Return the factor of the attention's scores, that of the rotation included (see `decoder_fields`)."""
-    return _positive(config, "attention_multiplier") * turned.attention_factor**2
+def fields(config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig beside those of a dense decoder. Raise ConfigError as `factors` does."""
+    return {**decoder.softmax_fields(config, n, normalized=True), **factors(config, n)}
 
 
 def _positive(config: ConfigJson, key: str) -> float:
@@ -99,13 +92,14 @@ def _positive(config: ConfigJson, key: str) -> float:
     return float(config[key])
 
 
-FAMILY = Family(
-    heads=blocks.heads("GraniteMoe", sizes, known=False),
-    sizes=sizes,
-    weight_map=weight_map,
+FAMILY = decoder_family(
+    "GraniteMoe",
+    sizes,
+    DEFAULTS,
+    mlps=mixture,
     fields=fields,
+    known=False,
     multipliers=multipliers,
-    defaults=DEFAULTS,
     spellings={"num_experts": "num_local_experts"},
     stacked=True,
 )

@@ -7,12 +7,9 @@ Refused: biases of attention or MLP, and what every family refuses (`decoder.ref
 from typing import Any
 
 from megarl.models import decoder
-from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' LlamaConfig
     **decoder.COMMON,
@@ -36,21 +33,4 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [blocks.embedding(n), *blocks.attention(n), *blocks.dense_mlps(n), blocks.final_norm(n)]
-
-
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    return decoder.fields(config, sizes(config), rope(config))
-
-
-FAMILY = Family(
-    heads=blocks.heads("Llama", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
-)
+FAMILY = decoder_family("Llama", sizes, DEFAULTS)

@@ -7,13 +7,14 @@ load a saved critic or reward model. Refused: linear attention (attn_type_list),
 heads, YaRN, and what every family refuses (`decoder.refuse`).
 """
 
+from functools import partial
 from typing import Any
 
 from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
+from megarl.models.decoder_family import decoder_family
 from megarl.models.rope import Rope, rope
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
@@ -76,32 +77,21 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, experts=experts, expert_ffn=inner)
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n, norm="all_heads"),
-        *blocks.experts(n, "block_sparse_moe.", ("w1", "w3", "w2")),
-        blocks.expert_bias(n, "block_sparse_moe.e_score_correction_bias"),
-        blocks.final_norm(n),
-    ]
+def mixture(n: Sizes) -> list[WeightMapping]:
+    """Return the mappings of the router, its bias and the experts."""
+    bias = blocks.expert_bias(n, "block_sparse_moe.e_score_correction_bias")
+    return [*blocks.experts(n, "block_sparse_moe.", ("w1", "w3", "w2")), bias]
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    n = sizes(config)
-    return {**decoder.fields(config, n, turned(config), norm=True), **decoder.plain_sigmoid_fields(NAME, config, n)}
-
-
-FAMILY = Family(
-    heads=blocks.heads("MiniMaxM2", sizes, known=False),
-    sizes=sizes,
-    weight_map=weight_map,
+FAMILY = decoder_family(
+    "MiniMaxM2",
+    sizes,
+    DEFAULTS,
+    mlps=mixture,
+    fields=partial(decoder.plain_sigmoid_fields, NAME),
     rope=turned,
-    fields=fields,
-    defaults=DEFAULTS,
+    norm="all_heads",
+    known=False,
     predictors=blocks.predictors,
     spellings={"num_experts": "num_local_experts", "num_mtp_modules": "num_nextn_predict_layers"},
-    layer_spec=decoder.norm_over_all_heads,
 )

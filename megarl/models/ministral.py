@@ -7,10 +7,8 @@ Refused: what every family refuses (`decoder.refuse`).
 from typing import Any
 
 from megarl.models import decoder, mistral
-from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
 
 DEFAULTS: dict[str, Any] = {**mistral.DEFAULTS, "layer_types": None}  # of transformers' MinistralConfig
@@ -22,17 +20,9 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    windows = decoder.window_fields(config, decoder.layer_types(config))
-    return {**decoder.fields(config, sizes(config), rope(config)), **windows}
+def windows(config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return the TransformerConfig fields of the sliding windows. Raise ConfigError for `layer_types` that do not fit."""
+    return decoder.window_fields(config, decoder.layer_types(config))
 
 
-FAMILY = Family(
-    heads=blocks.heads("Ministral", sizes),
-    sizes=sizes,
-    weight_map=mistral.weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
-    nullable=("sliding_window",),
-)
+FAMILY = decoder_family("Ministral", sizes, DEFAULTS, fields=windows, nullable=("sliding_window",))

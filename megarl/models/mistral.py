@@ -6,12 +6,9 @@ In 7B v0.1 all layers have a sliding window. Refused: what every family refuses 
 from typing import Any
 
 from megarl.models import decoder
-from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' MistralConfig
     **decoder.COMMON,
@@ -34,23 +31,9 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [blocks.embedding(n), *blocks.attention(n), *blocks.dense_mlps(n), blocks.final_norm(n)]
+def windows(config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return the TransformerConfig fields of the sliding windows, which all layers have or none."""
+    return decoder.window_fields(config, decoder.uniform_layer_types(config))
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    windows = decoder.window_fields(config, decoder.uniform_layer_types(config))
-    return {**decoder.fields(config, sizes(config), rope(config)), **windows}
-
-
-FAMILY = Family(
-    heads=blocks.heads("Mistral", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
-    nullable=("sliding_window",),
-)
+FAMILY = decoder_family("Mistral", sizes, DEFAULTS, fields=windows, nullable=("sliding_window",))

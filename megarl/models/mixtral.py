@@ -4,15 +4,14 @@ the probabilities of the chosen experts to a sum of 1.
 Refused: sliding windows, and what every family refuses (`decoder.refuse`).
 """
 
+from functools import partial
 from typing import Any
 
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' MixtralConfig
     **decoder.COMMON,
@@ -40,28 +39,11 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, experts=experts, expert_ffn=inner)
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n),
-        *blocks.experts(n, "block_sparse_moe.", ("w1", "w3", "w2")),
-        blocks.final_norm(n),
-    ]
-
-
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    n = sizes(config)
-    return {**decoder.fields(config, n, rope(config)), **decoder.softmax_fields(config, n, normalized=True)}
-
-
-FAMILY = Family(
-    heads=blocks.heads("Mixtral", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
+FAMILY = decoder_family(
+    "Mixtral",
+    sizes,
+    DEFAULTS,
+    mlps=partial(blocks.experts, theirs="block_sparse_moe.", names=("w1", "w3", "w2")),
+    fields=partial(decoder.softmax_fields, normalized=True),
     spellings={"num_experts": "num_local_experts"},
 )

@@ -5,15 +5,14 @@ transformers has no class for its classifiers, so only megarl can load a saved c
 values, biases, and what every family refuses (`decoder.refuse`).
 """
 
+from functools import partial
 from typing import Any
 
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 NAME = "OLMoE"
 
@@ -46,24 +45,13 @@ def sizes(config: ConfigJson) -> Sizes:
     return n
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [blocks.embedding(n), *blocks.attention(n, norm="all_heads"), *blocks.experts(n), blocks.final_norm(n)]
-
-
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    n = sizes(config)
-    return {**decoder.fields(config, n, rope(config), norm=True), **decoder.softmax_fields(config, n, normalized=False)}
-
-
-FAMILY = Family(
-    heads=blocks.heads("Olmoe", sizes, known=False),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
+FAMILY = decoder_family(
+    "Olmoe",
+    sizes,
+    DEFAULTS,
+    mlps=blocks.experts,
+    fields=partial(decoder.softmax_fields, normalized=False),
+    norm="all_heads",
+    known=False,
     spellings={"num_local_experts": "num_experts"},
-    layer_spec=decoder.norm_over_all_heads,
 )

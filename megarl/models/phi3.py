@@ -5,16 +5,16 @@ In Phi-3-mini-4k all layers have a sliding window. Refused: every scaled RoPE (l
 "yarn" as longrope), biases, and what every family refuses (`decoder.refuse`).
 """
 
+from functools import partial
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.models import decoder
+from megarl.models import decoder, mistral
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
+from megarl.models.decoder_family import decoder_family
 from megarl.models.rope import Rope, rope
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 NAME = "Phi-3"
 
@@ -42,17 +42,6 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n, fused=True),
-        *blocks.dense_mlps(n, fused=True),
-        blocks.final_norm(n),
-    ]
-
-
 def plain_rope(config: ConfigJson) -> Rope:
     """Return the unscaled RoPE, which config.json may limit to a part of each head. Raise ConfigError for a scaled one."""
     plain = rope(config, partial=True)
@@ -61,17 +50,6 @@ def plain_rope(config: ConfigJson) -> Rope:
     return plain
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    windows = decoder.window_fields(config, decoder.uniform_layer_types(config))
-    return {**decoder.fields(config, sizes(config), plain_rope(config)), **windows}
-
-
-FAMILY = Family(
-    heads=blocks.heads("Phi3", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    rope=plain_rope,
-    fields=fields,
-    defaults=DEFAULTS,
+FAMILY = decoder_family(
+    "Phi3", sizes, DEFAULTS, mlps=partial(blocks.dense_mlps, fused=True), fields=mistral.windows, rope=plain_rope, fused=True
 )

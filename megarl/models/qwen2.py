@@ -9,12 +9,9 @@ supported.
 from typing import Any
 
 from megarl.models import decoder
-from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen2Config
     **decoder.COMMON,
@@ -40,18 +37,7 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n, bias=True),
-        *blocks.dense_mlps(n),
-        blocks.final_norm(n),
-    ]
-
-
-def windows(config: ConfigJson) -> dict[str, Any]:
+def windows(config: ConfigJson, n: Sizes) -> dict[str, Any]:
     """Return the TransformerConfig fields of the sliding windows. Raise ConfigError for `layer_types` that do not fit."""
     used = {**config, "sliding_window": config["sliding_window"] if config["use_sliding_window"] else None}
     first = config["max_window_layers"] if used["sliding_window"] is not None else config["num_hidden_layers"]
@@ -59,16 +45,4 @@ def windows(config: ConfigJson) -> dict[str, Any]:
     return decoder.window_fields(used, decoder.layer_types(used, default))
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    return {**decoder.fields(config, sizes(config), rope(config), bias=True), **windows(config)}
-
-
-FAMILY = Family(
-    heads=blocks.heads("Qwen2", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
-    nullable=("num_key_value_heads", "sliding_window"),
-)
+FAMILY = decoder_family("Qwen2", sizes, DEFAULTS, fields=windows, bias=True, nullable=("num_key_value_heads", "sliding_window"))

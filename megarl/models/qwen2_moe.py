@@ -10,8 +10,7 @@ from megarl.config import ConfigError
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
 from megarl.models.weight_map import WeightMapping
 
@@ -61,36 +60,19 @@ def sizes(config: ConfigJson) -> Sizes:
     return n
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
+def mlps(n: Sizes) -> list[WeightMapping]:
+    """Return the mappings of the dense MLPs, the experts and the shared expert."""
     rest = range(n.dense, n.layers)
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n, bias=True),
-        *blocks.dense_mlps(n),
-        *blocks.experts(n, layers=rest),
-        *blocks.gated_shared_expert(n, rest),
-        blocks.final_norm(n),
-    ]
+    return [*blocks.dense_mlps(n), *blocks.experts(n, layers=rest), *blocks.gated_shared_expert(n, rest)]
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    n = sizes(config)
+def fields(config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig for the experts."""
     return {
-        **decoder.fields(config, n, rope(config), bias=True),
         **decoder.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
         "moe_layer_freq": [0] * n.dense + [1] * (n.layers - n.dense) if n.dense else 1,
         **decoder.gated_shared_expert_fields(n),
     }
 
 
-FAMILY = Family(
-    heads=blocks.heads("Qwen2Moe", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
-    spellings={"num_local_experts": "num_experts"},
-)
+FAMILY = decoder_family("Qwen2Moe", sizes, DEFAULTS, mlps=mlps, fields=fields, bias=True, spellings={"num_local_experts": "num_experts"})

@@ -6,12 +6,9 @@ Refused: biases, sliding windows, and what every family refuses (`decoder.refuse
 from typing import Any
 
 from megarl.models import decoder
-from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3Config
     **decoder.COMMON,
@@ -36,27 +33,4 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, ffn=number(config, "intermediate_size"))
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n, norm=True),
-        *blocks.dense_mlps(n),
-        blocks.final_norm(n),
-    ]
-
-
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    return decoder.fields(config, sizes(config), rope(config), norm=True)
-
-
-FAMILY = Family(
-    heads=blocks.heads("Qwen3", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
-    nullable=("num_key_value_heads",),
-)
+FAMILY = decoder_family("Qwen3", sizes, DEFAULTS, norm=True, nullable=("num_key_value_heads",))

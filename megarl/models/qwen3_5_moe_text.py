@@ -37,7 +37,7 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    return qwen3_5.backbone(config, n, [*blocks.experts(n), *blocks.gated_shared_expert(n)])
+    return delta_nets.backbone(config, n, [*blocks.experts(n), *blocks.gated_shared_expert(n)], by_head=False)
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

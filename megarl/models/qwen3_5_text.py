@@ -46,23 +46,6 @@ def decoder_sizes(config: ConfigJson, **mlp: Any) -> Sizes:
     return decoder.sizes(config, linear_heads=delta_nets.key_heads(config), **mlp)
 
 
-def backbone(config: ConfigJson, n: Sizes, mlp: list[WeightMapping]) -> list[WeightMapping]:
-    """Return the weight map of a backbone: Megatron parameter <- Hugging Face tensors.
-
-    Args:
-        config: config.json.
-        n: the model's sizes.
-        mlp: the mappings of its MLPs and experts.
-    """
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n, norm=True, gated=True, layers=delta_nets.layers_of(config, linear=False)),
-        *delta_nets.weight_map(config, n, by_head=False),
-        *mlp,
-        blocks.final_norm(n),
-    ]
-
-
 def decoder_fields(config: ConfigJson, n: Sizes) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig, without those of experts."""
     return {**decoder.fields(config, n, turned(config), norm=True), **delta_nets.fields(config)}
@@ -76,7 +59,7 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    return backbone(config, n, blocks.dense_mlps(n))
+    return delta_nets.backbone(config, n, blocks.dense_mlps(n), by_head=False)
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

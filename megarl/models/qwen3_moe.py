@@ -9,10 +9,8 @@ from typing import Any
 from megarl.models import decoder
 from megarl.models import decoder_blocks as blocks
 from megarl.models.config_json import ConfigJson, number
-from megarl.models.family import Family
-from megarl.models.rope import rope
+from megarl.models.decoder_family import decoder_family
 from megarl.models.sizes import Sizes
-from megarl.models.weight_map import WeightMapping
 
 DEFAULTS: dict[str, Any] = {  # of transformers' Qwen3MoeConfig
     **decoder.COMMON,
@@ -42,26 +40,11 @@ def sizes(config: ConfigJson) -> Sizes:
     return decoder.sizes(config, experts=experts, expert_ffn=inner)
 
 
-def weight_map(config: ConfigJson) -> list[WeightMapping]:
-    """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
-    n = sizes(config)
-    return [blocks.embedding(n), *blocks.attention(n, norm=True), *blocks.experts(n), blocks.final_norm(n)]
+def router(config: ConfigJson, n: Sizes) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig for the router."""
+    return decoder.softmax_fields(config, n, normalized=config["norm_topk_prob"])
 
 
-def fields(config: ConfigJson) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig."""
-    n = sizes(config)
-    return {
-        **decoder.fields(config, n, rope(config), norm=True),
-        **decoder.softmax_fields(config, n, normalized=config["norm_topk_prob"]),
-    }
-
-
-FAMILY = Family(
-    heads=blocks.heads("Qwen3Moe", sizes),
-    sizes=sizes,
-    weight_map=weight_map,
-    fields=fields,
-    defaults=DEFAULTS,
-    spellings={"num_local_experts": "num_experts"},
+FAMILY = decoder_family(
+    "Qwen3Moe", sizes, DEFAULTS, mlps=blocks.experts, fields=router, norm=True, spellings={"num_local_experts": "num_experts"}
 )

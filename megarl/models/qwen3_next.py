@@ -58,14 +58,7 @@ def sizes(config: ConfigJson) -> Sizes:
 def weight_map(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n, norm=True, gated=True, layers=delta_nets.layers_of(config, linear=False)),
-        *delta_nets.weight_map(config, n, by_head=True),
-        *blocks.experts(n),
-        *blocks.gated_shared_expert(n),
-        blocks.final_norm(n),
-    ]
+    return delta_nets.backbone(config, n, [*blocks.experts(n), *blocks.gated_shared_expert(n)], by_head=True)
 
 
 def fields(config: ConfigJson) -> dict[str, Any]:

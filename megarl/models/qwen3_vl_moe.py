@@ -50,14 +50,12 @@ def backbone(config: ConfigJson) -> list[WeightMapping]:
     """Return the weight map of the backbone: Megatron parameter <- Hugging Face tensors."""
     n = sizes(config)
     router, expert = BLOCK + "mlp.gate.weight", BLOCK + "mlp.experts.{expert}."
-    return [
-        blocks.embedding(n),
-        *blocks.attention(n, norm=True),
+    mixture = [
         WeightMapping(LAYER + "mlp.router.weight", (router,), Plain((n.experts, n.hidden))),
         WeightMapping(EXPERT + "linear_fc1.weight", (expert + "gate_up_proj",), GateUpColumns(n.expert_ffn, n.hidden)),
         WeightMapping(EXPERT + "linear_fc2.weight", (expert + "down_proj",), Transposed(n.hidden, n.expert_ffn)),
-        blocks.final_norm(n),
     ]
+    return blocks.backbone(n, blocks.attention(n, norm=True), mixture)
 
 
 FAMILY = vision.with_tower(
