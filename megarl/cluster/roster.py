@@ -16,12 +16,13 @@ from ray._private.state import state as ray_state
 from ray.exceptions import GetTimeoutError, RayError, RpcError
 
 from megarl.cluster.on_node import live_nodes, on
-from megarl.cluster.scan import Scan, StoppedProcess
+from megarl.cluster.scan import Scan, StoppedProcess, kill_children
 
 POLLS = 4  # looks within the time that a process may be stopped
 START_S = 60.0  # for the first answer of a machine, which may be busy
 AGAIN_S = 15.0  # at least, for that of a second actor on a machine whose first does not answer
 CLOSE_S = 1.0  # for the thread to end
+LEAVE_S = 5.0  # for all machines to end the run's actors
 NOTICE_S, POLL_S = 20.0, 0.2  # how long Ray takes to notice that a node is lost; how often it is asked
 
 
@@ -38,6 +39,11 @@ class NodeScan:
     def end(self) -> None:
         """See `Scan.end`."""
         self._scan.end()
+
+    def leave(self, pids: Collection[int]) -> None:
+        """Kill these processes, if Ray's raylet has started them; then end this one, once the caller has its answer."""
+        kill_children(os.getppid(), pids)
+        threading.Timer(CLOSE_S, os._exit, (0,)).start()
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,18 @@ class Roster:
         deadline = time.monotonic() + NOTICE_S
         while silent & live_nodes().keys() and time.monotonic() < deadline:
             time.sleep(POLL_S)
+
+    def end_actors(self) -> None:
+        """End the run's actors without Ray's server: each machine's scan kills those there, and itself. It takes LEAVE_S at most."""
+
+        def end() -> None:
+            calls = [machine.actor.leave.remote(self.actors.at.get(node, set())) for node, machine in self._machines.items()]
+            if calls:
+                ray.wait(calls, num_returns=len(calls), timeout=LEAVE_S)
+
+        ending = threading.Thread(target=end, name="roster: the end", daemon=True)
+        ending.start()
+        ending.join(LEAVE_S)
 
     def close(self) -> None:
         """End the thread. If it waits for Ray, it ends with that, and asks nothing more."""

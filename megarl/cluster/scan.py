@@ -69,6 +69,14 @@ def is_stopped(pid: int) -> bool:
     return process is not None and process.state in STOPPED
 
 
+def kill_children(parent: int, pids: Collection[int]) -> None:
+    """Kill those of these processes that this parent has started."""
+    for pid in pids:
+        if (process := _read(pid)) is not None and process.parent == parent:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def _table() -> dict[int, _Process]:
     """All processes of this machine, by pid."""
     processes = ((int(name), _read(int(name))) for name in os.listdir("/proc") if name.isdecimal())

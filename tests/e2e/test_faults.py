@@ -184,8 +184,8 @@ def test_a_signal_to_any_process(
 ) -> None:
     random = np.random.default_rng([SEED, chosen().index((layout, fault, phase))])
     slow = fault.number == signal.SIGSTOP and fault.victim in OWN  # for which nobody waits
-    settings = (*EVERYTHING, *LAYOUTS[layout], f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
-    job = Job(tmp_path, tiny_model, (*settings, SLOW) if slow else settings).start()
+    overrides = (*EVERYTHING, *LAYOUTS[layout], f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
+    job = Job(tmp_path, tiny_model, (*overrides, SLOW) if slow else overrides).start()
     try:
         job.wait_for("the engine", lambda: "sync ..." in job.text())
         processes = Processes.of(job, int(random.integers(2)) if layout == "tp2" else 0)
@@ -196,7 +196,6 @@ def test_a_signal_to_any_process(
         assert_ends(job, pid, fault, f"in {phase}, {layout}")
     finally:
         job.kill()
-    job.overrides = settings
     lab.run(job, own_engine=layout == "free")
     assert_whole(job, layout, straight)
 
@@ -218,9 +217,9 @@ def test_a_signal_to_a_process_of_a_run_on_a_cluster_of_others(
     fault: Fault, lab: Lab, straight: Callable[[str], Job], tmp_path: Path, tiny_model: Path
 ) -> None:
     """Which the run has joined: what it loses there is named, and its own processes end."""
-    settings = (*EVERYTHING, f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
     slow = (SLOW,) if fault.victim in OWN else ()
-    with Guest(tmp_path, tiny_model, (*settings, *slow), foreign={}).joined() as guest:
+    settings = (*EVERYTHING, *slow, f"cluster.stall_timeout_s={STILL_S}", "cluster.restarts=0")
+    with Guest(tmp_path, tiny_model, settings, foreign={}).joined() as guest:
         guest.wait_for("the engine", lambda: "sync ..." in guest.text())
         pid = pid_of(guest, fault.victim, Processes.of(guest))
         guest.wait_for("step 3", lambda: done(guest) >= 3, pause_s=0.02)

@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError
 
 from megarl.cluster import roster, server, watch
 from megarl.cluster.roster import Actors, Roster
-from megarl.cluster.scan import Scan, StoppedProcess
+from megarl.cluster.scan import Scan, StoppedProcess, kill_children
 from megarl.cluster.server import ProcessStalled, ask
 from megarl.cluster.watch import Watch, WatchFailed
 from tests.rows import rows
@@ -39,6 +39,7 @@ class Machines:
 
     def __init__(self, answer: dict[str, Callable[[], Any] | None]) -> None:
         self.answer, self.asked, self.killed = answer, list[str](), list[Any]()
+        self.left: dict[str, set[int]] = {}  # the processes that the scan of a machine was told to end
 
     def actors(self) -> Actors:
         nodes = list(self.answer)  # a test may change them meanwhile
@@ -53,7 +54,11 @@ class Machines:
             self.asked.append(node)
             return node, self.answer[node], only
 
-        return SimpleNamespace(stopped=SimpleNamespace(remote=remote), node=node)
+        def leave(pids: set[int]) -> Any:
+            self.left[node] = pids
+            return node, self.answer[node], None
+
+        return SimpleNamespace(stopped=SimpleNamespace(remote=remote), leave=SimpleNamespace(remote=leave), node=node)
 
     def wait(self, questions: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         ready = [question for question in questions if question[1] is not None]
@@ -122,6 +127,35 @@ def test_a_silent_machine_is_named_and_fails_only_actors_on_it(machines: Machine
     assert index == 1 and str(fault).startswith("rollout: engine 1: address of node 7 does not answer")
     watched.spare([actor("node 7")])
     watched.check("update", {})
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_actors_in_a_cluster_of_others_are_ended_if_its_server_is_lost(
+    machines: Machines, watched: Watch, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each machine itself, and without waiting for one that is silent. Otherwise Ray's server ends them."""
+    monkeypatch.setattr(roster, "LEAVE_S", 0.2)
+    machines.answer |= {"node 7": list, "node 8": list}
+    within(30, lambda: {*machines.asked} == {"node 7", "node 8"})
+    machines.answer["node 8"] = None
+    if lost:
+        server.lose("Ray's server has not answered for 13 s")
+    watched.close()
+    assert machines.left == ({"node 7": {7}, "node 8": {8}} if lost else {})
+
+
+def test_only_processes_of_the_machines_raylet_are_killed() -> None:
+    """A process id that is known may be another process's by now."""
+    mine, other = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["bash", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    theirs = int(other.stdout.readline())
+    try:
+        kill_children(os.getpid(), [mine.pid, theirs, 2**22 + 1])
+        assert mine.wait(30) == -signal.SIGKILL and os.path.exists(f"/proc/{theirs}")
+    finally:
+        os.kill(theirs, signal.SIGKILL)
+        other.wait(30)
+        other.stdout.close()
 
 
 def test_several_silent_machines_are_detected_in_one_wait(machines: Machines, watched: Watch) -> None:
