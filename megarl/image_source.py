@@ -7,7 +7,6 @@ checked when the image was drawn, or the run stops.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
 import tempfile
@@ -85,7 +84,7 @@ def held(value: Any) -> bytes | None:
             raise BadImage(f"a data URL of at most {MOST_BYTES} bytes in base64 is taken, not {value!r:.40}")
         try:
             value = base64.b64decode(body, validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # also of what is not ASCII
             raise BadImage(f"not base64: {error}") from None
     if isinstance(value, bytes) and len(value) > MOST_BYTES:
         raise BadImage(f"{len(value)} bytes, more than {MOST_BYTES}")

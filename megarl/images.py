@@ -16,6 +16,15 @@ from megarl.image_source import ImageSource
 MARK = "\ufdd0"  # stands for an image in a text: Unicode guarantees that it is no character
 
 
+def marked(value: Any) -> bool:
+    """Whether a value as JSON has it contains `MARK` at any depth."""
+    if isinstance(value, str):
+        return MARK in value
+    if isinstance(value, Mapping):
+        return any(marked(inner) for pair in value.items() for inner in pair)
+    return isinstance(value, list | tuple) and any(map(marked, value))
+
+
 @dataclass(frozen=True)
 class Image:
     """One image. Two of the same digest and grid are the same."""

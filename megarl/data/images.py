@@ -20,7 +20,7 @@ from megarl.data.intake import TooLong
 from megarl.data.messages import Message
 from megarl.errors import ConfigError
 from megarl.image_source import BadImage, ImageSource, held, kept_file, read_bounded
-from megarl.images import MARK, Image, PlacedImage
+from megarl.images import MARK, Image, PlacedImage, marked
 from megarl.models.description import ModelDescription
 from megarl.models.image_processor import ImageProcessor
 
@@ -30,9 +30,15 @@ if TYPE_CHECKING:
     from megarl.data.rendering import Reply
     from megarl.data.template import ChatTemplate
 
-COLUMN = "images"  # of a row: the images of parts that name none
+COLUMN, ONE = "images", "image"  # of a row: the images, or the only one, of parts that name none
+COLUMNS = {COLUMN, ONE}
+OTHERS = {"videos", "audios"}  # columns of a row, as verl has them, that no model is shown
+UNSHOWN = "columns of images, videos or sounds that the model is not shown"
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
+RESERVED = f"U+{ord(MARK):04X}, which stands for images here"
 HERE = "<image>"  # stands for one of these in a content that is a text, as verl has it
 _PARTS = {"text": ("text",), "image": ("image", "path", "url"), "image_url": ("image_url",)}  # type of a part -> keys of what it holds
+IMAGES = _PARTS.keys() - {"text"}
 
 
 class ImageReader:
@@ -54,7 +60,7 @@ class ImageReader:
 
         Args:
             messages: as the row has them; what is no list of parts is left as it is.
-            row: its columns, of which `images` holds those of parts that name none, and of "<image>" in a content that is a text.
+            row: its columns, of which `images` or `image` holds those of parts that name none, and of "<image>" in contents that are texts.
             source: the row's file.
             place: the start of an error's message, which ends with the row's number.
 
@@ -64,15 +70,17 @@ class ImageReader:
         """
         if not isinstance(messages, list):
             return messages, []
-        column = row.get(COLUMN)
-        rest, images, total, changed = list(column if isinstance(column, list) else []), list[Image](), 0, list[Any]()
+        if others := [name for name in sorted(OTHERS) if row.get(name)]:
+            raise ConfigError(f"{place}: its column {others[0]!r} is not taken: texts and images are read")
+        column, rest = unnamed(messages, row)
+        images, total, changed = list[Image](), 0, list[Any]()
         in_texts = bool(rest)  # whether `HERE` in a content that is a text stands for an image
         for number, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
             where = f"{place}: message {number}"
-            if isinstance(content, str) and MARK in content:
-                raise ConfigError(f"{where}: its content has U+{ord(MARK):04X}, which stands for images here")
-            if isinstance(content, str) and in_texts and HERE in content and message.get("role") != "assistant":
+            if marked({**message, "content": content if isinstance(content, str) else None} if isinstance(message, dict) else None):
+                raise ConfigError(f"{where}: it has {RESERVED}")
+            if in_texts and isinstance(content, str) and _shows(message):
                 content = _parts_of(content)
             if not isinstance(content, list):
                 changed.append(message)
@@ -87,7 +95,7 @@ class ImageReader:
                     raise ConfigError(f"{where}: part {index}: images of the assistant are not learned")
                 if value is None:
                     if not rest:
-                        raise ConfigError(f"{where}: part {index}: names no image, and the column {COLUMN!r} has no more")
+                        raise ConfigError(f"{where}: part {index}: names no image, and the column {column!r} has no more")
                     value = rest.pop(0)
                 image = self._read(value, source, int(place.rpartition(":")[2]), f"{where}: part {index}")
                 total += image.tokens
@@ -97,7 +105,7 @@ class ImageReader:
                 texts.append(MARK)
             changed.append({**message, "content": "".join(texts)})
         if rest:
-            raise ConfigError(f"{place}: the column {COLUMN!r} has {len(rest)} images that no part stands for")
+            raise ConfigError(f"{place}: the column {column!r} has {len(rest)} images that no part stands for")
         return changed, images
 
     def heard(self, messages: Sequence[Message], step: int = 0) -> tuple[list[Message], list[Image]]:
@@ -114,12 +122,14 @@ class ImageReader:
         """
         changed, images, total = list[Message](), list[tuple[Image, bytes]](), 0
         for message in messages:
+            if marked({key: value for key, value in message.items() if key != "content"}):
+                raise ConfigError(f"a message has {RESERVED}")
             content = message.get("content")
             texts = list[str]()
             for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
                 text = part.get("text", "")
                 if MARK in text:
-                    raise ConfigError(f"a text has U+{ord(MARK):04X}, which stands for images here")
+                    raise ConfigError(f"a text has {RESERVED}")
                 texts.append(MARK if part["type"] == "image" else text)
                 if part["type"] == "image":
                     images.append(self._checked(part["image"]))
@@ -180,7 +190,7 @@ class ImageReader:
         mark, count = template.image_mark, 0
         for turn in turns:
             first, *others = turn.read.split(MARK)
-            for image, text in zip(images[count:], others, strict=False):
+            for image, text in zip(images[count : count + len(others)], others, strict=True):
                 first += mark.replace(piece, piece * image.tokens) + text
             count += len(others)
             changed.append(replace(turn, read=first))
@@ -297,6 +307,33 @@ def _part(part: Any, place: str) -> tuple[str, Any]:
         elif kind in _PARTS:
             raise ConfigError(f"{place}: a part of type {kind!r} has {', '.join(sorted(others))}, which is not taken")
     raise ConfigError(f"{place}: must be a text or an image, with its type, and is {part!r:.80}")
+
+
+def unnamed(messages: Any, row: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Return the column of the images that no part names, and these.
+
+    That is `images` or, without it, `image`. A text in the latter is an image's path only if something in the messages stands for an image.
+    """
+    name = COLUMN if row.get(COLUMN) is not None else ONE
+    value = row.get(name)
+    if name == ONE and isinstance(value, str) and not any(map(_shows, messages if isinstance(messages, list) else ())):
+        value = None
+    return (name if value else COLUMN), [*value] if isinstance(value, list) else [value] if value else []
+
+
+def unshown(row: Mapping[str, Any]) -> list[str]:
+    """Return the columns that a row without images has for some: a text in `image` may also be a container's name."""
+    names = [name for name in (COLUMN, ONE, *OTHERS) if row.get(name)]
+    return [name for name in names if name != ONE or not isinstance(row[ONE], str) or Path(row[ONE]).suffix.lower() in SUFFIXES]
+
+
+def _shows(message: Any) -> bool:
+    """Whether a message's content has a place for an image that it does not name: `HERE`, or a part."""
+    content = message.get("content") if isinstance(message, dict) and message.get("role") != "assistant" else None
+    if isinstance(content, str):
+        return HERE in content
+    images = [part for part in content if isinstance(part, dict) and part.get("type") in IMAGES] if isinstance(content, list) else []
+    return any(all(part.get(key) is None for key in _PARTS[part["type"]]) for part in images)
 
 
 def _parts_of(content: str) -> list[dict[str, str]]:

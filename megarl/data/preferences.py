@@ -11,7 +11,7 @@ from megarl.config import ConfigError, PairSource, PreferenceData, PreferenceMix
 from megarl.data.columns import at, find
 from megarl.data.conversations import Conversation, Script, plain_script, tokenised
 from megarl.data.files import taken_rows
-from megarl.data.images import COLUMN, ImageReader, check_folder
+from megarl.data.images import COLUMN, COLUMNS, ImageReader, check_folder
 from megarl.data.intake import UNUSED, Intake
 from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
@@ -153,7 +153,7 @@ def _pair(
         own_prompt = checked(at(columns, source.prompt_key, place, f"{key}.prompt_key"), place, filled)
         prompt = _joined(own_prompt, before, f"{place}: {source.prompt_key}") if before else own_prompt
         used.append(source.prompt_key)
-    used += [COLUMN] if reader is not None else []
+    used += [] if reader is None else COLUMNS if images else [COLUMN]
     intake.note(UNUSED, columns.keys() - {*used, *(name.partition(".")[0] for name in used)})
     row = Row(place, prompt, "", {}, tools_of(columns, place, filled), arguments_of(columns, place), images)
     margin = _margin(find(columns, source.margin_key), place, source.margin_key) if margins else 0.0
@@ -168,12 +168,12 @@ def _with_marks(columns: dict[str, Any], source: PreferenceSource, place: str, r
     if (prompt := find(columns, source.prompt_key)) is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         marked, images = reader.take(messages, columns, source, place)
-        return {**columns, source.prompt_key: marked if images or messages is prompt else prompt, COLUMN: None}, images
+        return {**columns, source.prompt_key: marked if images or messages is prompt else prompt, **dict.fromkeys(COLUMNS)}, images
     sides = {name: reader.take(find(columns, name), columns, source, place) for name in (source.chosen_key, source.rejected_key)}
     (_, images), (_, others) = sides.values()
     if images != others:
         raise ConfigError(f"{place}: chosen and rejected answer different prompts")
-    return {**columns, **{name: marked for name, (marked, _) in sides.items()}, COLUMN: None}, images
+    return {**columns, **{name: marked for name, (marked, _) in sides.items()}, **dict.fromkeys(COLUMNS)}, images
 
 
 def _joined(prompt: str | list[Message], before: list[Message], place: str) -> list[Message]:

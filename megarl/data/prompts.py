@@ -13,7 +13,7 @@ import numpy as np
 from megarl.config import ConfigError, PromptFormat
 from megarl.data.answers import Answer
 from megarl.data.chat import Chat
-from megarl.data.images import ImageReader, shown
+from megarl.data.images import UNSHOWN, ImageReader, shown, unshown
 from megarl.data.intake import Intake, TooLong
 from megarl.data.messages import ARGUMENTS, TOOLS, Message
 from megarl.data.rendering import Reply, continued, prompt_texts
@@ -118,6 +118,7 @@ class Renderer:
 
         def prompt(item: tuple[tuple[tuple[Row, int], str], Sequence[int]]) -> Prompt:
             ((row, number), _), tokens = item
+            self.intake.note(UNSHOWN, () if row.images else unshown(row.meta))
             if not tokens:
                 raise ConfigError(f"{row.place}: the prompt has no token")
             if len(tokens) > self.most:

@@ -10,7 +10,7 @@ from megarl.config import ConfigError, FileSource, ReasoningGymSource
 from megarl.data.answers import Answer
 from megarl.data.files import parts, taken_rows
 from megarl.data.gym import read_gym
-from megarl.data.images import COLUMN, ImageReader, check_folder
+from megarl.data.images import COLUMN, ONE, ImageReader, check_folder
 from megarl.data.intake import Intake
 from megarl.data.messages import Message, arguments_of, checked, tools_of
 from megarl.images import Image
@@ -56,7 +56,7 @@ def row_of(columns: dict[str, Any], source: FileSource, place: str, key: str, re
     """
     prompt, answer, meta = parts(columns, source, place, key)
     if reader is not None:
-        meta.pop(COLUMN, None)
+        meta = {name: value for name, value in meta.items() if name != COLUMN and (name != ONE or isinstance(value, str))}
     prompt, images = seen(prompt, columns, source, place, reader)
     filled = source.path.suffix != ".jsonl"
     return Row(place, checked(prompt, place, filled), answer, meta, tools_of(columns, place, filled), arguments_of(columns, place), images)
@@ -66,9 +66,9 @@ def seen(prompt: Any, columns: dict[str, Any], source: FileSource, place: str, r
     """Return a row's prompt with marks for its images, and these, as `ImageReader.take` does; unchanged without a reader."""
     if reader is None:
         return prompt, ()
-    if isinstance(prompt, str) and columns.get(COLUMN):
-        prompt = [{"role": "user", "content": prompt}]
-    return reader.take(prompt, columns, source, place)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    marked, images = reader.take(messages, columns, source, place)
+    return (marked if images or messages is prompt else prompt), images
 
 
 def source_rows(source: ReasoningGymSource | FileSource, key: str, intake: Intake, reader: ImageReader | None = None) -> Iterator[Row]:

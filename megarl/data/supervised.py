@@ -12,7 +12,7 @@ from megarl.data.answers import text_of
 from megarl.data.columns import at
 from megarl.data.conversations import Conversation, Script, plain_script, tokenised
 from megarl.data.files import taken_rows
-from megarl.data.images import COLUMN, ImageReader, check_folder
+from megarl.data.images import COLUMN, COLUMNS, ImageReader, check_folder
 from megarl.data.intake import UNUSED, Intake
 from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
@@ -81,10 +81,10 @@ def load_conversations(
 
     def lesson(item: tuple[str, dict[str, Any]]) -> Lesson:
         place, row = item
-        intake.note(UNUSED, row.keys() - used)
         given, images = at(row, source.messages_key, place, f"{key}.messages_key"), list[Image]()
         if reader is not None:
             given, images = reader.take(given, row, source, place)
+        intake.note(UNUSED, row.keys() - used - (COLUMNS if images else set()))
         messages = checked(given, place, filled)
         if isinstance(messages, str):
             raise ConfigError(f"{place}: a conversation is a list of chat messages, not a text")
@@ -128,7 +128,7 @@ def load_answers(
     filled = file is not None and file.path.suffix != ".jsonl"
 
     def response(row: Row) -> list[Message]:
-        intake.note(UNUSED, row.meta.keys() - used if file is not None else ())
+        intake.note(UNUSED, row.meta.keys() - used - (COLUMNS if row.images else set()) if file is not None else ())
         check_turn(row)
         return _response(row, filled)
 

@@ -20,6 +20,7 @@ from megarl.data.intake import Intake
 from megarl.data.messages import Message, instructed, spoken
 from megarl.data.tokenizer import first_line, special_tokens, unended
 from megarl.errors import ConfigError, hint
+from megarl.images import MARK, marked
 from megarl.text.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -127,6 +128,9 @@ class ChatTemplate:
         adapted = [self.adapted(message) if message["role"] == "assistant" else message for message in whole]
         chat = Chat(adapted, self._tools if tools is None else tools, self.given(arguments), len(whole) - len(messages))
         self.check_control(chat, place)
+        if self.sees and marked([chat.messages[: chat.inserted], chat.tools, chat.arguments]):
+            what = "data.system, the tools or the template's arguments"
+            raise ConfigError(f"{place}: {what} have U+{ord(MARK):04X}, which stands for images here")
         return chat
 
     def given(self, arguments: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 # a `Turn` an image is a data URL.
 Message = dict[str, Any]
 MAX_INFO, MAX_NAME, LARGEST = 64, 100, 1e9
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # of Pillow
 FINITE = sys.float_info.max
 
 
@@ -186,7 +187,7 @@ def _part(part: Any, method: str) -> dict[str, str]:
     value: Any = part["image"] if kind == "image" and part.keys() == {"type", "image"} else None
     if hasattr(value, "save") and hasattr(value, "convert"):  # Pillow's, in the sandbox
         file = io.BytesIO()
-        value.convert("RGB").save(file, "PNG")
+        (value if value.mode in PNG_MODES else value.convert("RGB")).save(file, "PNG")
         value = file.getvalue()
     if isinstance(value, bytes):
         value = f"data:image/*;base64,{base64.b64encode(value).decode()}"

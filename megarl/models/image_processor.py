@@ -111,7 +111,7 @@ class ImageProcessor:
 
 
 def opened(data: bytes) -> PIL.Image.Image:
-    """Decode an image: upright, in RGB, its first frame.
+    """Decode an image: upright, in RGB, what is transparent over white, of several frames the first.
 
     Raises:
         BadImage: it is no image of a known format, damaged, or too large.
@@ -125,7 +125,7 @@ def opened(data: bytes) -> PIL.Image.Image:
         if width * height > MOST_PIXELS:
             raise BadImage(f"more than {MOST_PIXELS} pixels")
         picture.load()
-        return ImageOps.exif_transpose(picture).convert("RGB")
+        return _in_rgb(ImageOps.exif_transpose(picture))
     except BadImage:
         raise
     except Pillow.DecompressionBombError:
@@ -134,3 +134,14 @@ def opened(data: bytes) -> PIL.Image.Image:
         raise BadImage(f"no image in one of the formats {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's plug-ins raise all kinds for damaged files
         raise BadImage(f"damaged: {one_line(str(error), 120) or type(error).__name__}") from None
+
+
+def _in_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:
+    """Return a picture in RGB, over white as in vLLM and in Qwen's own utilities; `convert` shows the colour that transparency hides."""
+    from PIL import Image as Pillow
+
+    if picture.mode.startswith("I"):  # 16 bits, which `convert` cuts off at 255
+        return picture.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    return Pillow.alpha_composite(Pillow.new("RGBA", picture.size, "white"), picture.convert("RGBA")).convert("RGB")

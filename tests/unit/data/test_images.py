@@ -149,6 +149,8 @@ BAD: dict[str, tuple[bytes | str, str]] = {
     "absent": ("nowhere.png", "no such file: "),
     "address": ("https://example.com/a.png", "is an address, and nothing is fetched"),
     "base64": ("data:image/png;base64,%%%", "not base64: "),
+    "no_ascii": ("data:image/png;base64,\u00e9", "not base64: "),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image in one of the formats"),
     "null": ("a\0b", "no such file|embedded null"),
 }
 
