@@ -1,4 +1,4 @@
-"""Where the bytes of an image are: in a file of its own, or in a row of a data file.
+"""Where the bytes of an image are: in a file of its own, in a row of a data file, or, of a request to a server, with the reference.
 
 An image travels as a reference, which has the SHA-256 of its bytes. Whoever computes with it reads them here: they are those that were
 checked when the image was drawn, or the run stops.
@@ -13,7 +13,7 @@ import tempfile
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -43,9 +43,12 @@ class ImageSource:
 
     path: str  # of the image's file, or of a file or directory of rows
     row: int = 0  # counted from 1; 0: the file is the image
+    data: bytes | None = field(default=None, repr=False)  # the bytes themselves, which no file has
 
     def read(self, digest: str) -> bytes:
         """Return the bytes of a SHA-256. Raise ImageGone if they are not there."""
+        if self.data is not None:
+            return self.data
         if (data := _cache.get(digest)) is not None:
             return data
         where = f"{self.path}:{self.row}" if self.row else self.path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from megarl.config import (
     EnvironmentSettings,
     EvalConfig,
     EvalSet,
+    HttpReward,
     MixtureSource,
     ModelSettings,
     PairsConfig,
@@ -97,8 +99,7 @@ class PromptReader:
     def of(cls, config: TrainConfig | EvalConfig | PairsConfig) -> PromptReader:
         """The reader for a run's configuration."""
         environment = None if isinstance(config, PairsConfig) else config.environment
-        # Agents make requests of their own, and the rows of `megarl pairs` have no images.
-        sees = not isinstance(config, PairsConfig) and not (environment is not None and isinstance(environment.source, AgentEnvironment))
+        sees = environment is None or not isinstance(environment.source, AgentEnvironment)  # agents make requests of their own
         return cls(config.model, config.data, config.rollout, config.reward, environment, sees)
 
     def read(self, source: PromptSource, key: str) -> Sequence[Prompt]:
@@ -130,7 +131,22 @@ class PromptReader:
         prompts = load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, self._images())
         if not self.sees and ModelDescription.read(self.model.path, drop_images=self.model.drop_images).sizes.vision is not None:
             self._refuse_images(prompts)
+        self._check_judges(prompts, key)
         return prompts
+
+    def _check_judges(self, prompts: Sequence[Prompt], key: str) -> None:
+        """Say so on stderr if a server is sent prompts without their images; raise ConfigError if it is to get images that are not read."""
+        own = self.reward.eval is not None and not key.startswith("data.train")
+        for place, source in alone(self._scoring(key).source, "reward.eval" if own else "reward.source").items():
+            if not isinstance(source, HttpReward):
+                continue
+            if (reader := self._images()) is None and source.images:
+                raise ConfigError(f"{place}.images=true: the model sees no images, and prompts have none")
+            if reader is not None and not source.images and any(prompt.images for prompt in looked_at(prompts)):
+                print(
+                    f"megarl: {key}: {place} is sent texts, with <image> in the place of images ({place}.images=true sends these)",
+                    file=sys.stderr,
+                )
 
     def _images(self) -> ImageReader | None:
         return reader_of(self.model, self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens") if self.sees else None
@@ -138,7 +154,7 @@ class PromptReader:
     def _refuse_images(self, prompts: Sequence[Prompt]) -> None:
         for prompt in looked_at(prompts):
             if prompt.meta.get(COLUMN):
-                raise ConfigError(f"{prompt.name}: has {COLUMN}, which neither agents nor pairs get so far")
+                raise ConfigError(f"{prompt.name}: has {COLUMN}, which agents do not get so far")
 
     def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
         """Read all sets to evaluate on.

@@ -155,7 +155,7 @@ def check_serve(config: ServeConfig) -> Renderer:
     with where_present("the server's token"):
         token_of(config.serve.token_env, TOKEN_KEY)
     tokenizer, data, limit = load_tokenizer(config.model.path), config.data, config.serve.max_tokens
-    renderer = Renderer(tokenizer, data, limit, "serve.max_tokens")
+    renderer = Renderer(tokenizer, data, limit, "serve.max_tokens", reader=reader_of(config.model, limit, "serve.max_tokens"))
     if limit > config.serve.micro_batch_tokens:
         raise ConfigError(f"serve.micro_batch_tokens={config.serve.micro_batch_tokens} is below serve.max_tokens={limit}")
     check_room(model, limit, "serve.max_tokens")

@@ -50,6 +50,8 @@ class HttpReward(Section):
     """The environment variable that holds a bearer token."""
     batch_size: PositiveInt = 64
     """Maximum number of responses in one request."""
+    images: bool = False
+    """Send a prompt that has images as chat messages with these, as data URLs. Otherwise the text has <image> in their places."""
     timeout_s: Seconds = 30.0
     """Time limit of one request, including its answer."""
     attempts: Annotated[int, Field(gt=0, le=1_000_000)] = 5

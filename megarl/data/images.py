@@ -6,8 +6,9 @@ list of parts alike; marks become the image's tokens when the text is tokenised.
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,10 @@ from megarl.config.data import TableSource
 from megarl.data.intake import TooLong
 from megarl.data.messages import Message
 from megarl.errors import ConfigError
-from megarl.image_source import BadImage, ImageSource, held, kept_file, read_bounded
+from megarl.image_source import IMAGES, BadImage, ImageSource, held, kept_file, read_bounded
 from megarl.images import MARK, Image, PlacedImage, marked
 from megarl.models.description import ModelDescription
-from megarl.models.image_processor import ImageProcessor
+from megarl.models.image_processor import ImageProcessor, mime
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif"}
 RESERVED = f"U+{ord(MARK):04X}, which stands for images here"
 HERE = "<image>"  # stands for one of these in a content that is a text, as verl has it
 _PARTS = {"text": ("text",), "image": ("image", "path", "url"), "image_url": ("image_url",)}  # type of a part -> keys of what it holds
-IMAGES = _PARTS.keys() - {"text"}
+SEEN = _PARTS.keys() - {"text"}
 
 
 class ImageReader:
@@ -49,7 +50,7 @@ class ImageReader:
         token: the model's image token.
         most: maximum number of tokens of a sample.
         limit_key: the setting that gives it, for messages.
-        folder: keeps images that no data file has, those of each step in a folder of its number; None: they are only checked.
+        folder: keeps images that no data file has, those of each step in a folder of its number; None: references have their bytes.
     """
 
     def __init__(self, processor: ImageProcessor, token: int, most: int, limit_key: str, folder: Path | None = None) -> None:
@@ -145,7 +146,7 @@ class ImageReader:
             data = held(value)
             if data is None:
                 raise BadImage("no bytes")
-            return self.processor.read(data, ImageSource("")), data
+            return self.processor.read(data, ImageSource("", data=data)), data
         except BadImage as error:
             raise ConfigError(f"the image is refused: {error}") from None
 
@@ -281,6 +282,42 @@ def check_folder(source: TableSource, reader: ImageReader | None, key: str) -> N
         raise ConfigError(f"{key}.image_folder={source.image_folder}: the model sees no images, or reads none of this source")
 
 
+def sent(prompt: str | list[Message], images: Sequence[Image]) -> list[Message]:
+    """Return a prompt as OpenAI's servers take it: in the place of each image's mark is a part with the file as a data URL.
+
+    Args:
+        prompt: `Prompt.given`.
+        images: its images, in order.
+
+    Raises:
+        ImageGone: as `Image.read` does.
+    """
+
+    def part(image: Image) -> dict[str, Any]:
+        data = image.read()
+        return {"type": "image_url", "image_url": {"url": f"data:{mime(data)};base64,{base64.b64encode(data).decode()}"}}
+
+    return _with_parts(prompt, map(part, images))
+
+
+def copied(prompt: str | list[Message], images: Sequence[Image], folder: Path) -> list[Message]:
+    """Return a prompt as rows of a file in this folder have it; copy its images into `IMAGES` there, each once. Otherwise as `sent`."""
+    names = (Path(kept_file(image.read(), folder / IMAGES).path).relative_to(folder) for image in images)
+    return _with_parts(prompt, ({"type": "image", "image": str(name)} for name in names))
+
+
+def _with_parts(prompt: str | list[Message], images: Iterator[dict[str, Any]]) -> list[Message]:
+    """Return a prompt with these parts in the place of its marks."""
+
+    def parts(content: str) -> list[dict[str, Any]]:
+        first, *others = content.split(MARK)
+        listed = [{"type": "text", "text": first}, *(part for text in others for part in (next(images), {"type": "text", "text": text}))]
+        return [part for part in listed if part.get("text") != ""]
+
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{**one, "content": parts(one["content"])} if MARK in one.get("content", "") else one for one in messages]
+
+
 def shown(prompt: str | list[Message]) -> str | list[Message]:
     """Return a prompt as others read it, with `HERE` in the place of each image's mark."""
     if isinstance(prompt, str):
@@ -332,7 +369,7 @@ def _shows(message: Any) -> bool:
     content = message.get("content") if isinstance(message, dict) and message.get("role") != "assistant" else None
     if isinstance(content, str):
         return HERE in content
-    images = [part for part in content if isinstance(part, dict) and part.get("type") in IMAGES] if isinstance(content, list) else []
+    images = [part for part in content if isinstance(part, dict) and part.get("type") in SEEN] if isinstance(content, list) else []
     return any(all(part.get(key) is None for key in _PARTS[part["type"]]) for part in images)
 
 

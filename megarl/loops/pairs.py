@@ -11,6 +11,7 @@ from typing import Any
 from megarl.checks.without_ranks import check_pairs
 from megarl.config import ConfigError, PairsConfig
 from megarl.data.answers import response_of
+from megarl.data.images import copied
 from megarl.data.messages import ARGUMENTS, TOOLS
 from megarl.data.prompts import Prompt
 from megarl.driver.engines import Engines, call_seed, start_engines
@@ -31,7 +32,10 @@ Said = tuple[str, float]
 
 
 def pairs(config: PairsConfig) -> None:
-    """Write train.jsonl and eval.jsonl to runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference."""
+    """Write train.jsonl and eval.jsonl to runs/<name>/: rows of `prompt`, `chosen`, `rejected` and `margin`, the scores' difference.
+
+    Images of prompts are copied to runs/<name>/images/, so that the folder can be moved, and what was read changed.
+    """
     data = check_pairs(config)
     with Run(config) as run, session(config, run), open_scorers(config.reward, run.note, new_log(run.directory, "rewards")) as scorers:
         tell_first(run, config, data.train[:1])
@@ -82,7 +86,7 @@ def write_pairs(
             right = grouped(len(batch), reference, scores[len(responses) :])
             for prompt, replies, answer in zip(batch, groups, right, strict=True):
                 draw = random.Random(f"{config.seed}/{number}/{prompt.id}")
-                rows = list(pairs_of(prompt, [*answer, *replies], settings.per_prompt, draw))
+                rows = list(pairs_of(prompt, [*answer, *replies], settings.per_prompt, draw, path.parent))
                 reports.append(counted(rows, replies))
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             run.progress(path.stem, first + len(batch), len(prompts))
@@ -115,7 +119,7 @@ def answers(prompts: Sequence[Prompt]) -> list[Response]:
     return [Response(index, text, 0, 0, 0, True, None, 0) for index, text in enumerate(texts) if text.strip()]
 
 
-def pairs_of(prompt: Prompt, replies: Sequence[Said], count: int, draw: random.Random) -> Iterator[dict[str, Any]]:
+def pairs_of(prompt: Prompt, replies: Sequence[Said], count: int, draw: random.Random, folder: Path) -> Iterator[dict[str, Any]]:
     """Draw pairs of responses to one prompt at random from all possible ones.
 
     Args:
@@ -123,6 +127,7 @@ def pairs_of(prompt: Prompt, replies: Sequence[Said], count: int, draw: random.R
         replies: the responses to it. Of texts that differ only in surrounding whitespace, the first counts.
         count: largest number of pairs.
         draw: the random number generator.
+        folder: that of the file; copies of the prompt's images are kept in it.
 
     Yields:
         Rows of a preference file: `prompt`, `chosen`, `rejected`, `margin`, which is above 0, and the prompt's own `tools` and
@@ -132,9 +137,11 @@ def pairs_of(prompt: Prompt, replies: Sequence[Said], count: int, draw: random.R
     for one in replies:
         once.setdefault(one[0].strip(), one)
     every = [(one, other) if one[1] > other[1] else (other, one) for one, other in combinations(once.values(), 2) if one[1] != other[1]]
+    images = [placed.image for placed in prompt.images]
+    given = copied(prompt.given, images, folder) if images and every else prompt.shown
     for better, worse in draw.sample(every, min(count, len(every))):
         own = {name: prompt.meta[name] for name in (TOOLS, ARGUMENTS) if prompt.meta.get(name) is not None}
-        yield {"prompt": prompt.shown, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1], **own}
+        yield {"prompt": given, "chosen": better[0], "rejected": worse[0], "margin": better[1] - worse[1], **own}
 
 
 def counted(rows: Sequence[dict[str, Any]], replies: Sequence[Said]) -> dict[str, Metric]:

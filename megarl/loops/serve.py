@@ -1,12 +1,13 @@
 """`megarl serve`: a reward model on Megatron ranks that scores over HTTP, for runs on other machines (`reward.source.type=http`).
 
 The protocol is that of `megarl.rewards.http`; of each sample only `prompt`, `response` and `finished` are used. Samples are tokenised as
-in training: the prompt through the chat template (or `data.template`), the response, and the end token if it is finished.
+in training: the prompt through the chat template (or `data.template`), the response, and the end token if it is finished. Images are in the
+prompt's messages, as OpenAI's servers take them, each with its bytes; they go to the ranks with the sample, and to no file.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ from megarl.data.prompts import Renderer
 from megarl.data.rows import Row
 from megarl.data.tokenizer import check_size, decode, encode
 from megarl.driver.rank_group import RankGroup, reserve_workers, reward_scores, start_ranks
+from megarl.environments.agents.contents import content_of
 from megarl.host.http_client import token_of
+from megarl.images import Image
 from megarl.ranks.reward import RewardWorker
 from megarl.ranks.step_plan import deal_scoring
 from megarl.rewards.server import RewardServer
@@ -79,6 +82,11 @@ class Service:
     def __init__(self, micro_batch_tokens: int, renderer: Renderer, ranks: RankGroup, timeout_s: float) -> None:
         self._micro_batch_tokens, self._renderer, self._ranks, self._timeout_s = micro_batch_tokens, renderer, ranks, timeout_s
 
+    @property
+    def sees(self) -> bool:
+        """Whether prompts may have images."""
+        return self._renderer.reader is not None
+
     def scores(self, samples: Sequence[Sample]) -> list[float]:
         """Return one score per sample, for at least one sample. Raises whatever the ranks raise."""
         payloads, lengths = [ray.put(one) for one in samples], [len(one.tokens) for one in samples]
@@ -93,13 +101,14 @@ class Service:
             place = f"sample {number}"
             if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
                 raise ConfigError(f"{place}: needs a text 'prompt' and a text 'response'")
-            chat = checked(sample.get("prompt"), place)
+            given, images = self._seen(sample.get("prompt"), place)
+            chat = checked(given, place)
             meta = sample["meta"] if isinstance(sample.get("meta"), dict) else {}
             tools, arguments = tools_of(meta, place), arguments_of(meta, place)
             # Before the chat template, whose memory is unbounded in this thread. All keys count, since a template may read any of them.
             rendered = json.dumps([chat, tools, arguments], ensure_ascii=False)
             check_size(tokenizer, rendered, limit, f"{place}: the prompt, as JSON", key)
-            rows.append(Row(place, chat, sample["response"], {"finished": bool(sample.get("finished", True))}, tools, arguments))
+            rows.append(Row(place, chat, sample["response"], {"finished": bool(sample.get("finished", True))}, tools, arguments, images))
         prompts = self._renderer.all(iter(rows))
         read_before = [decode(tokenizer, prompt.tokens[-TAIL:], finished=False) for prompt in prompts]
         texts = [self._renderer.response(before, text_of(row.answer)) for before, row in zip(read_before, rows, strict=True)]
@@ -113,9 +122,36 @@ class Service:
             if len(tokens) > limit:
                 raise ConfigError(f"sample {prompt.id}: {len(tokens)} tokens are more than {key}={limit}")
             tokenised.append(
-                Sample(tokens, len(prompt.ids), np.zeros(len(tokens) - len(prompt.ids), np.float32), "stop" if end else "length")
+                Sample(
+                    tokens,
+                    len(prompt.ids),
+                    np.zeros(len(tokens) - len(prompt.ids), np.float32),
+                    "stop" if end else "length",
+                    images=prompt.images,
+                )
             )
         return tokenised
+
+    def _seen(self, prompt: Any, place: str) -> tuple[Any, Sequence[Image]]:
+        """Return a prompt with marks for its images, and these. Raises ConfigError for an image that is not taken."""
+        reader = self._renderer.reader
+        if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
+            return prompt, ()
+        messages = [dict(message) for message in prompt]
+        for n, message in enumerate(messages):
+            if isinstance(content := message.get("content"), list) and isinstance(
+                parts := content_of(content, f"{place}: message {n}"), list
+            ):
+                message["content"] = parts
+                if reader is None or message.get("role") == "assistant":
+                    who = "the model sees no images" if reader is None else "images of the assistant are not read"
+                    raise ConfigError(f"{place}: message {n}: {who}")
+            elif not isinstance(content, str | None):
+                return prompt, ()  # which `checked` refuses
+        try:
+            return (prompt, ()) if reader is None else reader.heard(messages)
+        except ConfigError as error:
+            raise type(error)(f"{place}: {error}") from None
 
 
 def serve(config: ServeConfig) -> None:

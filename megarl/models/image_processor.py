@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MOST_PIXELS = 1 << 26  # of a file before it is resized: 8192 x 8192
 KEPT_BYTES = 1 << 28  # of patches that are kept for further passes
+KEPT_SIZES = 1 << 16  # files that are not decoded again where they are checked again
 
 
 class ImageProcessor:
@@ -34,6 +35,7 @@ class ImageProcessor:
 
     def __init__(self, path: Path, least: int | None = None, most: int | None = None) -> None:
         self._path, self._least, self._most = path, least, most
+        self._sizes: dict[str, tuple[int, int]] = {}  # of files that were decoded, by their SHA-256
         self._kept: OrderedDict[tuple[str, tuple[int, int, int]], Tensor] = OrderedDict()
 
     @cached_property
@@ -77,14 +79,17 @@ class ImageProcessor:
         Raises:
             BadImage: it is no image of a known format, damaged, too large or too narrow.
         """
-        inner, (width, height) = self.inner, opened(data).size
+        inner, digest = self.inner, hashlib.sha256(data).hexdigest()
+        width, height = self._sizes[digest] = self._sizes.get(digest) or opened(data).size
+        if len(self._sizes) > KEPT_SIZES:
+            del self._sizes[next(iter(self._sizes))]
         try:
             patches = inner.get_number_of_image_patches(height, width, {})
             rows, columns = self._grid(height, width)
         except ValueError as error:  # of smart_resize
             raise BadImage(one_line(str(error), 200)) from None
         assert rows * columns == patches, f"{rows} x {columns} patches, and the processor has {patches}"
-        return Image(hashlib.sha256(data).hexdigest(), (width, height), (1, rows, columns), inner.merge_size, source)
+        return Image(digest, (width, height), (1, rows, columns), inner.merge_size, source)
 
     def pixels(self, image: Image) -> Tensor:
         """Return the patches of an image, float32 [P, channels * frames * patch * patch]."""
@@ -134,6 +139,14 @@ def opened(data: bytes) -> PIL.Image.Image:
         raise BadImage(f"no image in one of the formats {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's plug-ins raise all kinds for damaged files
         raise BadImage(f"damaged: {one_line(str(error), 120) or type(error).__name__}") from None
+
+
+def mime(data: bytes) -> str:
+    """Return the media type of a file that `opened` decodes."""
+    from PIL import Image as Pillow
+
+    with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
+        return Pillow.MIME[picture.format or ""]
 
 
 def _in_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:

@@ -5,6 +5,11 @@
 
     200    {"scores": [1.0, {"score": 0.5, "format": 1.0}, null, ...]}
 
+With `images`, the prompt of a sample with images is the whole conversation as OpenAI's servers take it; each image is a part with the
+file's own bytes, {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}. A request has at most `MOST_IMAGES` bytes of
+them, and a response whose prompt alone has more has no score. The health check then has "images": true, which a server that would not see
+them may refuse.
+
 One score per sample, in order: a finite number, or an object with a finite number under `score` and parts of the score under other keys
 (entries that are not finite numbers are left out). null, alone or under `score`, is no score: the response takes no part. `meta` is the
 prompt source's metadata of the prompt. An empty list of samples is a health check, answered with an empty list of scores. A request may be
@@ -20,6 +25,7 @@ from typing import Any, Self
 
 from megarl.config import ConfigError, HttpReward
 from megarl.config.section import web_address
+from megarl.data.images import sent
 from megarl.host.http_calls import Fault, HttpQuestion, PermanentFault, Round, Server, Unanswered, ask_all, exchange
 from megarl.host.http_client import token_of, unanswered
 from megarl.rewards.score import LOOK_S, Look, RewardUnavailable, Score, ScoreRequest, no_look
@@ -29,6 +35,8 @@ from megarl.text.display import one_line
 LARGEST_SCORE = 1 << 16  # bytes of the answer per sample
 MAX_URL = 4096  # characters
 MAX_PART = 60  # characters of the name of a part of a score
+MOST_IMAGES = 32 << 20  # bytes of the images of a request as data URLs
+TOO_LARGE = "images too large"
 
 
 def check(source: HttpReward, key: str = "reward.source") -> None:
@@ -45,7 +53,9 @@ def check(source: HttpReward, key: str = "reward.source") -> None:
         unanswered(str(error))
         return
     try:
-        exchange(Server(url, place, token), _question([]), source.timeout_s, f"{key}.timeout_s={source.timeout_s:g}", Round())
+        exchange(
+            Server(url, place, token), _question([], source.images), source.timeout_s, f"{key}.timeout_s={source.timeout_s:g}", Round()
+        )
     except Fault as error:
         unanswered(f"{place}: {error}")
 
@@ -90,18 +100,21 @@ class HttpScorer:
 
         Raises RewardUnavailable after a permanent fault, `source.attempts` attempts of one batch, or `source.deadline_s` seconds.
         """
+        scores = [Score(0.0, scored=False)] * len(requests)
         numbers = [n for n, request in enumerate(requests) if request.finished or not self._require_finished]
-        size = self._source.batch_size
-        batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        sizes = [_size(request) if self._source.images else 0 for request in requests]
+        for n in numbers:
+            if sizes[n] > MOST_IMAGES:
+                scores[n] = Score(None, error=f"{TOO_LARGE}: {sizes[n]} bytes as data URLs, more than {MOST_IMAGES}")
+        batches = _batches([n for n in numbers if sizes[n] <= MOST_IMAGES], sizes, self._source.batch_size)
 
         def question(batch: int) -> HttpQuestion[list[Score]]:
-            return _question([requests[n] for n in batches[batch]])
+            return _question([requests[n] for n in batches[batch]], self._source.images)
 
         try:
             answers = ask_all(self._server, self._source, self._key, len(batches), question, self._connections, self._look, LOOK_S)
         except Unanswered as error:
             raise RewardUnavailable(str(error)) from None
-        scores = [Score(0.0, scored=False)] * len(requests)
         for batch, answer in zip(batches, answers, strict=True):
             for n, score in zip(batch, answer, strict=True):
                 scores[n] = score
@@ -114,13 +127,32 @@ class HttpScorer:
         return None
 
 
-def _question(requests: Sequence[ScoreRequest]) -> HttpQuestion[list[Score]]:
-    """Return the request that asks for these responses' scores."""
+def _size(request: ScoreRequest) -> int:
+    """Return how many bytes the images of a response's prompt have as data URLs."""
+    return sum(4 * len(image.read()) // 3 for image in request.images)
+
+
+def _batches(numbers: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Group responses, in order: at most so many, and `MOST_IMAGES` bytes of images, in each group."""
+    batches, size = list[list[int]](), 0
+    for n in numbers:
+        if not batches or len(batches[-1]) == most or size + sizes[n] > MOST_IMAGES:
+            batches.append([])
+            size = 0
+        batches[-1].append(n)
+        size += sizes[n]
+    return batches
+
+
+def _question(requests: Sequence[ScoreRequest], images: bool) -> HttpQuestion[list[Score]]:
+    """Return the request that asks for these responses' scores. `images`: those of the prompts are sent."""
+    prompts = [sent(ask.given, ask.images) if images and ask.images else ask.prompt for ask in requests]
     samples = [
-        {"prompt": ask.prompt, "response": ask.response, "answer": ask.answer, "meta": ask.meta, "finished": ask.finished}
-        for ask in requests
+        {"prompt": prompt, "response": ask.response, "answer": ask.answer, "meta": ask.meta, "finished": ask.finished}
+        for prompt, ask in zip(prompts, requests, strict=True)
     ]
-    body, count = json.dumps({"samples": samples}, default=str).encode(), len(samples)
+    asked = {"samples": samples, **({"images": True} if images and not samples else {})}
+    body, count = json.dumps(asked, default=str).encode(), len(samples)
     return HttpQuestion(body, LARGEST_SCORE * (count + 1), f"{count} samples", lambda text: _read(text, count))
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from megarl.data.answers import Answer
+from megarl.data.messages import Message
 from megarl.errors import Stopped
+from megarl.images import Image
 
 MAX_KINDS, MAX_KIND = 16, 60
 LOOK_S = 1.0
@@ -32,6 +34,8 @@ class ScoreRequest:
     finished: bool  # ended by itself, not by the length limit
     earned: float = 0.0  # the environment's rewards, summed over all turns
     judged: Score | None = None  # by the reward model on the ranks, if there is one
+    given: str | list[Message] = ""  # `Prompt.given`
+    images: Sequence[Image] = ()  # of the prompt, for each of which `given` has a mark
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,11 @@ END_S = 2.0  # longest time for the last answers
 class ServedModel(Protocol):
     """A model that scores samples. Each method has its own thread and is called once at a time; the two may run concurrently."""
 
+    @property
+    def sees(self) -> bool:
+        """Whether prompts may have images."""
+        ...
+
     def read(self, samples: Sequence[Any]) -> list[Any]:
         """Convert each sample from JSON to what `scores` takes. If it raises, the client is told that its samples cannot be scored."""
         ...
@@ -193,6 +198,8 @@ class RewardServer:
         samples = request.get("samples") if isinstance(request, dict) else None
         if not isinstance(samples, list):
             raise ValueError("the request has no list `samples`")
+        if request.get("images") and not self._model.sees:
+            raise ValueError("the model sees no images (reward.source.images=true asks for that)")
         return self._model.read(samples)
 
 

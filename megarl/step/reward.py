@@ -124,7 +124,10 @@ def requests(prompts: Sequence[Prompt], responses: Sequence[Response], judged: S
 
     def request(prompt: Prompt, response: Response, judgement: Score | None) -> ScoreRequest:
         earned = 0.0 if response.episode is None else response.episode.reward
-        return ScoreRequest(prompt.text, response.text, prompt.answer, prompt.meta, response.finished, earned, judgement)
+        images = [placed.image for placed in prompt.images]
+        return ScoreRequest(
+            prompt.text, response.text, prompt.answer, prompt.meta, response.finished, earned, judgement, prompt.given, images
+        )
 
     judgements: Sequence[Score | None] = [None] * len(responses) if judged is None else judged
     return [request(prompts[response.prompt], response, one) for response, one in zip(responses, judgements, strict=True)]

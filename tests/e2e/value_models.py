@@ -1,6 +1,7 @@
 """Value models that no training has made."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from megarl.data.tokenizer import load_tokenizer
 def of_random_taste(policy: Path, out: Path, seed: int) -> Path:
     """The policy's backbone under a random head: a reward model whose scores differ, and mean nothing."""
     tensors = {name: tensor for name, tensor in load_file(policy / "model.safetensors").items() if "lm_head" not in name}
-    hidden = tensors["model.norm.weight"].numel()
+    hidden = next(tensor for name, tensor in tensors.items() if name in ("model.norm.weight", "model.language_model.norm.weight")).numel()
     return _value_model(policy, out, tensors, torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed)) / hidden**0.5)
 
 
@@ -40,7 +41,9 @@ def biased_by_position(policy: Path, out: Path, marker: str, scale: float) -> Pa
 def _value_model(policy: Path, out: Path, tensors: dict[str, torch.Tensor], head: torch.Tensor) -> Path:
     """A directory like the policy's with other tensors and a scalar head."""
     shutil.copytree(policy, out)
-    kind = {"architectures": ["Qwen3MoeForSequenceClassification"], "num_labels": 1, "id2label": {"0": "LABEL_0"}}
-    (out / "config.json").write_text(json.dumps(json.loads((policy / "config.json").read_text()) | kind))
+    config = json.loads((policy / "config.json").read_text())
+    kind = re.sub("ForCausalLM|ForConditionalGeneration", "ForSequenceClassification", config["architectures"][0])
+    changed = config | {"architectures": [kind], "num_labels": 1, "id2label": {"0": "LABEL_0"}}
+    (out / "config.json").write_text(json.dumps(changed))
     save_file({**tensors, "score.weight": head}, out / "model.safetensors", metadata={"format": "pt"})
     return out

@@ -245,10 +245,10 @@ def test_bad_settings_of_a_stage_are_refused_before_it_starts(
     assert cli.main([verb, str(tmp_path / "stage.yaml"), "--check"]) == 0
 
 
-def test_pairs_of_what_was_said_hold_each_text_once_and_the_better_one_first() -> None:
+def test_pairs_of_what_was_said_hold_each_text_once_and_the_better_one_first(tmp_path: Path) -> None:
     prompt = Prompt(0, "dog", array("I", [1]), "god", {}, "dog")
     said = [("god", 1.0), ("dgo", 0.0), ("god ", 1.0), ("gdo", 0.0), ("og", 0.5)]
-    rows = list(pairs_of(prompt, said, 99, random.Random(0)))
+    rows = list(pairs_of(prompt, said, 99, random.Random(0), tmp_path))
     assert sorted((row["chosen"], row["rejected"], row["margin"]) for row in rows) == [
         ("god", "dgo", 1.0),
         ("god", "gdo", 1.0),
@@ -256,7 +256,7 @@ def test_pairs_of_what_was_said_hold_each_text_once_and_the_better_one_first() -
         ("og", "dgo", 0.5),
         ("og", "gdo", 0.5),
     ]
-    assert len(list(pairs_of(prompt, said, 2, random.Random(0)))) == 2
+    assert len(list(pairs_of(prompt, said, 2, random.Random(0), tmp_path))) == 2
     own = {"tools": [{"name": "add"}], "chat_template_kwargs": {"a": 1}}
-    [row] = pairs_of(replace(prompt, meta={**own, "level": 3}), said, 1, random.Random(0))
+    [row] = pairs_of(replace(prompt, meta={**own, "level": 3}), said, 1, random.Random(0), tmp_path)
     assert {name: row[name] for name in own} == own and "level" not in row

@@ -117,7 +117,7 @@ def test_images_for_agents_are_refused(path: Path, tmp_path: Path) -> None:
         "environment={source: {type: agent, function: 'a:b'}}",
     )
     config = load_config(example, [f"model.path={path}", f"data.train.path={tmp_path / 'rows.parquet'}", episodes], TrainConfig)
-    with pytest.raises(ConfigError, match=r"rows\.parquet:1: has images, which neither agents nor pairs get so far$"):
+    with pytest.raises(ConfigError, match=r"rows\.parquet:1: has images, which agents do not get so far$"):
         PromptReader.of(config).prompts(config.data.train, "data.train", load_tokenizer(path))
 
 

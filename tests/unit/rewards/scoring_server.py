@@ -18,6 +18,8 @@ HEAD = b"POST /score HTTP/1.1\r\nHost: test\r\n"
 class Lengths:
     """Scores the length of a response, while `free` is set; `calls` are the responses that it was asked for together."""
 
+    sees = False
+
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
         self.free = threading.Event()
