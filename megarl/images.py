@@ -6,7 +6,7 @@ No bytes travel: whoever computes with an image reads its file, and cuts it into
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,11 @@ class PlacedImage:
         image = plain["image"]
         size, grid, source = tuple(image["size"]), tuple(image["grid"]), ImageSource(**image["source"])
         return cls(plain["start"], Image(image["digest"], size, grid, image["merge"], source))
+
+
+def within(images: Sequence[PlacedImage], start: int, end: int) -> list[PlacedImage]:
+    """Return the images whose tokens are among those from `start` to `end`, placed as in these alone."""
+    return [replace(one, start=one.start - start) for one in images if start <= one.start < end]
 
 
 def axes_of(length: int, images: Sequence[PlacedImage]) -> np.ndarray:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.config import (
-    AgentEnvironment,
     ConfigError,
     EnvironmentSettings,
     EvalConfig,
@@ -27,14 +26,13 @@ from megarl.config import (
     TrainConfig,
     alone,
 )
-from megarl.data.images import COLUMN, ImageReader, reader_of
+from megarl.data.images import ImageReader, reader_of
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.environments.checks import check_environment, check_episodes, tool_schemas
 from megarl.host.unchecked import where_present
-from megarl.models.description import ModelDescription
 from megarl.rewards.gold_checks import answer_faults
 from megarl.rewards.verifiers import EVALUATING
 
@@ -85,7 +83,6 @@ class PromptReader:
         rollout: the section `rollout`, which limits a prompt's length.
         reward: how responses are scored.
         environment: the environment whose episodes the prompts start, if any.
-        sees: prompts may have images, if the model sees them.
     """
 
     model: ModelSettings
@@ -93,14 +90,12 @@ class PromptReader:
     rollout: RolloutSettings
     reward: RewardSettings
     environment: EnvironmentSettings | None
-    sees: bool = True
 
     @classmethod
     def of(cls, config: TrainConfig | EvalConfig | PairsConfig) -> PromptReader:
         """The reader for a run's configuration."""
         environment = None if isinstance(config, PairsConfig) else config.environment
-        sees = environment is None or not isinstance(environment.source, AgentEnvironment)  # agents make requests of their own
-        return cls(config.model, config.data, config.rollout, config.reward, environment, sees)
+        return cls(config.model, config.data, config.rollout, config.reward, environment)
 
     def read(self, source: PromptSource, key: str) -> Sequence[Prompt]:
         """Read every prompt of a source, tokenised; those of a large file are tokenised on demand.
@@ -129,8 +124,6 @@ class PromptReader:
         tools, faults = tool_schemas(self.environment), partial(answer_faults, self._scoring(key))
         most, limit = self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
         prompts = load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, self._images())
-        if not self.sees and ModelDescription.read(self.model.path, drop_images=self.model.drop_images).sizes.vision is not None:
-            self._refuse_images(prompts)
         self._check_judges(prompts, key)
         return prompts
 
@@ -149,12 +142,7 @@ class PromptReader:
                 )
 
     def _images(self) -> ImageReader | None:
-        return reader_of(self.model, self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens") if self.sees else None
-
-    def _refuse_images(self, prompts: Sequence[Prompt]) -> None:
-        for prompt in looked_at(prompts):
-            if prompt.meta.get(COLUMN):
-                raise ConfigError(f"{prompt.name}: has {COLUMN}, which agents do not get so far")
+        return reader_of(self.model, self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens")
 
     def sets(self, held_out: PromptSource | None, others: Sequence[EvalSet]) -> list[HeldOut]:
         """Read all sets to evaluate on.

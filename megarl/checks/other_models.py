@@ -165,8 +165,10 @@ def check_seen(config: TrainConfig, policy: ModelDescription, prompts: Sequence[
         models["model.base"] = config.model.base
     if trained and distillation is not None:
         models |= {f"distillation.{name}": path for name, path in distillation.models.items()}
-        if config.placement.teacher_engines is not None or any(isinstance(one, TeacherServer) for one in distillation.scorers.values()):
-            raise ConfigError("distillation: the images of prompts or an environment reach no engine or server of a teacher: give it ranks")
+        if any(isinstance(one, TeacherServer) for one in distillation.scorers.values()):
+            raise ConfigError(
+                "distillation: the images of prompts or an environment reach no server of a teacher: give it ranks or engines"
+            )
     if (source := model_of(config.reward.source)) is not None:
         models[f"{source[0]}.path"] = source[1].path
     cut = _cut(config.model, config.model.path)

@@ -330,6 +330,11 @@ def shown_task(task: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if task is None else {key: shown(value) if key == "prompt" else value for key, value in task.items()}
 
 
+def sent_task(task: Mapping[str, Any] | None, images: Sequence[Image]) -> dict[str, Any] | None:
+    """Return a prompt's task as an agent gets it: a prompt with images is `sent`, any other `shown`. Raises as `sent` does."""
+    return shown_task(task) if task is None or not images else {**task, "prompt": sent(task["prompt"], images)}
+
+
 def _part(part: Any, place: str) -> tuple[str, Any]:
     """Return whether a part is a text or an image, and what it holds; None: an image that it does not name."""
     if isinstance(part, dict):

@@ -59,6 +59,7 @@ class Teachers:
                 gpu=config.cluster.gpus,
                 scoring=scoring,
                 drop_images=config.model.drop_images,
+                pixels=(config.model.min_pixels, config.model.max_pixels),
             )
             opening.append(one.open.remote(setup, columns, config.cluster.phase_timeout_s))
         return actors, opening

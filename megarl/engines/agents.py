@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megarl.batch import Sample
-from megarl.data.images import shown_task
+from megarl.data.images import sent_task
 from megarl.data.intake import TooLong
 from megarl.data.messages import Message, arguments_of
 from megarl.data.spelled import unmarked
@@ -73,7 +73,7 @@ class AgentPlayer(Player):
 
     async def play(self, host: AgentHost) -> Played:
         """Play the whole episode. Raises what the engine raises."""
-        task = shown_task(self.start.task)
+        task = await asyncio.to_thread(sent_task, self.start.task, [placed.image for placed in self.start.images])
         playing = asyncio.create_task(host.play(self.start.seed, task, self))
         try:
             await asyncio.wait({playing, self._failure}, return_when=asyncio.FIRST_COMPLETED)

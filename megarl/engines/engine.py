@@ -83,6 +83,14 @@ class Scoring:
 
 
 @dataclass(frozen=True)
+class Text:
+    """A context whose tokens a teacher scores."""
+
+    tokens: list[int]
+    images: Sequence[PlacedImage] = ()  # in order; their tokens are among these
+
+
+@dataclass(frozen=True)
 class TokenScores:
     """A teacher's log-probs at the T tokens of a text that have tokens before them; C is 1 + `Scoring.named`."""
 
@@ -268,11 +276,11 @@ class Engine(Protocol):
     async def abort(self, ids: Iterable[RequestId], timeout_s: float) -> None:
         """Abort requests: `receive` returns their partial responses with the finish reason "abort". Unknown ids are ignored."""
 
-    async def score(self, texts: Sequence[Sequence[int]], timeout_s: float) -> list[TokenScores]:
+    async def score(self, texts: Sequence[Text], timeout_s: float) -> list[TokenScores]:
         """Compute the log-probs of given tokens, as `Setup.scoring` says. An engine that cannot is no teacher's.
 
         Args:
-            texts: the tokens of each text; at least two, and at most one less than the settings' lengths.
+            texts: each of at least two tokens, and at most one less than the settings' lengths.
             timeout_s: the time limit for all of them.
         """
         raise RolloutError(f"{self.label}: an engine of its type gives no log-probs of given tokens")

@@ -15,10 +15,11 @@ import ray
 from megarl.batch import Sample
 from megarl.config import TeacherServer
 from megarl.engines.actor import EngineActor
-from megarl.engines.engine import Engine, RolloutError, Setup, TokenScores
+from megarl.engines.engine import Engine, RolloutError, Setup, Text, TokenScores
 from megarl.engines.teacher_server import score
 from megarl.host.http_calls import Server, Unanswered
 from megarl.host.network import choose_nccl_interface, interface_towards
+from megarl.images import within
 from megarl.rewards.score import RewardUnavailable
 
 COLUMN = "teacher_logp"
@@ -59,28 +60,32 @@ class Columns:
         rest_T = np.log(np.maximum(1 - np.exp(logp_TK.astype(np.float64)).sum(1), LEAST))
         return np.concatenate([token_TK, logp_TK, rest_T[:, None]], axis=1, dtype=np.float32)
 
-    def store(self, units: Sequence[Unit], texts: Sequence[Sequence[int]], scores: Sequence[TokenScores]) -> Stored:
+    def store(self, units: Sequence[Unit], texts: Sequence[Text], scores: Sequence[TokenScores]) -> Stored:
         """Put the columns of each unit into the object store.
 
         Args:
             units: the samples.
-            texts: the tokens of each sample's context, from `contexts`.
+            texts: each sample's context, from `contexts`.
             scores: those of each text of at least two tokens.
         """
         scored, nothing = iter(scores), np.empty((0, 1 + (self.top_k or 0)), np.float32)
-        column_S = iter([self.column(next(scored) if len(text) > 1 else TokenScores(nothing, nothing)) for text in texts])
+        column_S = iter([self.column(next(scored) if len(text.tokens) > 1 else TokenScores(nothing, nothing)) for text in texts])
         return [([sample for sample, _, _ in unit], ray.put([{COLUMN: next(column_S)} for _ in unit])) for unit in units]
 
 
-def contexts(units: Sequence[Unit], responses: Sequence[Sample]) -> list[list[int]]:
-    """Return the tokens of each sample's context, in order.
+def contexts(units: Sequence[Unit], responses: Sequence[Sample]) -> list[Text]:
+    """Return each sample's context, in order.
 
     Args:
         units: the samples.
         responses: the responses that they belong to.
     """
     bounds = [[*pairwise((0, *response.starts, len(response.tokens)))] for response in responses]
-    return [responses[n].tokens[slice(*bounds[n][context])].tolist() for unit in units for _, n, context in unit]
+
+    def text(response: Sample, start: int, end: int) -> Text:
+        return Text(response.tokens[start:end].tolist(), within(response.images, start, end))
+
+    return [text(responses[n], *bounds[n][context]) for unit in units for _, n, context in unit]
 
 
 def named(top_k: int | None, vocabulary: int, policy: int) -> int:
@@ -118,7 +123,7 @@ class EngineTeacher(EngineActor):
             payload_N: references to the responses that they belong to.
         """
         texts = contexts(units, await asyncio.gather(*payload_N))
-        scored = await self._engine.score([text for text in texts if len(text) > 1], self._timeout_s)
+        scored = await self._engine.score([text for text in texts if len(text.tokens) > 1], self._timeout_s)
         return self._columns.store(units, texts, scored)
 
     async def close(self) -> None:
@@ -146,7 +151,7 @@ class ServerTeacher:
             RewardUnavailable: the server does not score them, after all attempts; or not the policy's tokens.
         """
         texts = contexts(units, ray.get(list(payload_N)))
-        questions = [text for text in texts if len(text) > 1]
+        questions = [text.tokens for text in texts if len(text.tokens) > 1]
         try:
             scored = score(self._server, self._settings, self._key, questions, self._columns.top_k or 0)
             return self._columns.store(units, texts, scored)

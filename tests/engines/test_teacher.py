@@ -1,5 +1,7 @@
 """A teacher's engine: its columns are what the model says of the tokens, at the sampling temperature, in every context."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,13 @@ from megarl.config import TeacherEngines
 from megarl.engines import teacher
 from megarl.engines.engine import RolloutError, Scoring, Setup, TokenScores, as_rollout
 from megarl.engines.teacher import Columns, EngineTeacher, named
+from megarl.models.image_processor import ImageProcessor
 from tests.engines.engine_host import Host
+from tests.engines.test_images import logp
 from tests.engines.transformers_reference import TIMEOUT_S
+from tests.image_samples import samples
+from tools.check_logits import transformers_model
+from tools.make_tiny_model import build
 
 LONGEST, K, VOCABULARY = 24, 5, 120  # the policy's vocabulary is smaller than the teacher's
 UNITS = [[(7, 0, 0), (3, 1, 0)], [(4, 1, 1), (5, 2, 0), (9, 3, 0)]]
@@ -30,13 +37,15 @@ def responses() -> list[Sample]:
     return [sample(9, 4), sample(17, 3, (11,)), sample(1, 1), sample(LONGEST, LONGEST - 1)]
 
 
-async def scored(path: Path, temperature: float, top_k: int | None) -> list[list[np.ndarray]]:
-    """The columns of `UNITS`."""
+async def scored(
+    path: Path, temperature: float, top_k: int | None, longest: int = LONGEST, shown: Sequence[Sample] = ()
+) -> list[list[np.ndarray]]:
+    """The columns of `UNITS`, of the responses above or of those shown."""
     one, columns = EngineTeacher.__new__(EngineTeacher), Columns(top_k, VOCABULARY)
     from megarl.engines.vllm.engine import VllmEngine
 
     one._engine, one._columns, one._timeout_s = VllmEngine("teacher 0"), columns, TIMEOUT_S
-    setup = Setup(path, "float32", as_rollout(TeacherEngines(kv_cache_mb=32), LONGEST), 1, gpu=False)
+    setup = Setup(path, "float32", as_rollout(TeacherEngines(kv_cache_mb=32), longest), 1, gpu=False)
     scoring = Scoring(named(top_k, 128, VOCABULARY), temperature)
 
     async def given(response: Sample) -> Sample:
@@ -48,7 +57,7 @@ async def scored(path: Path, temperature: float, top_k: int | None) -> list[list
     kept, teacher.ray = teacher.ray, Store
     try:
         await one._engine.start(Setup(**{**vars(setup), "scoring": scoring}))
-        stored = await one.score(UNITS, [given(response) for response in responses()])
+        stored = await one.score(UNITS, [given(response) for response in shown or responses()])
     finally:
         teacher.ray = kept
         await one.close()
@@ -94,3 +103,22 @@ def test_a_teacher_that_names_too_few_of_the_policys_tokens_is_refused() -> None
     scores = TokenScores(np.array([[1, 9, 2], [1, 3, 2]], np.int32), np.full((2, 3), -1.0, np.float32))
     with pytest.raises(RolloutError, match=r"distillation.top_k=2: of 2 tokens that the teacher names at one place, 1 are of"):
         Columns(2, 9).column(scores)
+
+
+@pytest.mark.long
+def test_a_teacher_sees_the_images_of_every_context(host: Host, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    build(path, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe", initializer_range=0.12)
+    first, second, one, text = samples(path, (2, 3, 1, 0))
+    moved = [replace(placed, start=placed.start + len(first.tokens)) for placed in second.images]
+    both = replace(
+        first,
+        tokens=np.concatenate([first.tokens, second.tokens]),
+        rollout_logp=np.zeros(len(first.tokens) + len(second.tokens) - first.prompt_length, np.float32),
+        starts=(len(first.tokens),),
+        images=[*first.images, *moved],
+    )
+    units = host.run(scored, path, 0.7, None, 256, [text, both, one, text])
+    model, processor = transformers_model(path).eval(), ImageProcessor(path)
+    for sample, column in zip([text, first, second, one, text], [column for unit in units for column in unit], strict=True):
+        assert column == pytest.approx(logp(model, processor, replace(sample, prompt_length=1), 0.7).numpy(), abs=1e-5)

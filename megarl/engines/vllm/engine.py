@@ -32,6 +32,7 @@ from megarl.engines.engine import (
     RolloutTimeout,
     Scoring,
     Setup,
+    Text,
     TokenScores,
     WeightSyncError,
 )
@@ -245,9 +246,9 @@ class VllmEngine(WatchedProcesses, Engine):
             waiting = asyncio.create_task(self._wait_for(request, queue))
             self._open[request.id] = _Open(queue, waiting, rank, len(request.tokens), [VersionSpan(0, self._version)])
 
-    async def _prompt(self, request: Request) -> Any:
+    async def _prompt(self, request: Request | Text) -> Any:
         if not request.images:
-            return {"prompt_token_ids": request.tokens}
+            return {"prompt_token_ids": list(request.tokens)}
         assert self._images is not None, "requests with images are for models that see them"
         return await asyncio.to_thread(self._images.prompt, request)
 
@@ -297,20 +298,20 @@ class VllmEngine(WatchedProcesses, Engine):
         aborting = self._on_cores("megarl_abort", names)  # their tokens are still in the cores
         await self._bounded(aborting, timeout_s, lambda: f"aborting {len(names)} requests")
 
-    async def score(self, texts: Sequence[Sequence[int]], timeout_s: float) -> list[TokenScores]:
+    async def score(self, texts: Sequence[Text], timeout_s: float) -> list[TokenScores]:
         """All texts are queued before the first is scheduled, so that the same texts run in the same batches and give the same bits."""
         assert self._scoring is not None, "a teacher's engine"
         self.check_health()
         named, queues = self._scoring.named, list[Any]()
 
-        async def one(text: Sequence[int], queue: Any) -> TokenScores:
-            return scores_of(text, await queue.get(), named, self.label)  # vLLM's lists are large: each is converted as it comes
+        async def one(text: Text, queue: Any) -> TokenScores:
+            return scores_of(text.tokens, await queue.get(), named, self.label)  # vLLM's lists are large: each is converted as it comes
 
         async def all_() -> list[TokenScores]:
+            prompts = [await self._prompt(text) for text in texts]
             await self._llm.pause_generation(mode="keep", clear_cache=False)
-            for text in texts:
+            for prompt in prompts:
                 self._count += 1
-                prompt = {"prompt_token_ids": list(text)}
                 queues.append(await self._llm.add_request(str(self._count), prompt, scoring_parameters(named)))
             await self._llm.resume_generation()
             return list(await asyncio.gather(*(one(text, queue) for text, queue in zip(texts, queues, strict=True))))

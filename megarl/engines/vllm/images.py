@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.engines.engine import Request
+from megarl.engines.engine import Request, Text
 from megarl.images import Image
 from megarl.lazy_torch import Tensor, torch
 from megarl.models.description import ModelDescription
@@ -139,7 +139,7 @@ class ImagePrompts:
     def __init__(self, processor: ImageProcessor, token: int, cache: Any) -> None:
         self._processor, self._token, self._cache = processor, token, cache
 
-    def prompt(self, request: Request) -> Any:
+    def prompt(self, request: Request | Text) -> Any:
         """Return the input of a request with images, each of which is cut unless vLLM still has it.
 
         Raises:
@@ -152,8 +152,9 @@ class ImagePrompts:
         for number, placed in enumerate(request.images):
             tokens = request.tokens[placed.start : placed.end]
             if placed.start < end or tokens != [self._token] * placed.image.tokens:
+                name = f"request {request.id!r}" if isinstance(request, Request) else "a text to score"
                 raise ValueError(
-                    f"request {request.id!r}: image {number} has {placed.image.tokens} tokens from token {placed.start} on, and the prompt "
+                    f"{name}: image {number} has {placed.image.tokens} tokens from token {placed.start} on, and the prompt "
                     f"has {tokens.count(self._token)} there"
                 )
             end = placed.end

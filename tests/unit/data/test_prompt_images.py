@@ -1,5 +1,6 @@
 """Prompts with images: one token of the prompt for each of an image's tokens, and references to the bytes for engines and ranks."""
 
+import base64
 import io
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from megarl.checks.other_models import check_seen
 from megarl.config import ConfigError, FileSource, SourceFormat, TrainConfig
 from megarl.config import load as load_config
 from megarl.data import large
-from megarl.data.images import ImageReader, shown_task
+from megarl.data.images import ImageReader, sent_task, shown_task
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -92,12 +93,13 @@ def test_models_that_do_not_get_the_images_are_refused(path: Path, tmp_path: Pat
     build(tmp_path / "text", layers=1, hidden=64, experts=4, expert_hidden=32, seed=1)
     example = Path(__file__).parents[3] / "examples" / "vision" / "rl.yaml"
     reward, server = f"reward.source={{type: reward_model, path: {tmp_path / 'text'}}}", "{server: {url: 'http://h/v1', model: m}}"
+    engines = "placement={teacher_engines: {kv_cache_mb: 32}}"
     blind = r": \S+text does not see images of the same tokens as the policy"
     for changes, refusal, measured in (
         ([f"model.base={tmp_path / 'text'}"], rf"^model\.base{blind}", False),
         ([f"distillation={{teacher: {tmp_path / 'text'}}}"], rf"^distillation\.teacher{blind}", False),
-        ([f"distillation={{teacher: {path}}}", "placement={teacher_engines: {kv_cache_mb: 32}}"], r"^distillation: the images of", False),
-        ([f"distillation={server}"], r"^distillation: the images of prompts or an environment reach no engine or server", False),
+        ([f"distillation={{teacher: {tmp_path / 'text'}}}", engines], rf"^distillation\.teacher{blind}", False),
+        ([f"distillation={server}"], r"^distillation: the images of prompts or an environment reach no server of a teacher", False),
         (["algorithm={type: ppo}", f"critic={{path: {tmp_path / 'text'}}}"], rf"^critic\.path{blind}", True),
         ([reward], rf"^reward\.source\.path{blind}", True),
     ):
@@ -107,18 +109,31 @@ def test_models_that_do_not_get_the_images_are_refused(path: Path, tmp_path: Pat
         check_seen(config, policy, prompts[1:2])  # a text
         with pytest.raises(ConfigError, match=refusal) if measured else nullcontext():
             check_seen(config, policy, prompts[1:2], [prompts[1:2], prompts])
-    check_seen(load_config(example, [f"model.path={path}", f"distillation={{teacher: {path}}}"], TrainConfig), policy, prompts)
+    for changes in ([], [engines]):
+        config = load_config(example, [f"model.path={path}", f"distillation={{teacher: {path}}}", *changes], TrainConfig)
+        check_seen(config, policy, prompts)
 
 
-def test_images_for_agents_are_refused(path: Path, tmp_path: Path) -> None:
+def test_agents_get_the_prompt_as_messages_with_the_bytes(path: Path, tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist([{**ROWS[0], "prompt": "a<image>b<image>"}]), tmp_path / "rows.parquet")
     example, episodes = (
         Path(__file__).parents[3] / "examples" / "vision" / "rl.yaml",
         "environment={source: {type: agent, function: 'a:b'}}",
     )
-    config = load_config(example, [f"model.path={path}", f"data.train.path={tmp_path / 'rows.parquet'}", episodes], TrainConfig)
-    with pytest.raises(ConfigError, match=r"rows\.parquet:1: has images, which agents do not get so far$"):
-        PromptReader.of(config).prompts(config.data.train, "data.train", load_tokenizer(path))
+    places = [f"model.path={path}", f"data.train.path={tmp_path / 'rows.parquet'}", "rollout.max_prompt_tokens=200"]
+    config = load_config(example, [*places, episodes], TrainConfig)
+    [prompt] = PromptReader.of(config).prompts(config.data.train, "data.train", load_tokenizer(path))
+    images = [placed.image for placed in prompt.images]
+    urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in FILES]
+    parts = [
+        part for text, url in zip("ab", urls, strict=True) for part in (text_of(text), {"type": "image_url", "image_url": {"url": url}})
+    ]
+    assert sent_task(prompt.task, images) == {"prompt": [{"role": "user", "content": parts}], "answer": "1", "meta": {}}
+    assert sent_task({"prompt": "no image"}, ()) == {"prompt": "no image"}
+
+
+def text_of(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 @pytest.mark.parametrize(

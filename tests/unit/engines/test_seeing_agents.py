@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from megarl.batch import Sample, pack
+from megarl.config import FileSource, SourceFormat
 from megarl.data.images import answer_reader
+from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import decode, load_tokenizer
 from megarl.data.turns import TurnTokens
 from megarl.engines import agents
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 Said = list[tuple[str, list[str | bytes]]]  # the roles of a conversation, and what each says: texts and the bytes of images
 Body = dict[str, Any]
+START = Start(0, [], 1, step=3)
 
 
 def base64_of(data: bytes) -> str:
@@ -103,6 +106,7 @@ def played(
     client: Client,
     script: Sequence[str],
     most: int = 2000,
+    start: Start = START,
 ) -> tuple[Played, list[Any]]:
     """An episode, and what the engine was asked."""
     engine = Seeing(tokenizer, script)
@@ -113,7 +117,7 @@ def played(
 
     async def body() -> Played:
         limits = Limits(prompt_tokens=1000, response_tokens=2000, turns=9)
-        player = AgentPlayer(engine, turns, text_of, Start(0, [], 1, step=3), 0, Sampling(1, 1.0, 100, 0), limits)
+        player = AgentPlayer(engine, turns, text_of, start, 0, Sampling(1, 1.0, 100, 0), limits)
         return await player.play(client)  # type: ignore[arg-type]
 
     return asyncio.run(body()), engine.asked
@@ -258,3 +262,29 @@ def test_a_text_prompt_does_not_go_on_from_a_conversation(path: Path, tmp_path: 
     ]
     _, asked = played(path, load_tokenizer(path), tmp_path, Client(bodies), ["one", "two"])
     assert not asked[1].images and decode(load_tokenizer(path), asked[1].tokens, finished=False) == "one and"
+
+
+def test_an_agent_that_sends_its_task_on_sees_what_the_row_shows(path: Path, tmp_path: Path) -> None:
+    """The policy reads the tokens of the data's prompt, with images of the same bytes, once from its episode's own copies."""
+    files = [picture(np.random.default_rng(number)) for number in range(2)]
+    for number, data in enumerate(files):
+        (tmp_path / str(number)).write_bytes(data)
+    row = {"prompt": "a<image>b<image><image>", "images": ["0", "1", "0"], "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    tokenizer, reader = load_tokenizer(path), answer_reader(path, (None, None), 1000, "most")
+    source = FileSource(type="file", path=tmp_path / "rows.jsonl", answer_key="answer")
+    [prompt] = load_prompts(source, tokenizer, SourceFormat(), 1000, "data.train", reader=reader)
+    start = Start(0, prompt.tokens, 1, prompt.task, step=3, images=prompt.images)
+
+    class Forwarding(Client):
+        async def play(self, seed: int, task: dict[str, Any] | None, policy: Policy) -> Turn:
+            assert task is not None and task["answer"] == "1"
+            body = json.loads(json.dumps({"messages": task["prompt"]}))
+            self.answers.append(await policy.answer(FORMATS["/v1/chat/completions"].read(body)))
+            return Turn(None, 1.0)
+
+    episode, [request] = played(path, tokenizer, tmp_path / "kept", client := Forwarding([]), ["x"], start=start)
+    assert episode.error is None and isinstance(client.answers[0], Answer)
+    assert request.tokens == prompt.tokens and [*request.images] == [*prompt.images]
+    assert [placed.image.read() for placed in request.images] == [files[0], files[1], files[0]]
+    assert all(str(tmp_path / "kept") in placed.image.source.path for placed in request.images)
