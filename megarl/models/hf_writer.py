@@ -27,7 +27,8 @@ _TEMPLATES = ("additional_chat_templates", "chat_templates")  # folders of furth
 _CODE = "auto_map"  # the key that names classes in Python files of the directory
 # Of tensors that no longer exist: indices of files (there are several programs' names), and how they were quantised (ModelOpt).
 _OF_WEIGHTS = ("*.index.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
-_OF_IMAGES = {"preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"}
+_OF_PICTURES = {"preprocessor_config.json", "processor_config.json"}
+_OF_IMAGES = {*_OF_PICTURES, "video_preprocessor_config.json"}
 SHARD_BYTES = 4 << 30  # maximum size of a file that `CheckpointWriter` writes, unless a single tensor is larger
 
 
@@ -37,6 +38,7 @@ def described(
     changes: Mapping[str, Any] = MappingProxyType({}),
     trained: bool = False,
     drop_images: bool = False,
+    pixels: tuple[int, int] | None = None,
 ) -> dict[str, bytes]:
     """Return the files that describe a model's weights: config.json, generation defaults, chat templates, tokenizer.
 
@@ -48,6 +50,7 @@ def described(
         dtype: torch's name of the weights' dtype ("bfloat16"); None: that in which the source's are read.
         changes: keys of config.json whose values differ from the source's.
         drop_images: what is written of a model of text and images is its language model, without the files on how images are cut.
+        pixels: the least and the most of an image, which the files on how images are cut are to say; None: they are the source's.
         trained: the weights are no longer the source's, so its score range (`RANGE_FILE`) does not apply and is left out.
 
     Returns:
@@ -81,7 +84,21 @@ def described(
         files[name] = (source / name).read_bytes() if after == before else (json.dumps(after, indent=2) + "\n").encode()
         if _CODE in after:  # these may import others
             files |= {file.name: file.read_bytes() for file in sorted(source.glob("*.py"))}
+    if pixels is not None:
+        for name in _OF_PICTURES & files.keys():
+            files[name] = _limited(files[name], *pixels)
     return files
+
+
+def _limited(file: bytes, least: int, most: int) -> bytes:
+    """Return a file on how images are cut with these limits, unless it says nothing of that; transformers 5 may do so one level deeper."""
+    processor = json.loads(file)
+    inner = processor.get("image_processor", processor)
+    if "image_processor_type" not in inner and "size" not in inner:
+        return file
+    inner["size"] = {"shortest_edge": least, "longest_edge": most}
+    inner |= {key: value for key, value in (("min_pixels", least), ("max_pixels", most)) if key in inner}
+    return (json.dumps(processor, indent=2) + "\n").encode()
 
 
 def _has_code(source: Path, config: Mapping[str, Any]) -> bool:
@@ -184,11 +201,18 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, path: Path, source: Path, dtype: str, changes: Mapping[str, Any] = MappingProxyType({}), drop_images: bool = False
+        self,
+        path: Path,
+        source: Path,
+        dtype: str,
+        changes: Mapping[str, Any] = MappingProxyType({}),
+        drop_images: bool = False,
+        pixels: tuple[int, int] | None = None,
     ) -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} already exists: not overwritten")
-        self.path, self.source, self.dtype, self.changes, self._drop_images = path, source, dtype, changes, drop_images
+        self.path, self.source, self.dtype, self.changes = path, source, dtype, changes
+        self._drop_images, self._pixels = drop_images, pixels
         self.folder = path.parent / f".{path.name}.partial-{secrets.token_hex(4)}"
         self._own = ShardWriter(self.folder)
         self._shards: dict[str, list[str]] = {}  # written by other processes
@@ -217,7 +241,8 @@ class CheckpointWriter:
     def _commit(self) -> None:
         self._own.close()
         self._name_shards({**self._own.shards, **self._shards})
-        write_files(self.folder, described(self.source, self.dtype, self.changes, trained=True, drop_images=self._drop_images))
+        files = described(self.source, self.dtype, self.changes, trained=True, drop_images=self._drop_images, pixels=self._pixels)
+        write_files(self.folder, files)
         for file in self.folder.glob("*.safetensors"):
             shutil.copymode(self.folder / CONFIG, file)  # safetensors creates files of mode 0600, whatever the umask
         for folder, _, names in os.walk(self.folder):

@@ -111,7 +111,7 @@ def export_weights(
             yield from _named(batch, shards)
 
 
-def save_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid, target: Path) -> None:
+def save_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid, target: Path, pixels: tuple[int, int] | None = None) -> None:
     """Write the model as a Hugging Face directory in the parameters' dtype, complete or not at all. Collective.
 
     The first rank of each pipeline stage writes the stage's tensors, and must see the directory that rank 0 creates.
@@ -125,6 +125,7 @@ def save_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid, target: 
         model: the model, whose directory config and tokenizer come from.
         grid: this rank's grid.
         target: the directory to write.
+        pixels: as of `described`.
 
     Raises:
         ConfigError: `target` is not empty, or cannot be created.
@@ -141,7 +142,7 @@ def save_hf(chunks: Iterable[Any], model: ModelDescription, grid: Grid, target: 
                 log.warning("%s: transformers has no class %s: only megarl can load what is saved", target, head.architecture)
             labels, named = model.labels(head_of(chunks)), str(dtype).removeprefix("torch.")
             try:
-                writer = stack.enter_context(CheckpointWriter(target, model.directory, named, labels, model.drop_images))
+                writer = stack.enter_context(CheckpointWriter(target, model.directory, named, labels, model.drop_images, pixels))
                 told[0] = writer.folder
             except (ConfigError, OSError) as error:
                 told[1] = str(error)

@@ -85,7 +85,9 @@ class Model:
         self.description = ModelDescription.read(path, mtp=mtp, drop_images=settings.drop_images)
         self._mtp_loss_weight = settings.mtp_loss_weight
         self._config = transformer_config(self.description, settings, layout, backend)
-        sees = self.description.sizes.vision is not None
+        images = None if self.description.sizes.vision is None else ImageProcessor(path, settings.min_pixels, settings.max_pixels)
+        cut = {} if images is None or settings.min_pixels is settings.max_pixels is None else images.cut
+        self._pixels = (cut["min_pixels"], cut["max_pixels"]) if cut else None  # what is saved is to see as it has seen here
         self._modules: list[Any] = build_chunks(
             self._config,
             self.description,
@@ -94,7 +96,7 @@ class Model:
             head=head,
             fp32_head=settings.fp32_head,
             adapted=lora is not None,
-            images=ImageProcessor(path, settings.min_pixels, settings.max_pixels) if sees else None,
+            images=images,
             tower=settings.vision == "train",
         )
         if blank and lora is None:
@@ -124,7 +126,8 @@ class Model:
         dtype, labels = str(self._config.params_dtype).removeprefix("torch."), self.description.labels(head)
         self._described: dict[str, Content] = {}
         if optimizer is not None and grid.rank == 0:
-            self._described = {**described(path, dtype, labels, trained=True, drop_images=settings.drop_images)}
+            files = described(path, dtype, labels, trained=True, drop_images=settings.drop_images, pixels=self._pixels)
+            self._described = {**files}
             if self.description.predictors is not None and lora is None:  # a checkpoint of adapters has no weights of the base
                 self._described[KEPT] = self.description.predictors
 
@@ -328,7 +331,7 @@ class Model:
     def save(self, target: Path) -> None:
         """Write the model as a Hugging Face directory, with adapters merged and as a PEFT directory inside. Collective."""
         self._wait_for_weights()
-        save_hf(self.chunks, self.description, self._grid, target)
+        save_hf(self.chunks, self.description, self._grid, target, self._pixels)
 
     def _wait_for_weights(self) -> None:
         if self._trainable is not None:

@@ -81,7 +81,7 @@ def test_sft_learns_from_images_and_what_it_saves_sees_them(lab: Lab, tmp_path: 
     before, after = (load_file(place / "model.safetensors") for place in (tmp_path / "model", tmp_path / "seeing" / "model"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert before.keys() == after.keys() and changed and not any(name.startswith("model.visual.") for name in changed)
-    assert (tmp_path / "seeing" / "model" / "preprocessor_config.json").is_file()
+    assert ImageProcessor(tmp_path / "seeing" / "model").cut == ImageProcessor(tmp_path / "model", most=1024).cut
 
 
 RL = """

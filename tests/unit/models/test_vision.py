@@ -17,7 +17,8 @@ from megarl.config import ConfigError, ModelSettings
 from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint
 from megarl.models.hf import Checkpoint, read_config
-from megarl.models.hf_writer import described
+from megarl.models.hf_writer import described, write_files
+from megarl.models.image_processor import ImageProcessor
 from megarl.models.registry import FAMILIES, MODEL_TYPES, completed
 from megarl.models.vision import DEEPSTACK, DEFAULTS
 from megarl.plan.parameters import model_elements
@@ -76,7 +77,25 @@ def test_what_is_written_is_the_same_nested_config_json(path: Path) -> None:
     assert described(path, "float32")["config.json"] == (path / "config.json").read_bytes()
     cast = json.loads(described(path, "bfloat16")["config.json"])
     assert [cast["dtype"], cast["text_config"]["dtype"], cast["vision_config"]["dtype"]] == ["bfloat16"] * 3
-    assert "preprocessor_config.json" in described(path, None)
+    assert described(path, None)["preprocessor_config.json"] == (path / "preprocessor_config.json").read_bytes()
+
+
+def test_what_is_written_says_how_many_pixels_an_image_had(path: Path, tmp_path: Path) -> None:
+    """In the form of published models and in that of transformers 5, so that its processor cuts as the run's did."""
+    limits = ImageProcessor(path, 500, 3000).cut
+    shutil.copytree(path, tmp_path / "new")
+    cutting = json.loads((tmp_path / "new" / "preprocessor_config.json").read_text())
+    (tmp_path / "new" / "preprocessor_config.json").unlink()
+    whole = {"processor_class": "Qwen3VLProcessor", "image_processor": cutting}
+    (tmp_path / "new" / "processor_config.json").write_text(json.dumps(whole))
+    for source in (path, tmp_path / "new"):
+        assert ImageProcessor(source).cut != limits
+        write_files(tmp_path / "out" / source.name, described(source, None, pixels=(500, 3000)))
+        assert ImageProcessor(tmp_path / "out" / source.name).cut == limits
+    (tmp_path / "new" / "preprocessor_config.json").write_text(json.dumps(cutting))
+    (tmp_path / "new" / "processor_config.json").write_text('{"processor_class": "Qwen3VLProcessor"}')
+    files = described(tmp_path / "new", None, pixels=(500, 3000))
+    assert files["processor_config.json"] == b'{"processor_class": "Qwen3VLProcessor"}'
 
 
 def test_what_transformers_5_saves_is_read_as_the_published_form(path: Path, tmp_path: Path) -> None:
