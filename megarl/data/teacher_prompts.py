@@ -14,12 +14,14 @@ import numpy as np
 
 from megarl.config import ConfigError, DistillationSettings, PromptFormat, TrainConfig
 from megarl.data.answers import text_of
+from megarl.data.images import ImageReader, reader_of
 from megarl.data.messages import arguments_of, tools_of
 from megarl.data.prompts import Prompt, Renderer
 from megarl.data.rendering import THOUGHT
 from megarl.data.rows import Row
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import hint
+from megarl.images import MARK
 from megarl.models.description import ModelDescription
 
 if TYPE_CHECKING:
@@ -45,14 +47,21 @@ class TeacherPrompts:
         data: how prompts are rendered.
         most: maximum number of tokens of such a prompt.
         limit_key: what sets this limit, for messages.
+        reader: places the images of prompts of a model that sees them.
     """
 
     def __init__(
-        self, settings: DistillationSettings, tokenizer: PreTrainedTokenizerBase, data: PromptFormat, most: int, limit_key: str
+        self,
+        settings: DistillationSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        data: PromptFormat,
+        most: int,
+        limit_key: str,
+        reader: ImageReader | None = None,
     ) -> None:
         assert settings.prompt is not None
         self._settings, self._template = settings, settings.prompt
-        self._renderer = Renderer(tokenizer, data, most, limit_key)
+        self._renderer = Renderer(tokenizer, data, most, limit_key, reader=reader)
 
     @classmethod
     def of(cls, config: TrainConfig) -> TeacherPrompts | None:
@@ -64,13 +73,14 @@ class TeacherPrompts:
         room, key = min((ModelDescription.read(path, drop_images=config.model.drop_images).room, "the model's context") for path in paths)
         room, key = min((room, key), (config.train.micro_batch_tokens, "train.micro_batch_tokens"))
         limit_key = f"{key} less rollout.max_response_tokens: {room}-{response}"
-        return cls(settings, load_tokenizer(config.model.path), config.data, room - response, limit_key)
+        reader = reader_of(config.model, room - response, limit_key)
+        return cls(settings, load_tokenizer(config.model.path), config.data, room - response, limit_key, reader)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Make the teacher's prompts of these, with a short solution.
 
         Raises:
-            ConfigError: a row has not what the template names, its prompt has images, or the teacher's is too long.
+            ConfigError: a row has not what the template names, the template does not place its images, or the teacher's prompt is too long.
         """
         self._renderer.prompts([self._row(prompt, STAND_IN) for prompt in prompts], range(len(prompts)))
 
@@ -110,17 +120,19 @@ class TeacherPrompts:
         return np.array(made.ids, np.int32)
 
     def _row(self, prompt: Prompt, solution: str) -> Row:
-        if prompt.images:
-            raise ConfigError(f"distillation.prompt: {prompt.name} has images, which a template does not place")
-        text, given = self._filled(prompt, solution), prompt.given
+        given = prompt.given
+        question = given if isinstance(given, str) else given[-1].get("content", "")
+        if MARK in question and (count := sum(name == "prompt" for _, name, _, _ in Formatter().parse(self._template))) != 1:
+            raise ConfigError(f"distillation.prompt: {prompt.name} has images, and its {{prompt}} stands {count} times here, not once")
+        text, images = self._filled(prompt, solution, question), [placed.image for placed in prompt.images]
         messages = text if isinstance(given, str) else [*given[:-1], {**given[-1], "content": text}]
         place = f"distillation.prompt: {prompt.name}"
         tools, arguments = tools_of(prompt.meta, place, filled=True), arguments_of(prompt.meta, place)
-        return Row(place, messages, prompt.answer, {}, tools, arguments)
+        return Row(place, messages, prompt.answer, {}, tools, arguments, images)
 
-    def _filled(self, prompt: Prompt, solution: str) -> str:
-        """The template with the values of a row."""
-        own = {"prompt": prompt.text, "answer": text_of(prompt.answer), "solution": solution}
+    def _filled(self, prompt: Prompt, solution: str, question: str) -> str:
+        """The template with the values of a row; `question`: the prompt's last message, with marks for its images."""
+        own = {"prompt": question if MARK in question else prompt.text, "answer": text_of(prompt.answer), "solution": solution}
         parts = []
         for literal, name, _, _ in Formatter().parse(self._template):
             value = "" if name is None else own[name] if name in own else _column(prompt.meta, name, prompt.name)

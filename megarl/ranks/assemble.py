@@ -19,6 +19,7 @@ from megarl.algorithms.correction import BOUND, Correction
 from megarl.algorithms.distillation import divergence
 from megarl.algorithms.ops import SumOver
 from megarl.batch import Batch, Sample, pack
+from megarl.images import PlacedImage
 from megarl.lazy_torch import Tensor, torch
 from megarl.observe.metrics import Max, Mean, Metric, SampleShare, Std
 from megarl.ranks.step_plan import StepPlan, loss_weights
@@ -110,9 +111,20 @@ def after_shown(plan: StepPlan, members: Sequence[int]) -> Batch:
     def after(sample: Sample, shown: np.ndarray | None) -> Sample:
         if shown is None:
             return sample
-        return replace(sample, tokens=np.concatenate([shown, sample.tokens[sample.prompt_length :]]), prompt_length=len(shown))
+        tokens, images = np.concatenate([shown, sample.tokens[sample.prompt_length :]]), moved(sample, shown)
+        return replace(sample, tokens=tokens, prompt_length=len(shown), images=images)
 
     return pack([after(sample, plan.shown_N[n]) for n, sample in zip(members, fetch(plan.payload_N, members), strict=True)])
+
+
+def moved(sample: Sample, prompt: np.ndarray) -> list[PlacedImage]:
+    """Return the images of a response's prompt where they stand in another prompt, which has the same in the same order."""
+    images = [placed.image for placed in sample.images]
+    start_P = np.flatnonzero(prompt == sample.tokens[sample.images[0].start]) if images else np.empty(0, int)
+    sizes = [image.tokens for image in images]
+    assert len(start_P) == sum(sizes), f"{len(start_P)} tokens of {len(images)} images, which have {sum(sizes)}"
+    firsts = np.cumsum([0, *sizes[:-1]])[: len(images)]
+    return [PlacedImage(int(start_P[first]), image) for first, image in zip(firsts, images, strict=True)]
 
 
 def at_response(column_T: Tensor, read: Batch, batch: Batch) -> Tensor:

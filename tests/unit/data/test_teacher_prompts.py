@@ -1,16 +1,25 @@
 """What a teacher reads in the place of a prompt: the template with the row's values, or another response that is right."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.config import ConfigError, DistillationSettings, PromptFormat
+from megarl.batch import Sample
+from megarl.config import ConfigError, DistillationSettings, FileSource, PromptFormat, SourceFormat
+from megarl.data.images import ImageReader
 from megarl.data.prompts import Prompt, Renderer
 from megarl.data.rows import Row
+from megarl.data.sources import load_prompts
 from megarl.data.teacher_prompts import Attempt, TeacherPrompts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.images import MARK
+from megarl.models.image_processor import ImageProcessor
+from megarl.ranks.assemble import moved
+from tests.image_samples import PAD, picture
+from tools.make_tiny_model import build
 
 PLAIN = PromptFormat(chat=False, template="Q: {prompt}\nA: ")
 
@@ -76,3 +85,38 @@ def test_a_solution_that_does_not_fit_is_none(tiny_model: Path) -> None:
 def test_what_cannot_be_shown_is_refused_with_the_rows_name(tiny_model: Path, template: str, meta: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}"):
         prompts_of(tiny_model, template).check([prompt_of(**meta)])
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("seeing") / "model"
+    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    return out
+
+
+def test_the_teacher_sees_the_images_of_the_question_where_its_prompt_has_them(seeing: Path, tmp_path: Path) -> None:
+    """What it reads is the prompt of a row that asks so; the images of the sample are moved to their places there."""
+    for number in range(2):
+        (tmp_path / str(number)).write_bytes(picture(np.random.default_rng(number)))
+    told = [{"role": "user", "content": "<image>before"}, {"role": "assistant", "content": "yes"}]
+    asked = [*told, {"role": "user", "content": "a<image>b<image>"}]
+    shown = [*told, {"role": "user", "content": "hint cba for a<image>b<image>, now"}]
+    rows = [{"prompt": chat, "images": ["1", "0", "1"], "answer": "cba"} for chat in (asked, shown)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer, reader = load_tokenizer(seeing), ImageReader(ImageProcessor(seeing), PAD, 400, "LIMIT")
+    source = FileSource(type="file", path=tmp_path / "rows.jsonl", answer_key="answer")
+    prompt, expected = load_prompts(source, tokenizer, SourceFormat(), 400, "data.train", reader=reader)
+
+    def teacher(template: str) -> TeacherPrompts:
+        return TeacherPrompts(DistillationSettings(prompt=template), tokenizer, PromptFormat(), 400, "LIMIT", reader)
+
+    [made] = teacher("hint {answer} for {prompt}, now").made(prompt, [Attempt("", 0.0)])
+    assert made is not None and made.tolist() == expected.tokens
+    sample = Sample(np.array([*prompt.tokens, 11, 12], np.int32), len(prompt.tokens), np.zeros(2, np.float32), "stop", images=prompt.images)
+    assert moved(sample, made) == [*expected.images] and len(expected.images) == 3
+    solved = teacher("{prompt} as {solution}")
+    assert solved.made(prompt, [Attempt("", 0.0), Attempt(f"a{MARK}", 1.0), Attempt("", 0.0)])[0] is None
+    with pytest.raises(ConfigError, match=r"^distillation\.prompt: \S+:1 has images, and its \{prompt\} stands 2 times here, not once$"):
+        teacher("{prompt} {answer} {prompt}").check([prompt])
+    text = Sample(np.array([5, 6, 7], np.int32), 2, np.zeros(1, np.float32), "stop")
+    assert moved(text, np.array([5, 5, 6], np.int32)) == []
