@@ -183,6 +183,9 @@ class ImageReader:
             turns: the sample's turns, which read a beginning of the conversation.
             images: those of the conversation.
             template: the chat template.
+
+        Raises:
+            ConfigError: there are more marks than images.
         """
         if not images:
             return list(turns), []
@@ -191,6 +194,8 @@ class ImageReader:
         mark, count = template.image_mark, 0
         for turn in turns:
             first, *others = turn.read.split(MARK)
+            if count + len(others) > len(images):
+                raise ConfigError(f"a text has {RESERVED}")
             for image, text in zip(images[count : count + len(others)], others, strict=True):
                 first += mark.replace(piece, piece * image.tokens) + text
             count += len(others)

@@ -12,7 +12,7 @@ from megarl.data.answers import text_of
 from megarl.data.columns import at
 from megarl.data.conversations import Conversation, Script, plain_script, tokenised
 from megarl.data.files import taken_rows
-from megarl.data.images import COLUMN, COLUMNS, ImageReader, check_folder
+from megarl.data.images import COLUMN, COLUMNS, RESERVED, ImageReader, check_folder
 from megarl.data.intake import UNUSED, Intake
 from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
@@ -20,7 +20,7 @@ from megarl.data.prompts import Renderer, check_turn
 from megarl.data.rendering import Lesson, batches, replies, samples
 from megarl.data.rows import Row, source_rows
 from megarl.data.template import ChatTemplate
-from megarl.images import Image
+from megarl.images import Image, marked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,7 +133,10 @@ def load_answers(
         return _response(row, filled)
 
     def lesson(template: ChatTemplate, row: Row) -> Lesson:
-        whole = replace(row, prompt=[*row.messages, *response(row)])
+        said = response(row)
+        if row.images and marked(said):
+            raise ConfigError(f"{row.place}: the response has {RESERVED}")
+        whole = replace(row, prompt=[*row.messages, *said])
         numbers = learned_messages(whole.messages, data.train_on == "last", row.place, len(row.messages))
         return replace(Lesson.of(template, whole, numbers), images=row.images)
 

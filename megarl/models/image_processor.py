@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MOST_PIXELS = 1 << 26  # of a file before it is resized: 8192 x 8192
+NARROWEST = 200  # how many times as long as wide an image may be: of transformers' smart_resize
 KEPT_BYTES = 1 << 28  # of patches that are kept for further passes
 KEPT_SIZES = 1 << 16  # files that are not decoded again where they are checked again
 
@@ -66,8 +67,11 @@ class ImageProcessor:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of an image."""
-        return int(self.inner.size["longest_edge"]) // (self.inner.patch_size * self.inner.merge_size) ** 2
+        """The most tokens of an image: its pixels', or more of one that is narrow, or enlarged, since sides are whole tokens."""
+        side = self.inner.patch_size * self.inner.merge_size
+        least, most = (float(self.inner.size[edge]) ** 0.5 / side for edge in ("shortest_edge", "longest_edge"))
+        enlarged = (least * NARROWEST**0.5 + 1) * (least / NARROWEST**0.5 + 1)
+        return int(max(most**2, most * NARROWEST**0.5, enlarged) + 1e-9)
 
     def read(self, data: bytes, source: ImageSource) -> Image:
         """Check a file and count its patches.
@@ -146,7 +150,7 @@ def mime(data: bytes) -> str:
     from PIL import Image as Pillow
 
     with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
-        return Pillow.MIME[picture.format or ""]
+        return "image/jpeg" if picture.format == "MPO" else Pillow.MIME[picture.format or ""]  # of telephones: JPEG, with more pictures
 
 
 def _in_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:

@@ -15,10 +15,11 @@ from megarl.config import ConfigError, ConversationSource, FileSource, SftData, 
 from megarl.data.images import ImageReader
 from megarl.data.prompts import Prompt
 from megarl.data.sources import load_prompts
-from megarl.data.supervised import load_conversations
+from megarl.data.supervised import load_answers, load_conversations
 from megarl.data.tokenizer import load_tokenizer
+from megarl.image_source import BadImage, ImageSource
 from megarl.images import MARK
-from megarl.models.image_processor import ImageProcessor, opened
+from megarl.models.image_processor import ImageProcessor, mime, opened
 from tests.image_samples import PAD, picture
 from tools.make_tiny_model import build
 
@@ -65,6 +66,14 @@ def test_an_image_is_seen_as_a_person_sees_it(name: str) -> None:
     picture = opened(data)
     assert (picture.mode, picture.size) == ("RGB", (32, 32))
     assert np.abs(np.asarray(picture).reshape(-1, 3).astype(int) - colour).max() <= 1
+
+
+def test_a_telephone_s_picture_is_a_jpeg() -> None:
+    """With a second picture behind the first, which Pillow calls MPO."""
+    red, blue = (Pillow.new("RGB", (32, 32), colour) for colour in (RED, BLUE))
+    data = saved(red, "MPO", save_all=True, append_images=[blue])
+    assert mime(data) == "image/jpeg" and np.abs(np.asarray(opened(data)).astype(int) - RED).max() <= 2
+    assert mime(saved(red, "WEBP")) == "image/webp"
 
 
 def test_sixteen_bits_keep_all_shades() -> None:
@@ -150,3 +159,26 @@ def test_what_stands_for_images_is_refused_in_all_that_a_template_reads(path: Pa
     source, reader = ConversationSource(type="conversations", path=file), ImageReader(ImageProcessor(path), PAD, 400, "sft.max_tokens")
     with pytest.raises(ConfigError, match=rf"rows\.jsonl:1: {message}, which stands for images here$"):
         load_conversations(source, load_tokenizer(path), SftData(train=source), 400, "data.train", reader)
+
+
+@pytest.mark.parametrize(("least", "most"), [(None, None), (None, 300), (256, 256), (4096, 4096), (1000, 1200)])
+def test_no_image_has_more_tokens_than_the_engine_is_told(path: Path, least: int | None, most: int | None) -> None:
+    """Narrow ones have more tokens than pixels of `max_pixels` make: 1 x 200 is one token high."""
+    processor = ImageProcessor(path, least, most)
+    sizes = [(1, 1), (1, 200), (200, 1), (3, 599), (1, 150), (2, 90), (10, 10), (37, 61), (64, 65), (100, 3000), (11, 500), (5, 990)]
+    tokens = [processor.read(saved(Pillow.new("RGB", size)), ImageSource("")).tokens for size in sizes]
+    assert max(tokens) <= processor.most_tokens and min(tokens) >= 1
+    if least is None:
+        assert max(tokens) > processor.cut["max_pixels"] // 64
+    with pytest.raises(BadImage, match="absolute aspect ratio must be smaller than 200"):
+        processor.read(saved(Pillow.new("RGB", (1, 10_000))), ImageSource(""))
+
+
+def test_an_answer_with_what_stands_for_images_is_refused_by_its_row(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(np.random.default_rng(1)))
+    answer = [{"role": "assistant", "content": "a"}, {"role": "user", "content": MARK}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>a", "images": ["a.png"], "answer": answer}))
+    source = FileSource(type="file", path=tmp_path / "rows.jsonl", answer_key="answer")
+    reader = ImageReader(ImageProcessor(path), PAD, 400, "sft.max_tokens")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: the response has U\+FDD0, which stands for images here$"):
+        load_answers(source, load_tokenizer(path), SftData(train=source), 400, "data.train", reader)
