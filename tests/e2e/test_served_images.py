@@ -1,7 +1,8 @@
-"""A reward model that sees images, as a service: its scores are those of transformers, of prompts with none to three images."""
+"""Prompts with none to three images, to a served reward model, whose scores are those of transformers, and through `megarl pairs`."""
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.config import FileSource, HttpReward, ModelSettings, SourceFormat
+from megarl.config import FileSource, HttpReward, ModelSettings, PreferenceData, PreferenceSource, SourceFormat
 from megarl.data.images import reader_of
+from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
 from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.models.image_processor import ImageProcessor
@@ -19,7 +21,7 @@ from megarl.response import Response
 from megarl.rewards.http import HttpScorer
 from megarl.step.reward import requests
 from tests.e2e.job import Job
-from tests.e2e.test_images import conversations, seen
+from tests.e2e.test_images import called, conversations, seen
 from tests.e2e.value_models import of_random_taste
 from tools.check_logits import transformers_model
 from tools.make_tiny_model import build
@@ -70,3 +72,39 @@ def test_a_served_reward_model_sees_what_the_policy_saw(tmp_path: Path) -> None:
     assert np.std(expected) > 100 * BOUND
     sees = [bool(prompts[index].images) for index, _ in texts]
     assert sum(sees) == 12 and (abs(scores - blind) > 10 * BOUND).tolist() == sees
+
+
+PAIRS = """
+name: pairs
+run_dir: {place}
+model: {{path: {place}/model, dtype: float32, max_pixels: 1024}}
+cluster: {{gpus: false}}
+data:
+  train: {{type: file, path: {place}/data/rows.jsonl, answer_key: answer}}
+  eval: {{type: file, path: {place}/data/rows.jsonl, answer_key: answer}}
+reward: {{source: {{type: function, path: "tests.e2e.reward_by_letter:starts"}}}}
+rollout: {{samples_per_prompt: 8, temperature: 2.0, max_prompt_tokens: 160, max_response_tokens: 24, max_num_seqs: 16, kv_cache_mb: 32}}
+pairs: {{answers: true}}
+"""
+
+
+@pytest.mark.long
+def test_pairs_of_answers_to_images_are_read_from_their_own_folder(tmp_path: Path) -> None:
+    build(tmp_path / "model", layers=2, hidden=128, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    (data := tmp_path / "data").mkdir()
+    conversations(data, "asked", 8, seed=1)
+    rows = [json.loads(line)["messages"] for line in (data / "asked.jsonl").read_text().splitlines()]
+    (data / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": row[:1], "answer": row[1]["content"]}) for row in rows))
+    (tmp_path / "pairs.yaml").write_text(PAIRS.format(place=tmp_path))
+    called("pairs", "pairs.yaml", place=tmp_path)
+    tokenizer, reader = load_tokenizer(tmp_path / "model"), reader_of(ModelSettings(path=tmp_path / "model", max_pixels=1024), 200, "limit")
+    source = FileSource(type="file", path=data / "rows.jsonl", answer_key="answer")
+    prompts = {tuple(one.ids): one for one in load_prompts(source, tokenizer, SourceFormat(), 160, "data.train", reader=reader)}
+    shutil.rmtree(data)
+    pairs = PreferenceSource(path=tmp_path / "pairs" / "train.jsonl")
+    read = load_preferences(pairs, tokenizer, PreferenceData(train=pairs, eval=pairs), 200, "data.train", "limit", reader=reader)
+    assert any(pair.chosen.images for pair in read)
+    for pair in read:
+        for side in (pair.chosen, pair.rejected):
+            assert [*side.images] == [*prompts[tuple(side.tokens[: side.prompt_length].tolist())].images]
+            assert all(placed.image.read() for placed in side.images)
