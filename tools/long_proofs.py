@@ -83,9 +83,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(35, "shown_prompts"),
         _tests(35, "tests/e2e/test_pairs.py"),
         _tests(80, "tests/e2e/test_old_logp.py"),
-        _tests(700, FAULTS, name="faults-two-ranks", words="any_process[tp2- or shares or two_ranks"),
-        _tests(700, FAULTS, name="faults-recovery", words="start_again"),
-        _tests(40, "tests/e2e/test_served_images.py"),
     ),
     (
         _tests(900, FAULTS, name="faults-two-ranks", words="any_process[tp2- or shares or two_ranks"),
@@ -151,13 +148,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(230, "tests/e2e/test_own_task.py"),
         _distributed(270, "megatron_checkpoints"),
         _tests(60, "tests/e2e/test_served_images.py"),
-        _tests(60, "tests/e2e/test_image_modes.py"),
-        _tests(420, "tests/e2e/test_own_task.py"),
-        _tests(500, SLURM, name="slurm-ray", words=RAY),
-        _tests(240, "tests/e2e/test_members.py"),
-        _tests(40, "tests/e2e/test_old_logp.py"),
-        _distributed(120, "family_weights"),
-        _distributed(60, "shown_prompts"),
     ),
     (
         _tests(1000, FAULTS, name="faults-modes", words="any_process[ahead- or any_process[free-"),
