@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.config import LoraSettings, ModelSettings, OptimizerSettings, RunSettings
+from megarl.config import LoraSettings, OptimizerSettings
 from megarl.models.adapters import adapted, factor_weights
 from megarl.models.description import ModelDescription
 from megarl.observe.metrics import Metric, scalars
@@ -15,10 +15,10 @@ from megarl.parallel.grid import Grid
 from megarl.parallel.lora import adapters_of, factor_parameters, without_adapters
 from megarl.parallel.optimizer import Trainable
 from megarl.parallel.weights import local_parameters
-from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.supervised_worker import SupervisedWorker, TrainSpec
 from megarl.sync.wire import each
 from tests.distributed import fused_layers
+from tests.distributed.loop_ranks import supervised_rank
 from tests.distributed.test_supervised_worker import OBJECTIVES, plan
 from tests.distributed.tiny_training import Job, Report, build, learn, moved
 
@@ -84,13 +84,7 @@ def read_back(grid: Grid, job: Job) -> dict[str, Tensor]:
 
 def worker(grid: Grid, path: Path, name: str, lora: LoraSettings | None) -> SupervisedWorker:
     """A rank of a supervised stage."""
-    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32", lora=lora), layout=grid.layout)
-    rank = SupervisedWorker(
-        grid.rank, RankSettings.of(config, grid.layout), TrainSpec(OBJECTIVES[name], OptimizerSettings(lr=1e-3), updates=3)
-    )
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
-    return rank
+    return supervised_rank(grid, path, TrainSpec(OBJECTIVES[name], OptimizerSettings(lr=1e-3), updates=3), lora=lora)
 
 
 def memorised(grid: Grid, path: Path, lora: LoraSettings | None, steps: int) -> list[float]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -20,20 +19,18 @@ from megarl.algorithms import PolicyAlgorithm
 from megarl.algorithms.grpo import Grpo
 from megarl.algorithms.ppo import Ppo
 from megarl.batch import Sample
-from megarl.config import CriticSettings, Layout, ModelSettings, OptimizerSettings, RoutingSettings, RunSettings
+from megarl.config import CriticSettings, Layout, OptimizerSettings, RoutingSettings
 from megarl.engines.episodes import Start
 from megarl.engines.generate import Sampling
 from megarl.engines.worker import ExpertsWanted, RolloutWorker, answered
 from megarl.observe.metrics import Metric
-from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.weights import unwrap
-from megarl.ranks import assemble
-from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.model_worker import ModelWorker, MoeShape
 from megarl.ranks.step_plan import StepPlan, loss_weights, members, split_step
 from megarl.ranks.step_worker import RLSpec
 from megarl.response import Response
+from tests.distributed.loop_ranks import object_store, rl_rank
 from tests.distributed.tiny_training import TINY
 from tests.engines.backwards_engine import PLACE
 
@@ -200,8 +197,6 @@ def steps(grid: Grid, case: Case) -> Seen:
     """The steps of one rank."""
     critic = case.critic_together > 0
     algorithm: PolicyAlgorithm = Ppo() if critic else Grpo()
-    settings = ModelSettings(path=case.path, dtype="float32", recompute=case.recompute)
-    config = RunSettings(name="x", model=settings, layout=grid.layout)
     spec = RLSpec(
         algorithm,
         OptimizerSettings(lr=0.01),
@@ -213,14 +208,11 @@ def steps(grid: Grid, case: Case) -> Seen:
         routing=case.routing,
         old_logp=case.old_logp,
     )
-    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "critic") if critic else ("policy",))
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
+    rank = rl_rank(grid, case.path, spec, "policy", *(["critic"] if critic else []), recompute=case.recompute)
     stages, store, seen = stages_of(grid.layout), Store(), Seen()
     assert rank.moe_shape() == MoeShape(grid.pp_rank, stages[grid.pp_rank], LAYERS, TOPK)
     watch = Watch(grid, rank._models["critic" if critic else "policy"].chunks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "ray", store)
+    with object_store(store):
         for rollout in range(case.rollouts):
             samples = samples_of(rollout, case.rollout_logp, longest=case.longest)
             watch.expect(samples)

@@ -1,8 +1,8 @@
 """A step of the RL loop's own ranks on episodes whose contexts are samples of their own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,15 @@ from pydantic import TypeAdapter
 
 from megarl.algorithms import Algorithm, PolicyAlgorithm
 from megarl.batch import Sample
-from megarl.config import CriticSettings, ModelSettings, OptimizerSettings, RunSettings
+from megarl.config import CriticSettings, OptimizerSettings
 from megarl.engines.episodes import chained
-from megarl.observe.metrics import Metric
-from megarl.parallel.backend import choose
+from megarl.observe.metrics import Metric, merge, scalars
 from megarl.parallel.grid import Grid
-from megarl.ranks import assemble
-from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.model_worker import ModelWorker
 from megarl.ranks.step_plan import StepPlan, loss_weights, split_samples
 from megarl.ranks.step_worker import RLSpec
 from megarl.response import Response
+from tests.distributed.loop_ranks import object_store, rl_rank
 from tests.distributed.replayed_steps import Token, old_logps
 from tests.distributed.tiny_training import TINY
 
@@ -80,27 +78,43 @@ def plan_of(algorithm: PolicyAlgorithm, samples: list[Sample], dp: int, capacity
     )
 
 
+def two_updates(rank: ModelWorker, kl_coef: float) -> list[dict[str, Metric]]:
+    """The metrics of two updates from the same responses, the critic's among them if there is one."""
+    critic = "critic" in rank._models
+    rank.advantages(np.asarray(REWARDS if critic else REWARDS - REWARDS.mean(), np.float32), kl_coef, False)
+    return [(rank.update_critic(0) if critic else {}) | rank.update(0) for _ in range(2)]
+
+
+def shown(ranks: Sequence[Any]) -> list[dict[str, float]]:
+    """The numbers of each update, merged over the ranks."""
+    return [scalars(merge(parts)) for parts in zip(*(seen.updates for seen in ranks), strict=True)]
+
+
+def assert_same_updates(one: Any, ranks: Sequence[Any], names: Sequence[str], what: object = None) -> None:
+    """Old log-probs and these numbers of both updates, where one rank has them, are those of one rank; ratios of the second are not 1."""
+    assert {token: lp for seen in ranks for token, lp in seen.logp.items()} == pytest.approx(one.logp, abs=2e-5)
+    expected = shown([one])
+    assert expected[1]["actor/ppo_kl"] != 0
+    for update, (first, second) in enumerate(zip(expected, shown(ranks), strict=True)):
+        for name in names:
+            if name in first:
+                assert second[name] == pytest.approx(first[name], rel=(2e-4, 2e-3)[update], abs=1e-5), (what, update, name)
+
+
 def learn(grid: Grid, case: Case) -> Learned:
     """The step of one rank."""
     algorithm: PolicyAlgorithm = TypeAdapter(Algorithm).validate_python(case.algorithm)
     critic = CriticSettings() if algorithm.needs_critic else None
-    config = RunSettings(name="x", model=ModelSettings(path=case.path, dtype="float32"), layout=grid.layout)
     spec = RLSpec(algorithm, OptimizerSettings(lr=0.01), updates=100, temperature=1.0, critic=critic, critic_updates=100)
-    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "critic") if critic else ("policy",))
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
+    rank = rl_rank(grid, case.path, spec, "policy", *(["critic"] if critic else []))
     seen = Learned()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "ray", SimpleNamespace(get=list))
+    with object_store():
         plan = plan_of(algorithm, episodes(case.apart), grid.dp_size, case.capacity)
         rank.forward(plan)
         seen.logp, seen.divided = old_logps(rank), plan.divided
         if case.apart:
             return seen
-        advantage_N = np.asarray(REWARDS if critic else REWARDS - REWARDS.mean(), np.float32)
-        rank.advantages(advantage_N, 0.0, False)
-        for _ in range(2):
-            seen.updates.append((rank.update_critic(0) if critic else {}) | rank.update(0))
+        seen.updates = two_updates(rank, 0.0)
     return seen
 
 

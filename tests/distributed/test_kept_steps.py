@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from megarl.algorithms.grpo import Grpo
-from megarl.config import Layout, ModelSettings, OptimizerSettings, RunSettings, Truncation
+from megarl.config import Layout, OptimizerSettings, Truncation
 from megarl.observe.metrics import Metric, merge, scalars
-from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
-from megarl.ranks import assemble
-from megarl.ranks.megatron_worker import RankSettings
-from megarl.ranks.model_worker import ModelWorker
 from megarl.ranks.step_plan import StepPlan
 from megarl.ranks.step_worker import RLSpec
+from tests.distributed.loop_ranks import object_store, rl_rank
 from tests.distributed.replayed_steps import Reference, Store, Token, old_logps, plan_of, samples_of
 from tests.distributed.test_kept_tokens import plain_kept
 from tests.distributed.tiny_training import make_checkpoint
@@ -82,7 +79,6 @@ def advantages_of(plan: StepPlan) -> np.ndarray:
 
 def steps(grid: Grid, case: Case) -> Seen:
     """The steps of one rank."""
-    config = RunSettings(name="x", model=ModelSettings(path=case.path, dtype="float32"), layout=grid.layout)
     whole = case.old_logp == "forward"
     spec = RLSpec(
         ALGORITHM if whole else ALGORITHM.model_copy(update={"kl_coef": 0.0}),
@@ -92,12 +88,9 @@ def steps(grid: Grid, case: Case) -> Seen:
         old_logp=case.old_logp,
         truncation=case.truncation,
     )
-    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "reference") if whole else ("policy",))
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
+    rank = rl_rank(grid, case.path, spec, "policy", *(["reference"] if whole else []))
     seen = Seen()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "ray", Store())
+    with object_store(Store()):
         for rollout in range(2 if whole else 1):
             plan = plan_for(rollout, grid.dp_size, 2 if whole else 1)
             seen.scored.append(rank.forward(plan, score=False))

@@ -13,17 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megarl.config import Layout, ModelSettings, OptimizerSettings, RunSettings
+from megarl.config import Layout, OptimizerSettings
 from megarl.convert.main import main as convert
 from megarl.models.description import ModelDescription
 from megarl.observe.metrics import merge, scalars
-from megarl.parallel.backend import choose
 from megarl.parallel.export import save_hf
 from megarl.parallel.grid import Grid
 from megarl.parallel.predictor import with_second_targets
-from megarl.ranks.megatron_worker import RankSettings
-from megarl.ranks.supervised_worker import SupervisedWorker, TrainSpec
+from megarl.ranks.supervised_worker import TrainSpec
 from tests.distributed.checkpoint_work import resume, train_and_save
+from tests.distributed.loop_ranks import supervised_rank
 from tests.distributed.predictor_models import FAMILIES, with_predictor
 from tests.distributed.test_export import stored
 from tests.distributed.test_supervised_worker import OBJECTIVES, plan
@@ -285,13 +284,7 @@ def test_a_checkpoint_has_the_layer_and_continues_on_another_layout(pool: Pool, 
 
 def practise(grid: Grid, path: Path, steps: int) -> list[dict[str, float]]:
     """The metrics of some steps of supervised training on the same texts, then those of a look at them without training."""
-    settings = ModelSettings(path=path, dtype="float32", mtp="train")
-    config = RunSettings(name="x", model=settings, layout=grid.layout)
-    rank = SupervisedWorker(
-        grid.rank, RankSettings.of(config, grid.layout), TrainSpec(OBJECTIVES["sft"], OptimizerSettings(lr=3e-3), steps)
-    )
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
+    rank = supervised_rank(grid, path, TrainSpec(OBJECTIVES["sft"], OptimizerSettings(lr=3e-3), steps), mtp="train")
     texts = plan(OBJECTIVES["sft"], grid.dp_size)
     return [*(scalars(rank.train(texts)) for _ in range(steps)), scalars(rank.measure(texts))]
 

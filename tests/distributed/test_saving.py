@@ -18,15 +18,12 @@ from xxhash import xxh3_128_hexdigest
 from megarl.algorithms.ppo import Ppo
 from megarl.checkpoints.files import FileRecord
 from megarl.checkpoints.steps import encode, read_manifest
-from megarl.config import CriticSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
-from megarl.parallel.backend import choose
+from megarl.config import CriticSettings, Layout, OptimizerSettings
 from megarl.parallel.checkpoint import sharded
 from megarl.parallel.checkpoint.index import INDEX
 from megarl.parallel.checkpoint.save import Saver
 from megarl.parallel.checkpoint.staging import StagedWriter
 from megarl.parallel.grid import Grid
-from megarl.ranks.megatron_worker import RankSettings
-from megarl.ranks.model_worker import ModelWorker
 from megarl.ranks.step_worker import RLSpec
 from tests.distributed.checkpoint_work import (
     all_equal,
@@ -42,6 +39,7 @@ from tests.distributed.checkpoint_work import (
     wait_for_a_rank_that_never_writes,
 )
 from tests.distributed.failing_saves import LIMIT_S, fail_on_one_rank_alone, fail_then_recover, stand_still, stand_still_on_rank_0
+from tests.distributed.loop_ranks import rl_rank
 from tests.distributed.tiny_training import make_checkpoint
 from tests.rank_pool import Pool, RankError
 from tests.rows import rows
@@ -97,11 +95,8 @@ def test_several_models_share_a_step(pool: Pool, saved: Path, path: Path, tmp_pa
 
 def take_turns(grid: Grid, path: Path, root: Path, offload: bool) -> list[set[str]]:
     """Policy and critic on one rank step, are saved and loaded; which of them had memory whenever a tensor of one was read or written."""
-    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
     spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3, offload=offload)
-    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "critic"))
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
+    rank = rl_rank(grid, path, spec, "policy", "critic")
     seen: list[set[str]] = []
 
     def look() -> None:
@@ -144,13 +139,10 @@ def test_models_that_take_turns_on_the_device_do_so_in_a_save_and_a_load(pool: P
 
 def go_on_blank(grid: Grid, path: Path, root: Path) -> bool:
     """What is trained on these ranks is saved, and loaded by ranks that read no weights. Whether these had none before."""
-    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
     spec = RLSpec(Ppo(), OptimizerSettings(lr=1e-3), 3, 1.0, critic=CriticSettings(), critic_updates=3)
     none = []
     for number in (1, 2):
-        rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "critic", "reference"))
-        rank._backend, rank._grid, rank._blank = choose(), grid, number == 2
-        rank.build_models()
+        rank = rl_rank(grid, path, spec, "policy", "critic", "reference", blank=number == 2)
         none.append(
             [all(tensor.isnan().all() for chunk in model.chunks for tensor in chunk.parameters()) for model in rank._models.values()]
         )

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,15 +9,13 @@ from pydantic import TypeAdapter
 
 from megarl.algorithms import Algorithm, PolicyAlgorithm
 from megarl.batch import Sample
-from megarl.config import DistillationSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
+from megarl.config import DistillationSettings, Layout, OptimizerSettings
 from megarl.observe.metrics import merge
-from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
-from megarl.ranks import assemble
-from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.model_worker import ModelWorker
 from megarl.ranks.step_plan import StepPlan
 from megarl.ranks.step_worker import RLSpec
+from tests.distributed.loop_ranks import object_store, rl_rank, teacher_column
 from tests.distributed.replayed_steps import Token
 from tests.distributed.split_episodes import REWARDS, plan_of
 from tests.distributed.tiny_training import TINY, make_checkpoint
@@ -102,35 +99,18 @@ def _texts() -> tuple[list[Sample], list[np.ndarray | None]]:
 
 def rank_of(grid: Grid, case: Case) -> tuple[ModelWorker, PolicyAlgorithm]:
     algorithm: PolicyAlgorithm = TypeAdapter(Algorithm).validate_python({"type": "reinforce"})
-    config = RunSettings(name="x", model=ModelSettings(path=case.path, dtype="float32"), layout=grid.layout)
     teaching = DistillationSettings.model_validate({"prompt": "{prompt} {answer}", "top_k": case.top_k})
     spec = RLSpec(algorithm, OptimizerSettings(), updates=1, temperature=0.7, distillation=teaching)
-    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "teacher"))
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
-    return rank, algorithm
-
-
-def column_of(rank: ModelWorker) -> dict[Token, list[float]]:
-    """The teacher's column by response and number of the response's token."""
-    column = dict[Token, list[float]]()
-    for numbers, batch in zip(rank._members, rank._flat(), strict=True):
-        given_T = batch.extra_T["teacher_logp"]
-        for entry in batch.mask_T.nonzero().squeeze(1).tolist() if rank._reports_tokens else []:
-            n = int(batch.seq_T[entry])
-            if not given_T[entry].isnan().any():
-                column[numbers[n], int(batch.position_T[entry] - batch.start_N[n])] = given_T[entry].flatten().tolist()
-    return column
+    return rl_rank(grid, case.path, spec, "policy", "teacher"), algorithm
 
 
 def step(grid: Grid, case: Case) -> Seen:
     """One step on the policy's samples, after which the teacher's prompts are shown to it."""
     (rank, algorithm), given = rank_of(grid, case), responses(case)
     plan: StepPlan = replace(plan_of(algorithm, given.samples, grid.dp_size, case.capacity), shown_N=given.shown_N)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "ray", SimpleNamespace(get=list))
+    with object_store():
         rank.forward(plan.part(grid.dp_rank))
-        column = column_of(rank)
+        column = teacher_column(rank)
         measured = rank.advantages(REWARDS, 0.0, False)
         measured = merge([measured, rank.update(0)])
     names = ("actor/grad_norm", "distillation/reverse_kl")
@@ -140,10 +120,9 @@ def step(grid: Grid, case: Case) -> Seen:
 def read(grid: Grid, case: Case) -> dict[Token, list[float]]:
     """The same column, of a plan whose samples are what the teacher reads."""
     rank, algorithm = rank_of(grid, case)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "ray", SimpleNamespace(get=list))
+    with object_store():
         rank.forward(plan_of(algorithm, responses(case).read, grid.dp_size, LARGE))
-    return column_of(rank)
+    return teacher_column(rank)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Layout
-from megarl.observe.metrics import merge, scalars
-from tests.distributed.split_episodes import LARGE, SMALL, Case, Learned, learn, moved
+from tests.distributed.split_episodes import LARGE, SMALL, Case, assert_same_updates, learn, moved, shown
 from tests.distributed.tiny_training import make_checkpoint
 from tests.rank_pool import Pool
 from tests.rows import rows
@@ -26,10 +25,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny") / "top2", num_experts=8, num_experts_per_tok=2)
 
 
-def shown(ranks: list[Learned]) -> list[dict[str, float]]:
-    return [scalars(merge(parts)) for parts in zip(*(seen.updates for seen in ranks), strict=True)]
-
-
 def test_log_probs_are_those_of_each_context_by_itself(pool: Pool, path: Path) -> None:
     apart, whole = (pool.run(learn, Layout(), Case(path, GSPO, LARGE, apart))[0].logp for apart in (True, False))
     assert len(whole) == 49 and whole == pytest.approx(moved(apart), abs=2e-6)
@@ -44,15 +39,8 @@ def test_a_step_is_the_same_on_any_layout(pool: Pool, path: Path, algorithm: dic
     """Two updates, so that the ratios of the second are not 1, with the contexts of an episode in one micro-batch or in several."""
     [one] = pool.run(learn, Layout(), Case(path, algorithm, LARGE))
     assert one.divided == [False]
-    expected = shown([one])
-    assert expected[1]["actor/ppo_kl"] != 0
-    assert algorithm not in SELECTING or 0 < expected[1]["actor/selected"] < 1
+    assert algorithm not in SELECTING or 0 < shown([one])[1]["actor/selected"] < 1
     for layout in [Layout(), *LAYOUTS.values()]:
         ranks = pool.run(learn, layout, Case(path, algorithm, SMALL))
         assert ranks[0].divided == [True]
-        logp = {token: lp for seen in ranks for token, lp in seen.logp.items()}
-        assert logp == pytest.approx(one.logp, abs=2e-5)
-        for update, (first, second) in enumerate(zip(expected, shown(ranks), strict=True)):
-            for name in NUMBERS:
-                if name in first:
-                    assert second[name] == pytest.approx(first[name], rel=(2e-4, 2e-3)[update], abs=1e-5), (layout, update, name)
+        assert_same_updates(one, ranks, NUMBERS, layout)

@@ -13,14 +13,13 @@ from megarl.algorithms.objective import Objective
 from megarl.algorithms.reward_model import BradleyTerry
 from megarl.algorithms.sft import Sft
 from megarl.batch import Sample, pack_scored
-from megarl.config import Layout, ModelSettings, MuonSettings, OptimizerSettings, RunSettings
+from megarl.config import Layout, MuonSettings, OptimizerSettings
 from megarl.models import hf as directory
 from megarl.observe.metrics import Metric, merge, scalars
-from megarl.parallel.backend import choose
 from megarl.parallel.grid import Grid
 from megarl.parallel.logprobs import likeliest
-from megarl.ranks.megatron_worker import RankSettings
 from megarl.ranks.supervised_worker import MiniBatch, SupervisedWorker, TrainSpec, mini_batch
+from tests.distributed.loop_ranks import supervised_rank
 from tests.distributed.tiny_families import Make
 from tests.distributed.tiny_training import TINY, make_checkpoint
 from tests.image_samples import samples as shown
@@ -74,13 +73,7 @@ def plan(objective: Objective, dp: int, seed: int = 4, seeing: Path | None = Non
 
 
 def worker(grid: Grid, path: Path, objective: Objective, muon: MuonSettings | None = None) -> SupervisedWorker:
-    """The real actor on a rank of the pool, whose grid is there already."""
-    config = RunSettings(name="x", model=ModelSettings(path=path, dtype="float32"), layout=grid.layout)
-    optimizer = OptimizerSettings(lr=1e-4, muon=muon)
-    rank = SupervisedWorker(grid.rank, RankSettings.of(config, grid.layout), TrainSpec(objective, optimizer, updates=3))
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
-    return rank
+    return supervised_rank(grid, path, TrainSpec(objective, OptimizerSettings(lr=1e-4, muon=muon), updates=3))
 
 
 def learn(

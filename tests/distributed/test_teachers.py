@@ -3,20 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
 from megarl.algorithms import Algorithm, PolicyAlgorithm
-from megarl.config import DistillationSettings, Layout, ModelSettings, OptimizerSettings, RunSettings
-from megarl.parallel.backend import choose
+from megarl.config import DistillationSettings, Layout, OptimizerSettings
 from megarl.parallel.grid import Grid
-from megarl.ranks import assemble
-from megarl.ranks.megatron_worker import RankSettings
-from megarl.ranks.model_worker import ModelWorker
 from megarl.ranks.step_worker import RLSpec
+from tests.distributed.loop_ranks import object_store, rl_rank, teacher_column
 from tests.distributed.replayed_steps import Token
 from tests.distributed.split_episodes import SMALL, episodes, plan_of
 from tests.distributed.tiny_training import make_checkpoint
@@ -42,26 +38,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def taught(grid: Grid, policy: Path, teachers: Sequence[Path], top_k: int | None) -> dict[Token, list[float]]:
-    """The teachers' column, by response and position, of the loss tokens that this rank speaks for."""
+    """The teachers' column, by response and number of its token, of the loss tokens that this rank speaks for."""
     algorithm: PolicyAlgorithm = TypeAdapter(Algorithm).validate_python({"type": "reinforce"})
     given = {"teacher": teachers[0]} if len(teachers) == 1 else {"teachers": {f"source {n}": path for n, path in enumerate(teachers)}}
-    config = RunSettings(name="x", model=ModelSettings(path=policy, dtype="float32"), layout=grid.layout)
     distillation = DistillationSettings.model_validate({**given, "top_k": top_k})
     spec = RLSpec(algorithm, OptimizerSettings(), updates=1, temperature=0.7, distillation=distillation)
-    rank = ModelWorker(grid.rank, RankSettings.of(config, grid.layout), spec, ("policy", "teacher"))
-    rank._backend, rank._grid = choose(), grid
-    rank.build_models()
+    rank = rl_rank(grid, policy, spec, "policy", "teacher")
     plan = plan_of(algorithm, episodes(apart=False), grid.dp_size, SMALL)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "ray", SimpleNamespace(get=list))
+    with object_store():
         rank.forward(plan if len(teachers) == 1 else replace(plan, teacher_N=np.array(OF)))
-    found = dict[Token, list[float]]()
-    for numbers, batch in zip(rank._members, rank._flat(), strict=True):
-        column = batch.extra_T["teacher_logp"]
-        for entry in batch.mask_T.nonzero().squeeze(1).tolist() if rank._reports_tokens else []:
-            if not column[entry].isnan().any():
-                found[numbers[int(batch.seq_T[entry])], int(batch.position_T[entry])] = column[entry].flatten().tolist()
-    return found
+    return teacher_column(rank)
 
 
 @pytest.mark.parametrize(
