@@ -16,9 +16,9 @@ from megarl.plan.search import search
 from megarl.plan.times import StepTimes
 from megarl.plan.whole import build, models_of
 from tests.published_models import MODELS, description_of
+from tests.unit.plan.planning import GSPO
 from tools.calibrate_plan import SPEEDS, decoding_seconds, training_rate
 
-GSPO = Path(__file__).parents[3] / "examples" / "qwen3_30b_a3b" / "gspo.yaml"
 H100, PUBLISHED = DEVICES["H100"], yaml.safe_load(SPEEDS.read_text())
 QWEN, DEEPSEEK = (facts(description_of(MODELS[name])) for name in ("Qwen3-30B-A3B", "DeepSeek-V3"))
 WITHIN = 1.5  # times the published speed, or as much less
