@@ -85,10 +85,9 @@ def agent_host(settings: EnvironmentSettings) -> AgentHost:
     """Return the host of `settings.source`, an agent."""
     from megarl.environments.agents.host import AgentHost
 
-    assert isinstance(settings.source, AgentEnvironment)
     process.check(settings.sandbox, "environment.sandbox")
     check_reach(settings.sandbox)
-    return AgentHost(settings.source, settings)
+    return AgentHost(settings)
 
 
 def open_host(settings: EnvironmentSettings, calls: Calls = JSON) -> Host:
@@ -111,12 +110,12 @@ def _host(settings: EnvironmentSettings, calls: Calls) -> Host:
         from megarl.environments.software.host import SoftwareHost
 
         check_containers(settings)
-        return SoftwareHost(settings.source, settings, calls)
+        return SoftwareHost(settings, calls)
     process.check(settings.sandbox, "environment.sandbox")  # again, since an engine may be restarted on another machine
     if isinstance(settings.source, ToolsEnvironment):
         from megarl.environments.tools import ToolsHost
 
-        return ToolsHost(settings.source, settings, calls)
+        return ToolsHost(settings, calls)
     return ProcessHost(settings)
 
 
@@ -196,7 +195,7 @@ class _BoundedEpisode:
 
 
 def in_tokens(render: Callable[..., Rendered], *arguments: Any) -> Rendered:
-    """Return `render(*said)`, of an environment's messages. Raises EnvironmentFailed if the chat template cannot render them."""
+    """Return `render(*arguments)`, of an environment's messages. Raises EnvironmentFailed if the chat template cannot render them."""
     try:
         return render(*arguments)
     except Exception as error:  # a template may raise anything, for example for an unknown role

@@ -43,16 +43,11 @@ SCHEMAS = {
 
 
 class ToolsHost:
-    """Runs the calls of all episodes, at most `settings.workers` programs or functions at a time.
+    """Runs the calls of all episodes, at most `settings.workers` programs or functions at a time."""
 
-    Args:
-        source: the source.
-        settings: the `environment` section.
-        calls: how the model calls its tools.
-    """
-
-    def __init__(self, source: ToolsEnvironment, settings: EnvironmentSettings, calls: Calls = JSON) -> None:
-        self.source, self.calls, self._settings = source, calls, settings
+    def __init__(self, settings: EnvironmentSettings, calls: Calls = JSON) -> None:
+        assert isinstance(source := settings.source, ToolsEnvironment)
+        self.calls, self._settings, self._output_chars = calls, settings, source.output_chars
         self._names = [tool.rpartition(":")[2] for tool in source.tools]
         self._own = OwnTools(source.own, settings, source.output_chars)
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="tools")
@@ -69,9 +64,9 @@ class ToolsHost:
                 return calculate(arguments["expression"]), True
         except ValueError as fault:
             return f"error: {fault}", False
-        settings, most = self._settings, self.source.output_chars
         if name == "python":
-            work = partial(run_python, arguments["code"], settings.step_s, most, settings.sandbox)
+            settings = self._settings
+            work = partial(run_python, arguments["code"], settings.step_s, self._output_chars, settings.sandbox)
         else:
             work = partial(self._own.call, name, arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,10 @@ WORKER = "megarl.environments.agents.worker"
 
 
 class AgentHost:
-    """Plays the episodes of agents.
+    """Plays the episodes of the agent that is `settings.source`."""
 
-    Args:
-        source: the agent.
-        settings: the `environment` section.
-    """
-
-    def __init__(self, source: AgentEnvironment, settings: EnvironmentSettings) -> None:
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        assert isinstance(source := settings.source, AgentEnvironment)
         self._source, self._settings = source, settings
         self._room = asyncio.Semaphore(source.processes)
         self._count, self._notes = count(), set[str]()
@@ -177,11 +174,12 @@ class AgentHost:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass(frozen=True)
 class _Sandbox:
     """A sandbox and the endpoint that its agents reach."""
 
-    def __init__(self, process: AgentProcess, endpoint: Endpoint) -> None:
-        self.process, self.endpoint = process, endpoint
+    process: AgentProcess
+    endpoint: Endpoint
 
 
 class AgentProcess(AskedProcess):

@@ -65,16 +65,11 @@ HISTORY = (
 
 
 class SoftwareHost:
-    """Plays software tasks; at most `settings.workers` of them use their containers at a time.
+    """Plays software tasks; at most `settings.workers` of them use their containers at a time."""
 
-    Args:
-        source: the source.
-        settings: the `environment` section.
-        calls: how the model calls its tools.
-    """
-
-    def __init__(self, source: SoftwareEnvironment, settings: EnvironmentSettings, calls: Calls = JSON) -> None:
-        self.source, self.settings, self.calls = source, settings, calls
+    def __init__(self, settings: EnvironmentSettings, calls: Calls = JSON) -> None:
+        assert isinstance(settings.source, SoftwareEnvironment)
+        self.source, self.settings, self.calls = settings.source, settings, calls
         self.containers = set[Container]()
         self.closed = False
         # A pool as long-lived as the host: a sandboxed process dies with the thread that started it.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import CommandContainers, EnvironmentSettings, SoftwareEnvironment
+from megarl.config import EnvironmentSettings
 from megarl.environments.containers.container import ContainerGone
 from megarl.environments.containers.local import LocalContainer
 from megarl.environments.hosts import open_host
@@ -279,14 +279,14 @@ def test_rows_without_what_they_need_are_refused() -> None:
 
 
 def test_an_image_is_no_option_of_an_engines_program() -> None:
-    host = SoftwareHost(SoftwareEnvironment(containers=CommandContainers(type="podman")), settings())
+    host = SoftwareHost(settings(containers={"type": "podman"}))
     with pytest.raises(BadTask, match="^image: '--privileged' begins with a hyphen"):
         host.container("--privileged")
     host.close()
 
 
 def test_a_container_that_is_added_to_a_closed_host_does_not_start() -> None:
-    host = SoftwareHost(SoftwareEnvironment(), settings())
+    host = SoftwareHost(settings())
     host.close()
     with pytest.raises(ContainerGone, match="the run has ended"):
         host.open()._started(None)

@@ -26,7 +26,7 @@ SETTINGS = EnvironmentSettings(
 
 def answered(turns: list[str], settings: EnvironmentSettings = SETTINGS, finished: bool = True, calls: Calls = JSON) -> list[Turn]:
     async def body() -> list[Turn]:
-        tools = ToolsHost(settings.source, settings, calls)  # type: ignore[arg-type]
+        tools = ToolsHost(settings, calls)
         one = tools.open()
         assert await one.reset(1, None) == Turn(None)
         try:
