@@ -21,6 +21,7 @@ from megarl.algorithms.lite_ppo import LitePpo
 from megarl.algorithms.luspo import Luspo
 from megarl.algorithms.m2po import M2po
 from megarl.algorithms.max_rl import MaxRl
+from megarl.algorithms.opo import Opo
 from megarl.algorithms.pass_at_k import PassAtK
 from megarl.algorithms.ppo import ActorCritic, Ppo
 from megarl.algorithms.raft import Raft
@@ -67,7 +68,8 @@ Algorithm = Annotated[
     | ClipCov
     | KlCov
     | M2po
-    | WReinforce,
+    | WReinforce
+    | Opo,
     Field(discriminator="type"),
 ]
 

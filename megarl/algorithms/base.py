@@ -44,6 +44,7 @@ class PolicyAlgorithm(KlToReference):
     needs_greedy: ClassVar[bool] = False  # the driver also samples each prompt once at temperature 0
     reads_advantages: ClassVar[bool] = True  # False: the loss imitates what `keep` has chosen, whatever its advantage
     needs_parts: ClassVar[bool] = False  # the driver calls `part_advantages` instead of `advantages`
+    needs_lengths: ClassVar[bool] = False  # the driver calls `length_advantages` instead of `advantages`
     sequence_from: ClassVar[Literal["old_logp", "rollout_logp"]] = "old_logp"  # what lp is compared with in the d_T of `sequence_term`
     selects: ClassVar[bool] = False  # the ranks call `selection` before each update, and `loss` finds its choice in "chosen"
 
@@ -104,6 +105,18 @@ class PolicyAlgorithm(KlToReference):
             reward_NK: float64 [N, K], the parts before their weights are applied.
             weight_K: float64 [K], the weights.
             group_N: int64 [N], the prompt that each response answers.
+
+        Returns:
+            float32 [N].
+        """
+        raise NotImplementedError
+
+    def length_advantages(self, reward_N: Tensor, group_N: Tensor, count_N: Tensor) -> Tensor:
+        """Compute one number per response from rewards and lengths.
+
+        Args:
+            reward_N, group_N: as in `advantages`.
+            count_N: int64 [N], the loss tokens of each response; 0 for one that is not trained on.
 
         Returns:
             float32 [N].

@@ -349,6 +349,8 @@ def response_advantages(
     if plan.part_NK is not None and plan.weight_K is not None:
         part_NK, weight_K = torch.from_numpy(plan.part_NK), torch.from_numpy(plan.weight_K)
         advantage_N[part_N] = algorithm.part_advantages(part_NK[part_N], weight_K, group_N[part_N])
+    elif algorithm.needs_lengths:
+        advantage_N[part_N] = algorithm.length_advantages(reward_N[part_N], group_N[part_N], torch.from_numpy(plan.count_N)[part_N])
     else:
         advantage_N[part_N] = algorithm.advantages(reward_N[part_N], group_N[part_N], greedy_N).float()
     return advantage_N.numpy()

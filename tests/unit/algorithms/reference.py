@@ -180,6 +180,7 @@ POLICY: dict[str, tuple[Callable[[Any, Sequence], Tensor], str]] = {
     "kl_cov": (kl_cov, "token-mean"),
     "m2po": (m2po, "token-mean"),
     "w_reinforce": (reinforce, "seq-mean-token-sum"),
+    "opo": (reinforce, "seq-mean-token-sum"),
     "dr_grpo": (ppo, "seq-mean-token-sum-norm"),
     "lite_ppo": (ppo, "token-mean"),
     "reinforce_pp": (ppo, "token-mean"),

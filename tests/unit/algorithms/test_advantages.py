@@ -53,7 +53,7 @@ def expected(kind: str, rewards: list[float]) -> list[float]:
             out.append(reward - GREEDY[n])
         elif kind == "rloo":
             out.append(reward - statistics.fmean(others) if others else 0.0)
-        elif kind in ("dr_grpo", "reinforce_pp_baseline"):
+        elif kind in ("dr_grpo", "reinforce_pp_baseline", "opo"):  # of responses of one length
             out.append(centred)
         elif kind == "lite_ppo":
             out.append(centred / (statistics.stdev(rewards) + 1e-6))
@@ -137,6 +137,40 @@ def test_pass_at_k_estimates_the_gradient_of_the_best_of_k() -> None:
         factor = 1.0 if baseline == "leave_one_out" else (found @ slope / (slope @ slope)).item()
         torch.testing.assert_close(found, factor * slope, rtol=1e-12, atol=1e-14)
         assert 0.2 < factor <= 1  # the group's mean contains the response itself, which shortens the gradient
+
+
+def test_opo_has_the_baseline_of_least_variance() -> None:
+    """Over all responses of a tree of fair coins, whose score function has a squared norm in proportion to the length."""
+    length = {0: 1, 1: 4}  # by the first token
+    responses = [(first, *rest) for first in (0, 1) for rest in itertools.product((0, 1), repeat=length[first] - 1)]
+    logit = {prefix: torch.zeros(2, dtype=torch.float64, requires_grad=True) for response in responses for prefix in prefixes(response)}
+    chance, square = [], []
+    for response in responses:
+        logp = torch.stack([logit[prefix].log_softmax(0)[a] for prefix, a in zip(prefixes(response), response, strict=True)]).sum()
+        score = torch.autograd.grad(logp, list(logit.values()), allow_unused=True, materialize_grads=True)
+        chance.append(logp.exp().item())
+        square.append(sum(part.square().sum().item() for part in score))
+    reward = [0.3 * response.count(1) - 1.5 * response[0] + 0.7 for response in responses]
+    times = [round(p * 16) for p in chance]  # of 16 responses, each is there as often as it is likely
+    copies = [n for n, often in enumerate(times) for _ in range(often)]
+    reward_N = torch.tensor([*(reward[n] for n in copies), 3.0, 9.0, 1.0], dtype=torch.float64)
+    group_N, count_N = torch.tensor([5] * 16 + [2] * 3), torch.tensor([*(len(responses[n]) for n in copies), 1, 3, 0])
+    algorithm = make({"type": "opo"})
+    advantage_N = algorithm.length_advantages(reward_N, group_N, count_N)
+    assert sum(square[n] * advantage_N[place].item() for place, n in enumerate(copies)) == pytest.approx(0, abs=1e-6)
+    baseline = reward[copies[0]] - advantage_N[0].item()
+
+    def spread(b: float) -> float:
+        return sum(p * s * (r - b) ** 2 for p, s, r in zip(chance, square, reward, strict=True))  # the mean does not depend on b
+
+    assert all(spread(baseline) < spread(baseline + step) for step in (-0.01, 0.01))
+    assert abs(baseline - statistics.fmean(reward[n] for n in copies)) > 0.1  # which GRPO subtracts
+    assert advantage_N[16:].tolist() == pytest.approx([-4.5, 1.5, -6.5])  # a response without loss does not move the baseline
+    assert algorithm.length_advantages(torch.full((19,), 0.1), group_N, count_N).tolist() == [0.0] * 19
+
+
+def prefixes(response: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [response[:t] for t in range(len(response))]
 
 
 def test_max_rl_is_the_mean_over_right_responses_less_the_mean_over_all() -> None:
@@ -225,7 +259,7 @@ def test_raft_may_weight_by_the_reward() -> None:
     assert make({"type": "raft", "weight": "reward"}).advantages(torch.tensor([0.5, 2.0]), torch.tensor([0, 1])).tolist() == [0.5, 2.0]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo", "reinforce", "pass_at_k"])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "lite_ppo", "reinforce", "pass_at_k", "opo"])
 def test_reward_that_is_no_number_is_not_swallowed(kind: str) -> None:
     algorithm = ALGORITHMS[kind]
     assert bool(algorithm.advantages(torch.tensor([0.0, math.nan, 0.5, 1.0, 1.0]), torch.tensor([0, 0, 0, 1, 1]))[:3].isnan().all())

@@ -118,6 +118,7 @@ def test_defaults_are_the_papers() -> None:
     assert given("m2po", "m2_threshold") == [0.04]
     assert given("pass_at_k", "k", "baseline", "scale", "clip_low", "clip_high") == [4, "group", "group", 0.2, 0.2]
     assert given("w_reinforce", "positive_weight", "positive_above") == [0.1, 0.0]
+    assert given("opo", "aggregation", "kl_coef", "entropy_coef") == ["seq-mean-token-sum", 0.0, 0.0]
     assert given("sapo", "tau_positive", "tau_negative") == [1.0, 1.05]
     assert given("rloo", "kl_in") == given("ppo", "kl_in") == ["reward"]
 
@@ -127,6 +128,7 @@ def test_what_each_needs() -> None:
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_critic} == {"ppo", "vc_ppo", "vapo"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_greedy} == {"remax"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.needs_parts} == {"gdpo"}
+    assert {kind for kind, algorithm in kinds.items() if algorithm.needs_lengths} == {"opo"}
     assert ALGORITHMS["pass_at_k"].min_group == 3
     alone = {"ppo", "vc_ppo", "vapo", "reinforce", "remax", "reinforce_pp", "raft", "topr", "w_reinforce"}
     assert {kind for kind, algorithm in kinds.items() if algorithm.min_group == 1} == alone

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from megarl.algorithms.opo import Opo
 from megarl.batch import Sample, concat, pack
 from megarl.config import RewardSettings, TrainConfig, load
 from megarl.data.prompts import Prompt
@@ -283,6 +284,16 @@ def test_kl_to_the_reference_per_response_and_per_token(config: TrainConfig) -> 
     found = scalars(TrainState(config, [Prompt(0, "", [1], "", {})]).policy_learned(plan, np.array([1.0, 4.0, 3.0, 99.0])))
     assert found["actor/reference_kl"] == pytest.approx(8 / 3)
     assert found["actor/reference_kl_per_token"] == pytest.approx((1 / 4 + 4 / 8 + 3 / 2) / 3)
+
+
+def test_the_lengths_reach_the_advantage(config: TrainConfig) -> None:
+    """Those of the loss tokens; a truncated response that is dropped has none, and its reward is compared all the same."""
+    config = changed(config, train={"drop_truncated": True}).model_copy(update={"algorithm": Opo()})
+    responses = [response(0, 0, length=2), response(0, 1, length=6), response(0, 2, length=9, finished=False), response(0, 3)]
+    scores = [Score(1.0), Score(0.0), Score(-1.0), Score(None, error="timeout")]
+    plan = plan_of(config, [Group(0, Prompt(0, "", [1], "", {}), responses, scores, None)])
+    found = response_advantages(config.algorithm, plan, None, np.zeros(4), 0.0)
+    assert found.tolist() == pytest.approx([0.75, -0.25, -1.25, 0.0])
 
 
 def test_the_parts_of_a_sum_reach_the_advantage(config: TrainConfig) -> None:
