@@ -246,6 +246,9 @@ class TeacherServer(Section):
     """Time limit for scoring all responses of a step, including retries."""
 
 
+OF_ROLLOUTS = ("solution", "feedback")  # what a teacher's prompt may show of a step's responses
+
+
 class DistillationSettings(Section, Distillation):
     """On-policy distillation: on the policy's own tokens, it is drawn towards the probabilities of a teacher."""
 
@@ -261,8 +264,8 @@ class DistillationSettings(Section, Distillation):
     """Instead of one server, one for each source, as `teachers`."""
     prompt: str | None = None
     """What a teacher on ranks reads in the place of the prompt, or of a chat's last message: a template with {prompt}, and with {answer},
-    {COLUMN} of the row, or {solution}, another response to the prompt that is right. If no teacher is given, the policy is its own, with
-    the weights that a step begins with. null: the prompt."""
+    {COLUMN} of the row, {solution}, another response to the prompt that is right, or {feedback}, what the verifier says about the response.
+    If no teacher is given, the policy is its own, with the weights that a step begins with. null: the prompt."""
     success: float = 0.5
     """With {solution}: the reward from which on a response is right."""
 
@@ -295,7 +298,7 @@ class DistillationSettings(Section, Distillation):
             raise ValueError("prompt: shows the policy, which is its own teacher here, nothing that it has not seen; name {answer}, say")
         if self.server is not None or self.servers:
             raise ValueError("prompt: a server scores after the policy's own prompt; give a teacher, which is on ranks, or none")
-        if "success" in self.model_fields_set and not self.shows_solution:
+        if "success" in self.model_fields_set and not self.shows("solution"):
             raise ValueError(f"success={self.success:g}: distillation.prompt has no {{solution}} in it")
         return self
 
@@ -304,10 +307,14 @@ class DistillationSettings(Section, Distillation):
         """Whether the policy is its own teacher."""
         return self.prompt is not None and not (self.teacher or self.teachers or self.server or self.servers)
 
+    def shows(self, name: str) -> bool:
+        """Whether the template names this."""
+        return self.prompt is not None and any(one == name for _, one, _, _ in Formatter().parse(self.prompt))
+
     @property
-    def shows_solution(self) -> bool:
-        """Whether the teacher reads another response to the prompt."""
-        return self.prompt is not None and any(name == "solution" for _, name, _, _ in Formatter().parse(self.prompt))
+    def shows_rollouts(self) -> bool:
+        """Whether what the teacher reads depends on the responses."""
+        return any(map(self.shows, OF_ROLLOUTS))
 
     @property
     def models(self) -> dict[str, Path]:

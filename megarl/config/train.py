@@ -10,7 +10,7 @@ from megarl.algorithms import Algorithm
 from megarl.config.data import DataSettings, EvalSet, check_sets
 from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, DistillationSettings, Layout, OptimizerSettings, Placement
-from megarl.config.rewards import RewardSettings, SumReward, model_of
+from megarl.config.rewards import FunctionReward, HttpReward, RewardSettings, SumReward, model_of
 from megarl.config.rollout import SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import TrainingSettings
@@ -226,11 +226,20 @@ class TrainConfig(TrainingSettings):
             raise ValueError(
                 "distillation.prompt: of one prompt and its response; an environment's episodes are conversations, with no such"
             )
-        if self.distillation.shows_solution and self.rollout.samples_per_prompt < 2:
+        if self.distillation.shows("solution") and self.rollout.samples_per_prompt < 2:
             raise ValueError(
                 f"distillation.prompt: {{solution}} is another response to the prompt, but rollout.samples_per_prompt="
                 f"{self.rollout.samples_per_prompt}"
             )
+
+        if self.distillation.shows("feedback"):
+            source = self.reward.source
+            sources = [part.source for part in source.parts] if isinstance(source, SumReward) else [source]
+            if not any(isinstance(one, FunctionReward | HttpReward) for one in sources):
+                raise ValueError(
+                    f"distillation.prompt: {{feedback}} is what the verifier says about a response, and reward.source.type={source.type} "
+                    "says nothing; a function or a server (http) returns it beside the score"
+                )
 
     def _check_placement(self) -> None:
         """Raise ValueError if ranks are given to a model that the run does not have, or more data-parallel ranks than sequences."""

@@ -135,7 +135,9 @@ class ModelGroups(TrainedGroups):
         shown_N = list[np.ndarray | None]()
         for group in groups:
             pairs = zip(group.responses, group.scores, strict=True)
-            shown_N += self._teacher_prompts.made(group.prompt, [Attempt(response.text, score.task) for response, score in pairs])
+            shown_N += self._teacher_prompts.made(
+                group.prompt, [Attempt(response.text, score.task, score.feedback) for response, score in pairs]
+            )
         return shown_N
 
     def _pass_columns(self, names: Sequence[str], source: RankGroup, target: RankGroup) -> None:

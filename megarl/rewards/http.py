@@ -11,9 +11,9 @@ them, and a response whose prompt alone has more has no score. The health check 
 them may refuse.
 
 One score per sample, in order: a finite number, or an object with a finite number under `score` and parts of the score under other keys
-(entries that are not finite numbers are left out). null, alone or under `score`, is no score: the response takes no part. `meta` is the
-prompt source's metadata of the prompt. An empty list of samples is a health check, answered with an empty list of scores. A request may be
-repeated with the same samples, so scoring must have no side effects.
+(entries that are not finite numbers are left out, except a text under `feedback`). null, alone or under `score`, is no score: the response
+takes no part. `meta` is the prompt source's metadata of the prompt. An empty list of samples is a health check, answered with an empty list
+of scores. A request may be repeated with the same samples, so scoring must have no side effects.
 
 Failed connections, late answers and the statuses 408, 429 and 5xx are retried (`megarl.host.http_calls`). However scoring fails, the
 outcome is RewardUnavailable, and never a score of 0.
@@ -176,5 +176,5 @@ def _read(text: bytes, samples: int) -> list[Score]:
             continue
         except BadReturn as error:
             raise PermanentFault(str(error)) from None
-        results.append(Score(value, {one_line(name, MAX_PART): part for name, part in parts.items()}))
+        results.append(Score.of(value, {one_line(name, MAX_PART): part for name, part in parts.items()}))
     return results

@@ -20,6 +20,7 @@ from typing import Any
 
 from megarl.config import ConfigError, FunctionReward, RewardSettings, alone
 from megarl.rewards.score import LOOK_S, Look, Score, ScoreRequest, no_look
+from megarl.rewards.verifiers import FEEDBACK
 from megarl.sandbox.channel import BadMessage
 from megarl.sandbox.process import SandboxedProcess
 from megarl.text.display import printable
@@ -186,10 +187,10 @@ class _ScoringProcess:
             case ["refused", str(text)] if not self.ready:
                 raise ConfigError(f"reward.source.{text}")
             case [int(number), int() | float() as value, dict(parts), None] if self.pending and number == self.pending[0]:
-                numbers = [value, *parts.values()]
+                numbers = [value, *(part for name, part in parts.items() if not (isinstance(part, str) and _is_feedback(name)))]
                 if not all(isinstance(each, int | float) and abs(each) <= sys.float_info.max for each in numbers):  # math.isfinite raises
                     raise BadMessage("a score that is not a finite number")
-                scores[self.pending.popleft()] = Score(float(value), _parts(parts))
+                scores[self.pending.popleft()] = Score.of(float(value), {printable(name): part for name, part in parts.items()})
             case [int(number), None, dict(), str(error)] if self.pending and number == self.pending[0]:
                 scores[self.pending.popleft()] = Score(None, error=printable(error))
             case _:
@@ -208,5 +209,6 @@ class _ScoringProcess:
         self.sandboxed.kill()
 
 
-def _parts(parts: dict[str, float]) -> dict[str, float]:
-    return {printable(name): float(part) for name, part in parts.items()}
+def _is_feedback(name: str) -> bool:
+    """Whether a part may be a text: it is named so, or so is that of a part of a sum."""
+    return name.rpartition("/")[2] == FEEDBACK

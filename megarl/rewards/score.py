@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -46,10 +46,18 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)  # what a verifier reports besides the value
     error: str | None = None  # "timeout", "abstained", "worker died: ...", "bad return: ..." or "<exception's type>: ..."
     unshaped: float | None = None  # the task's own value, if `value` also includes a punishment (megarl.rewards.shaping)
+    feedback: str | None = None  # what a verifier says about the response, for a teacher to read
     scored: bool = True  # False: cut by the length limit, and scored 0 without being read (reward.require_finished)
 
     def __post_init__(self) -> None:
         assert (self.value is None) == (self.error is not None), "a score, or the reason why there is none"
+
+    @classmethod
+    def of(cls, value: float, parts: Mapping[str, float | str]) -> Self:
+        """Make a score of what a verifier returned; texts among its parts are feedback."""
+        texts = [part for part in parts.values() if isinstance(part, str) and part.strip()]
+        numbers = {name: float(part) for name, part in parts.items() if not isinstance(part, str)}
+        return cls(value, numbers, feedback="\n\n".join(texts) or None)
 
     @property
     def task(self) -> float | None:

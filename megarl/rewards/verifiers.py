@@ -1,5 +1,7 @@
 """The reward sources as functions (prompt, response, answer, meta) -> (value, parts). They run only in the scoring processes.
 
+A part is a number; one that is named feedback may be a text about the response, which a teacher can read (`distillation.prompt`).
+
 This module imports neither torch nor the config, so that a scoring process takes no longer to start than its verifier's own imports.
 """
 
@@ -8,7 +10,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import cache
 from numbers import Rational, Real
@@ -19,7 +21,9 @@ from megarl.imports import gc_paused
 from megarl.rewards.golds import texts_of
 from megarl.rewards.mathematics import MathVerify
 
-Verifier = Callable[[str, str, Answer, dict[str, Any]], tuple[float, dict[str, float]]]
+Parts = dict[str, float | str]
+Verifier = Callable[[str, str, Answer, dict[str, Any]], tuple[float, Mapping[str, float | str]]]
+
 
 OURS = ("prompt", "response", "answer", "meta")
 # Data sets of reasoning-gym 0.1.25 whose scorer evaluates the response as Python (eval, sympy's parse_expr): what a model writes would run.
@@ -29,6 +33,7 @@ EVALUATING = frozenset(
         *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
+FEEDBACK, MAX_FEEDBACK = "feedback", 4000  # characters, of all its texts together: a message from a scoring process has 64 KiB
 VERIFIERS = ("reasoning_gym", "math_verify", "function")  # the source types that run in scoring processes
 LARGEST = 1e9  # a score whose square, summed over a step, is still a float32
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # the keywords of verl's compute_score
@@ -58,7 +63,7 @@ def load_gold_check(source: dict[str, Any]) -> Verifier:
     parts = [part["source"] for part in source["parts"]] if source["type"] == "sum" else [source]
     checks = [MathVerify().check_gold for part in parts if part["type"] == "math_verify"]  # functions take any answer
 
-    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, Parts]:
         for check in checks:
             check(answer)
         return 1.0, {}
@@ -76,8 +81,8 @@ def _sum(parts: list[dict[str, Any]]) -> Verifier:
         except ValueError as error:
             raise ValueError(f"parts.{number}.source.{error}") from None
 
-    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        total, values = 0.0, dict[str, float]()
+    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, Parts]:
+        total, values = 0.0, Parts()
         for name, weight, verifier in parts_loaded:
             value, inner = verifier(prompt, response, answer, meta)
             total += weight * value
@@ -100,7 +105,7 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
             raise ValueError(f"the scorer of {name} evaluates the response as Python, which is refused")
         return reasoning_gym.create_dataset(name, **json.loads(params))
 
-    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, Parts]:
         final_answer = response.strip()
         if pattern is not None:
             matches = [match.group(pattern.groups and 1) for match in pattern.finditer(response)]
@@ -133,7 +138,7 @@ def _function(path: str) -> Verifier:
         raise ValueError(f"path: {path} is a coroutine function; an ordinary one is needed")
     style, passed = _keywords(function, path)
 
-    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, Parts]:
         arguments = (prompt, response, answer, meta)
         values: tuple[Any, ...] = arguments if style is OURS else (meta.get("data_source"), response, answer, meta.get("extra_info"))
         return read_return(function(**{name: value for name, value in zip(style, values, strict=True) if name in passed}))
@@ -156,20 +161,22 @@ def _keywords(function: Callable[..., Any], path: str) -> tuple[tuple[str, ...],
     return style, passed
 
 
-def read_return(returned: Any, what: str = "the reward function returned") -> tuple[float, dict[str, float]]:
+def read_return(returned: Any, what: str = "the reward function returned") -> tuple[float, Parts]:
     """Read a reward function's return value as (value, parts): a number, or a dict with a number under `score` and parts in other keys.
 
     A number may come as a boolean, and as a scalar of numpy, torch and the like: whatever has `item()` and holds one element. Entries of
-    the dict that are not finite numbers (such as verl's `pred`) are left out. Raises Abstained for None, and BadReturn, with a message
-    that begins with `what`, for anything else.
+    the dict that are not finite numbers (such as verl's `pred`) are left out, except a text under `feedback`. Raises Abstained for None,
+    and BadReturn, with a message that begins with `what`, for anything else.
     """
     if not isinstance(returned, dict):
         return _finite(returned, what), {}
     if "score" not in returned:
         raise BadReturn(f"{what} a dict without 'score' (keys: {', '.join(map(str, returned)) or 'none'})")
     value = _finite(returned["score"], f"{what} score")
-    parts = {str(name): _number(part) for name, part in returned.items() if name != "score"}
-    return value, {name: part for name, part in parts.items() if math.isfinite(part)}
+    numbers = {str(name): _number(part) for name, part in returned.items() if name != "score"}
+    parts: Parts = {name: part for name, part in numbers.items() if math.isfinite(part)}
+    text = returned.get(FEEDBACK)
+    return value, parts | ({FEEDBACK: text[:MAX_FEEDBACK]} if isinstance(text, str) else {})
 
 
 def _finite(value: Any, what: str) -> float:

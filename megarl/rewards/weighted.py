@@ -48,7 +48,7 @@ def _named(part: RewardPart, score: Score) -> Score:
     if score.value is None or not score.scored:
         return score
     parts = {part.name: score.value} | {f"{part.name}/{key}": number for key, number in score.parts.items()}
-    return Score(part.weight * score.value, parts)
+    return Score(part.weight * score.value, parts, feedback=score.feedback)
 
 
 def _added(scores: Sequence[Score]) -> Score:
@@ -60,4 +60,5 @@ def _added(scores: Sequence[Score]) -> Score:
     if abs(total) > LARGEST:
         return Score(None, error=f"bad return: the weighted sum is {total:g}, and beyond {LARGEST:g} nothing is taken")
     parts = {name: value for score in scores for name, value in score.parts.items()}
-    return Score(total, parts, scored=any(score.scored for score in scores))
+    feedback = "\n\n".join(score.feedback for score in scores if score.feedback is not None) or None
+    return Score(total, parts, feedback=feedback, scored=any(score.scored for score in scores))

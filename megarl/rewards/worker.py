@@ -7,13 +7,13 @@ It receives pickled chunks of samples and answers in JSON after each sample, so 
 import pickle
 from typing import Any
 
-from megarl.rewards.verifiers import Abstained, BadReturn, Verifier, load, load_gold_check
+from megarl.rewards.verifiers import MAX_FEEDBACK, Abstained, BadReturn, Parts, Verifier, load, load_gold_check
 from megarl.sandbox.bounded import MAX_TEXT, Answer, Late, imported, in_time, serve
 from megarl.sandbox.channel import Channel
 from megarl.sandbox.inside import terminations
 
 MAX_PARTS, MAX_NAME = 64, 100
-Outcome = tuple[float | None, dict[str, float], str | None]
+Outcome = tuple[float | None, Parts, str | None]
 
 
 def work(channel: Channel, answer: Answer) -> None:
@@ -45,8 +45,11 @@ def _score(verifier: Verifier, sample: tuple[str, str, Any, dict[str, Any]], tim
         return None, {}, f"{type(error).__name__}: {error}"[:MAX_TEXT]
     if len(parts) > MAX_PARTS:
         return None, {}, f"bad return: {len(parts)} parts, more than {MAX_PARTS}"
-    parts = {name[:MAX_NAME]: part for name, part in parts.items()}
-    return value, parts, None
+    room, cut = MAX_FEEDBACK, Parts()
+    for name, part in parts.items():
+        cut[name[:MAX_NAME]] = part[:room] if isinstance(part, str) else part
+        room -= len(part[:room]) if isinstance(part, str) else 0
+    return value, cut, None
 
 
 if __name__ == "__main__":

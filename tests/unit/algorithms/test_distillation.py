@@ -86,6 +86,17 @@ def test_a_loss_without_an_advantage_for_each_token_is_refused(name: str) -> Non
         config({"type": name})
 
 
+def test_feedback_needs_a_verifier_that_says_something() -> None:
+    """As a function does, alone or in a sum."""
+    teaching, gym = {"prompt": "{prompt}: {feedback}"}, {"type": "reasoning_gym"}
+    silent = {"type": "sum", "parts": [{"name": "right", "source": gym}]}
+    telling = {"type": "sum", "parts": [*silent["parts"], {"name": "own", "source": {"type": "function", "path": "a:b"}}]}
+    for source in (gym, silent):
+        with pytest.raises(ValueError, match=rf"prompt: \{{feedback\}} is .* and reward\.source\.type={source['type']} says nothing"):
+            config({"type": "reinforce"}, distillation=teaching, reward={"source": source})
+    config({"type": "reinforce"}, distillation=teaching, reward={"source": telling})
+
+
 @pytest.mark.parametrize("given", [{}, {"teacher": "t", "teachers": {"a": "u"}}])
 def test_one_teacher_or_one_for_each_source_is_needed(given: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="teacher: give one teacher, or teachers, one for each data source"):

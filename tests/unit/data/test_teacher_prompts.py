@@ -64,6 +64,16 @@ def test_a_solution_is_the_first_other_response_that_is_right_without_its_reason
     assert made.made(prompt_of(), [Attempt("wrong", 0.0), Attempt("right", 1.0)])[1] is None
 
 
+def test_feedback_is_of_the_response_itself(tiny_model: Path) -> None:
+    """A response without it has none to show; with a solution in the template, both have to be there."""
+    attempts = [Attempt("wrong", 0.0, "not cab"), Attempt("cba", 1.0), Attempt("worse", 0.0, "not {x}"), Attempt("no", 0.0, "no " * 200)]
+    first, *rest = prompts_of(tiny_model, "{prompt}: {feedback}").made(prompt_of(feedback="a column"), attempts)
+    assert text(tiny_model, first) == "Q: reverse abc: not cab\nA: "
+    assert rest[0] is None and text(tiny_model, rest[1]) == "Q: reverse abc: not {x}\nA: " and rest[2] is None  # which is too long
+    both = prompts_of(tiny_model, "{prompt}: {feedback}, {solution}").made(prompt_of(), attempts[:3])
+    assert text(tiny_model, both[0]) == "Q: reverse abc: not cab, cba\nA: " and both[1] is None
+
+
 def test_a_solution_that_does_not_fit_is_none(tiny_model: Path) -> None:
     made = prompts_of(tiny_model, "{prompt} as {solution}", most=60)
     assert made.made(prompt_of(), [Attempt("", 0.0), Attempt("abc " * 60, 1.0)]) == [None, None]

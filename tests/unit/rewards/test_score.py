@@ -64,6 +64,9 @@ def unusual(response, **_):
     odd = {"nan": nan, "none": None, "text": "1", "inf": float("inf"), "list": [1], "no score": {"a": 1}, "huge": -1e308}
     return (odd | {"right": 1, "wrong": 0, "true": True, "half": 0.5, "part": {"score": 1, "a": nan}})[response]
 
+def tells(response):
+    return {"score": 0.5, "feedback": response * 5000, "other": "text"}
+
 def floods(response):
     print("x" * 99_999)
     return 1.0
@@ -199,6 +202,17 @@ def test_function_that_cannot_work_is_refused_before_the_run(path: str, message:
         check(unusable)
     with Scorer(unusable) as scorer, pytest.raises(ConfigError, match=rf"^reward\.source\.path: {message}$"):
         scorer.score([ask("a")])
+
+
+def test_feedback_reaches_the_score_cut_to_what_a_message_holds() -> None:
+    """4,000 characters, of all parts of a sum together, whatever they take as JSON; blank ones are none."""
+    function = {"type": "function", "path": "my_rewards:tells"}
+    both = {"type": "sum", "parts": [{"name": "a", "source": function}, {"name": "b", "source": function}]}
+    for source, parts in ((function, {}), (both, {"a": 0.5, "b": 0.5})):
+        with Scorer(RewardSettings.model_validate({"source": source})) as scorer:
+            emoji, blank = scorer.score([ask("\U0001f600", ""), ask(" ", "")])
+        assert emoji.feedback == "\U0001f600" * 4000 and blank.feedback is None
+        assert emoji.parts == blank.parts == parts
 
 
 def test_several_rewards_are_their_weighted_sum_and_each_is_told() -> None:

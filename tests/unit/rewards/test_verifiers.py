@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.rewards.score import Score
 from megarl.rewards.verifiers import EVALUATING, Abstained, BadReturn, load, read_return
 
 WORKED = {
@@ -78,6 +79,14 @@ SCALARS = [np.float32(0.5), np.array(0.5), np.array([0.5]), np.float64(0.5), tor
 def test_a_scalar_of_numpy_or_torch_is_a_score_and_a_part(half: Any) -> None:
     assert read_return(half) == (0.5, {})
     assert read_return({"score": half, "part": half, "text": "0.5"}) == (0.5, {"part": 0.5})
+
+
+def test_a_text_under_feedback_is_kept_and_no_other() -> None:
+    returned = {"score": 1, "feedback": "x" * 5000, "pred": "x"}
+    assert read_return(returned) == (1.0, {"feedback": "x" * 4000})
+    assert read_return({"score": 1, "feedback": 2}) == (1.0, {"feedback": 2.0})
+    score = Score.of(0.5, {"tests/feedback": "line 3", "tests": 0.5, "style/feedback": "long", "empty/feedback": " "})
+    assert score == Score(0.5, {"tests": 0.5}, feedback="line 3\n\nlong")
 
 
 def test_what_is_a_score_what_abstains_and_what_is_neither() -> None:

@@ -69,6 +69,12 @@ def a_score_that_is_text(meta: dict[str, Any]) -> float:
 
 
 @hostile
+def a_part_that_is_text(meta: dict[str, Any]) -> float:
+    json.dumps = lambda *_, **__: '[0, 1.0, {"length": "1"}, null]'
+    return 1.0
+
+
+@hostile
 def an_integer_beyond_every_float(meta: dict[str, Any]) -> float:
     json.dumps = lambda *_, **__: f"[0, {10**400}, {{}}, null]"
     return 1.0

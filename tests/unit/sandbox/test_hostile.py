@@ -79,6 +79,7 @@ EXPECTED: dict[str, tuple[float | None, Beginnings]] = {
     "a_score_of_another_sample": (None, BROKE),
     "a_score_that_is_nan": (None, BROKE),
     "a_score_that_is_text": (None, BROKE),
+    "a_part_that_is_text": (None, BROKE),
     "a_long_integer": (None, BROKE),
     "an_integer_beyond_every_float": (None, BROKE),
     "ready_again": (None, BROKE),
