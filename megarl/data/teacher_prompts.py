@@ -16,7 +16,7 @@ import numpy as np
 from megarl.config import ConfigError, DistillationSettings, PromptFormat, TrainConfig
 from megarl.config.model import OF_ROLLOUTS
 from megarl.data.answers import text_of
-from megarl.data.images import RESERVED, ImageReader, reader_of
+from megarl.data.images import ImageReader, reader_of
 from megarl.data.messages import arguments_of, tools_of
 from megarl.data.prompts import Prompt, Renderer
 from megarl.data.rendering import THOUGHT
@@ -133,8 +133,6 @@ class TeacherPrompts:
         question = given if isinstance(given, str) else given[-1].get("content", "")
         if MARK in question and (count := sum(name == "prompt" for _, name, _, _ in Formatter().parse(self._template))) != 1:
             raise ConfigError(f"distillation.prompt: {prompt.name} has images, and its {{prompt}} stands {count} times here, not once")
-        if MARK in solution + feedback:
-            raise ConfigError(f"distillation.prompt: {prompt.name}: a response has {RESERVED}")
         text = self._filled(prompt, question, {"solution": solution, "feedback": feedback})
         images = [placed.image for placed in prompt.images]
         messages = text if isinstance(given, str) else [*given[:-1], {**given[-1], "content": text}]
