@@ -105,13 +105,16 @@ class EpisodeSource(Section):
 PromptSource = Annotated[ReasoningGymSource | FileSource | MixtureSource | EpisodeSource, Field(discriminator="type")]
 
 
+PROMPT_ALONE = "{prompt}"
+
+
 class PromptFormat(Section):
     """How a prompt's text is turned into the model's input."""
 
     chat: bool = True
     """Wrap each prompt in the tokenizer's chat template; false: fill in `template` instead."""
-    template: str = "{prompt}"
-    """Text around each prompt when `chat` is false."""
+    template: str = PROMPT_ALONE
+    """With `chat` false: the text around each prompt."""
     system: str | None = None
     """With `chat`: a system message for every prompt and conversation that does not begin with one."""
     template_args: dict[str, Any] = {}
@@ -123,7 +126,11 @@ class PromptFormat(Section):
     rows have some; refuse: they are refused like any bad row."""
 
     @model_validator(mode="after")
-    def _chat_template_is_used(self) -> PromptFormat:
+    def _every_setting_is_used(self) -> PromptFormat:
+        if self.template != PROMPT_ALONE and self.chat:
+            raise ValueError(f"data.template={self.template!r:.80}: data.chat=true puts the chat template around prompts: give one of them")
+        if self.control_tokens == "refuse" and not self.chat:
+            raise ValueError("data.control_tokens=refuse: with data.chat=false no text is looked through for control tokens")
         if self.system is not None and not self.chat:
             raise ValueError("data.system: data.chat=false has no system message; put it in data.template")
         if self.template_args and not self.chat:
