@@ -17,7 +17,7 @@ class ReasoningGymReward(Section):
     threshold: Fraction = 1.0
     """A score of at least this counts as 1, a lower one as 0."""
     extract: str | None = None
-    """Regular expression; the first group of its last match is the answer. null: the whole response, stripped."""
+    """Regular expression; the first group of its last match after the reasoning is the answer. null: all after the reasoning, stripped."""
 
 
 class MathReward(Section):

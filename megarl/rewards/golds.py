@@ -7,7 +7,10 @@ texts and numbers are compared here, formulas are rewritten for math-verify, and
 This module is imported in the sandbox and by checks, so it imports nothing heavy.
 """
 
+import ast
+import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -16,6 +19,11 @@ from typing import Any, Literal
 
 from megarl.data.answers import Answer, text_of
 
+REASONING = {  # what begins a model's reasoning, and what ends it or begins the answer
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",  # Ministral 3
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
+}
 SHOWN = 80  # characters of an answer in messages
 MAX_CHARS, LARGEST_POWER = 1000, 1000  # characters of a numeral, and its power of ten: both bound what its digits take
 DECIMALS, SMALL = 6, Fraction(1, 10**4)  # decimals to which math-verify compares floats; below SMALL, as many significant digits
@@ -91,6 +99,7 @@ GLUED = re.compile(f"(?:{FUNCTIONS}|sqrt)[a-z]")
 INFINITE = ("inf", "infinity", "infty")
 ROOT = re.compile(r"\\?(?<![A-Za-z])sqrt(?:\s*\(([^()]*)\))?(?![A-Za-z])")
 OPAQUE = ("\\text", "\\mathrm", "\\operatorname", "\\mbox")
+LISTED = re.compile(r"\s*\[\s*[\"'].*\]\s*", re.DOTALL)
 WRAPPERS = re.compile(r"\*\*(?P<bold>.+)\*\*|\\(?:textbf|mathbf|boldsymbol|bm|text|mathrm)\s*\{(?P<inner>[^{}]*)\}", re.DOTALL)
 SPANS = (
     re.compile(r"\$\$?(?P<math>[^$\\]*(?:\\.[^$\\]*)*)\$\$?", re.DOTALL),
@@ -186,6 +195,35 @@ def texts_of(answer: Answer) -> list[str]:
         if isinstance(one, int) and abs(one) >= 10**MAX_CHARS:  # of which Python may refuse to make a text
             raise BadGold(f"the answer is a number of more than {MAX_CHARS} digits")
     return [text_of(one) for one in answers]
+
+
+def golds_of(answer: Answer) -> list[str]:
+    """`texts_of`, but a text that is a list of quoted texts, as `["34"]` in JSON or Python, is that list.
+
+    Skywork-OR1 has all its answers so. Of a list without quotes, as [1, 2], the brackets may be an interval's. Raises BadGold also where a
+    backslash is not doubled: JSON reads that of a fraction as a form feed.
+    """
+    if not isinstance(answer, str) or LISTED.fullmatch(answer) is None:
+        return texts_of(answer)
+    listed: Any = None
+    for read_list in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            listed = read_list(answer.strip())
+            break
+    if not isinstance(listed, list) or not all(isinstance(one, str) and one.isprintable() for one in listed):
+        raise bad(answer, "looks like a list of quoted texts, and is none that JSON or Python writes of printable ones")
+    return listed
+
+
+def after_reasoning(response: str) -> str:
+    """Return what a response says after its reasoning; nothing if that has not ended.
+
+    The reasoning may have begun in the prompt. What it tries and rejects is no answer.
+    """
+    for opening, end in REASONING.items():
+        _, ended, rest = response.rpartition(end)
+        response = "" if not ended and rest.lstrip().startswith(opening) else rest
+    return response
 
 
 def bare(text: str) -> str:

@@ -8,7 +8,20 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.data.answers import Answer
-from megarl.rewards.golds import LABEL, SHOWN, Meaning, bad, bare, decimals_of, numeral, plain_powers, read, same_number, texts_of
+from megarl.rewards.golds import (
+    LABEL,
+    SHOWN,
+    Meaning,
+    after_reasoning,
+    bad,
+    bare,
+    decimals_of,
+    golds_of,
+    numeral,
+    plain_powers,
+    read,
+    same_number,
+)
 
 DOLLARS = re.compile(r"(?<!\\)\$([^$\\]*(?:\\.[^$\\]*)*)\$(?!\d)")
 JOINED = re.compile(r"(?:[\s,;]|\band\b|\bor\b)*")
@@ -43,14 +56,15 @@ class MathVerify:
 
     def __call__(self, prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, dict[str, float]]:
         """Raises BadGold if an answer of the row cannot be read."""
-        golds = [gold for text in texts_of(answer) for gold in self._golds(text)]
+        golds = [gold for text in golds_of(answer) for gold in self._golds(text)]
+        response = after_reasoning(response)
         if (box := last_box(response)) is None:
             return float(self._is_right(golds, read(bare(response)), response)), {}
         return float(any(self._is_right(golds, read(own)) for own in self._answers(bare(box)))), {}
 
     def check_gold(self, answer: Answer) -> None:
         """Raise BadGold unless every answer of a row is read as it is written, and scores 1 as a response."""
-        for text in texts_of(answer):
+        for text in golds_of(answer):
             [(gold, _), *_], response = self._golds(text), _box(self._own(text))
             if self("", response, text, {})[0] != 1.0:
                 expression = f"{self._boxed(gold.latex)[0]!s:.{SHOWN}}"
@@ -64,7 +78,9 @@ class MathVerify:
             own: the response's answer.
             unboxed: the response, if its answer is not in a box, but somewhere in it.
         """
-        if own.kind == "text" and any((gold.kind, gold.value) == ("text", own.value) for gold, _ in golds):
+        if own.kind in ("text", "formula") and any(
+            (gold.kind, gold.value, gold.unit) == (own.kind, own.value, own.unit) for gold, _ in golds
+        ):
             return True
         golds = [
             (gold, decimals) for gold, decimals in golds if gold.kind != "text" and (gold.unit == own.unit or None in (gold.unit, own.unit))

@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.data.answers import Answer
 from megarl.imports import gc_paused
-from megarl.rewards.golds import texts_of
+from megarl.rewards.golds import after_reasoning, texts_of
 from megarl.rewards.mathematics import MathVerify
 
 Parts = dict[str, float | str]
@@ -106,6 +106,7 @@ def _reasoning_gym(threshold: float, extract: str | None) -> Verifier:
         return reasoning_gym.create_dataset(name, **json.loads(params))
 
     def verify(prompt: str, response: str, answer: Answer, meta: dict[str, Any]) -> tuple[float, Parts]:
+        response = after_reasoning(response)
         final_answer = response.strip()
         if pattern is not None:
             matches = [match.group(pattern.groups and 1) for match in pattern.finditer(response)]

@@ -1,5 +1,6 @@
 r"""Which responses to an answer are right, by kinds of answers: what an attacker has tried, one row for each response."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -120,6 +121,64 @@ def test_an_unclear_answer_is_refused_in_one_line(gold: str) -> None:
 @pytest.mark.parametrize(("response", "value"), [("$12$", 1.0), ("It is $13 = 12$.", 0.0), ("12 dollars", 1.0), ("It is $x = 12$.", 1.0)])
 def test_an_equation_of_numbers_that_differ_is_not_right_without_a_box(response: str, value: float) -> None:
     assert MATH("", response, "12", {})[0] == value
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        ("C", 1.0),
+        ("(C)", 1.0),
+        ("**C**", 1.0),
+        ("D", 0.0),
+        ("A, C", 0.0),
+        ("<think>C</think>D", 0.0),
+        ("<think>\\boxed{C}", 0.0),
+    ],
+)
+def test_a_choice_needs_no_box_where_it_is_all_that_is_said(response: str, value: float) -> None:
+    assert MATH("", response, "C", {})[0] == value
+
+
+@pytest.mark.parametrize(
+    "opened_by_the_prompt_or_by_itself",
+    [
+        ("{}</think>\n\n{}", "<think>\n{}</think>\n\n{}", "<think>{}", "{}</think>"),
+        ("{}[/THINK]{}", "[THINK]{}[/THINK]{}", "[THINK]{}", "{}[/THINK]"),
+        (
+            "{}<|end|><|start|>assistant<|channel|>final<|message|>{}",
+            "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}",
+            "<|channel|>analysis<|message|>{}",
+            "{}<|channel|>final<|message|>",
+        ),
+    ],
+    ids=["think", "Ministral", "gpt-oss"],
+)
+def test_what_is_reasoned_is_no_answer(opened_by_the_prompt_or_by_itself: tuple[str, ...]) -> None:
+    *whole, unclosed, silent = opened_by_the_prompt_or_by_itself
+    right, wrong = ("\\boxed{12}", "So it is 12."), ("\\boxed{13}", "So it is 13.")
+    for form in whole:
+        for thought in (*right, *wrong):
+            assert [MATH("", form.format(thought, said), "12", {})[0] for said in (*right, *wrong)] == [1.0, 1.0, 0.0, 0.0]
+    assert [MATH("", form.format(thought), "12", {})[0] for form in (unclosed, silent) for thought in right] == [0.0] * 4
+
+
+@pytest.mark.parametrize("gold", ["12", "C", "1,234", "50\\%", "10\\text{ cm}", "1,2,3", "\\{1,2\\}", "\\pm 3", "[0,1)", "2:5", "x=5"])
+def test_a_list_of_texts_that_is_itself_a_text_is_that_list(gold: str) -> None:
+    """Skywork-OR1 has each answer as `["..."]`."""
+    for written in (json.dumps([gold]), str([gold]), json.dumps(["77", gold]), f" {json.dumps([gold])}\n"):
+        MATH.check_gold(written)
+        right, wrong = KINDS.get(gold, ([], []))
+        for response in (gold, *right, *wrong):
+            assert MATH("", f"\\boxed{{{response}}}", written, {}) == MATH(
+                "", f"\\boxed{{{response}}}", json.loads(json.dumps(["77", gold])), {}
+            )
+        assert MATH("", f"\\boxed{{{gold}}}", written, {})[0] == 1.0
+
+
+@pytest.mark.parametrize("gold", ['["\\frac{1}{2}"]', '["\\text{Yes}"]', '["12", 13]', '["12" "13]'])
+def test_a_text_that_is_nearly_a_list_is_refused(gold: str) -> None:
+    with pytest.raises(BadGold, match="looks like a list of quoted texts"):
+        MATH.check_gold(gold)
 
 
 def test_a_number_that_python_cannot_print_is_refused() -> None:

@@ -45,6 +45,16 @@ def test_a_last_match_without_the_extract_group_is_no_answer() -> None:
         assert verify("q", response, "esroh", SPELL) == (value, {"raw": value}), response
 
 
+@pytest.mark.parametrize("extract", [None, r"<answer>(.*?)</answer>"])
+@pytest.mark.parametrize(("thought", "said"), [("34", "43"), ("43", "34")])
+def test_what_is_reasoned_is_no_answer_for_reasoning_gym(extract: str | None, thought: str, said: str) -> None:
+    verify = load({"type": "reasoning_gym", "threshold": 1.0, "extract": extract})
+    thought, answer = (text if extract is None else f"<answer>{text}</answer>" for text in (thought, said))
+    meta = {"source_dataset": "basic_arithmetic", "source_params": {}}
+    assert verify("17 + 17", f"<think>{thought}</think>\n{answer}", "34", meta)[0] == float(said == "34")
+    assert verify("17 + 17", f"<think>{thought}", "34", meta)[0] == 0.0
+
+
 def test_a_number_that_is_no_score_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import reasoning_gym
 
