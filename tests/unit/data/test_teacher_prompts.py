@@ -126,7 +126,7 @@ def test_the_teacher_sees_the_images_of_the_question_where_its_prompt_has_them(s
     assert moved(sample, made) == [*expected.images] and len(expected.images) == 3
     solved = teacher("{prompt} as {solution}")
     assert solved.made(prompt, [Attempt("", 0.0), Attempt(f"a{MARK}", 1.0), Attempt("", 0.0)])[0] is None
-    with pytest.raises(ConfigError, match=r"^distillation\.prompt: \S+:1 has images, and its \{prompt\} stands 2 times here, not once$"):
+    with pytest.raises(ConfigError, match=r"^distillation\.prompt: [^\n]*:1 has images, and its \{prompt\} stands 2 times here, not once$"):
         teacher("{prompt} {answer} {prompt}").check([prompt])
     text = Sample(np.array([5, 6, 7], np.int32), 2, np.zeros(1, np.float32), "stop")
     assert moved(text, np.array([5, 5, 6], np.int32)) == []
