@@ -1,6 +1,7 @@
 """Chat messages as data files have them: checked, and without what a file format fills in."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ Message = dict[str, Any]  # one message of a chat: role, content, and what else 
 TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"  # columns of a row: schemas of tools, arguments of the chat template
 SPOKEN = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message with what it says, besides `tool_calls`
 MEDIA = {"image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos"}  # keys of a message with more than texts
+WRITTEN_CHAT = re.compile(r"\s*\[\s*\{\s*([\"'])(?:role|content)\1\s*:.*\}\s*\]\s*", re.DOTALL)
 CALL_KEYS = {"id", "type", "index", "name", "function", "arguments"}  # keys of a call
 
 
@@ -30,6 +32,7 @@ def checked(prompt: Any, place: str, filled: bool = False) -> str | list[Message
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ConfigError(f"{place}: the prompt is empty")
+        check_text(prompt, f"{place}: the prompt")
         return prompt
     if not isinstance(prompt, list):
         raise ConfigError(f"{place}: the prompt must be a text or a list of chat messages, not {type(prompt).__name__}")
@@ -39,6 +42,12 @@ def checked(prompt: Any, place: str, filled: bool = False) -> str | list[Message
     if not says_something(messages[-1]) and messages[-1]["role"] != "tool":
         raise ConfigError(f"{place}: message {len(messages) - 1}, the last, is empty")
     return messages
+
+
+def check_text(text: str, place: str) -> None:
+    """Raise ConfigError, starting with `place`, for chat messages in JSON or in Python's form: as a text they would be one message."""
+    if WRITTEN_CHAT.fullmatch(text):
+        raise ConfigError(f"{place} is a text that holds chat messages, {text.strip()!r:.60}; write it as a list of messages")
 
 
 def checked_chat(messages: list[Any], place: str, filled: bool) -> list[Message]:

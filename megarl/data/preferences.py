@@ -13,7 +13,7 @@ from megarl.data.conversations import Conversation, Script, plain_script, tokeni
 from megarl.data.files import taken_rows
 from megarl.data.images import COLUMN, COLUMNS, ImageReader, check_folder
 from megarl.data.intake import UNUSED, Intake
-from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
+from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, check_text, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
 from megarl.data.prompts import Renderer
 from megarl.data.rendering import Lesson, Reply, batches, replies
@@ -203,6 +203,7 @@ def _joined(prompt: str | list[Message], before: list[Message], place: str) -> l
 def _side(value: Any, name: str, place: str, filled: bool) -> tuple[list[Message], Message]:
     """Split a text, or chat messages that end with the assistant's, into (the conversation before the response, the response)."""
     if isinstance(value, str):
+        check_text(value, f"{place}: {name}")
         before, response = [], {"role": "assistant", "content": value}
     elif not isinstance(value, list):
         raise ConfigError(f"{place}: {name} must be a text or a list of chat messages, not {type(value).__name__}")

@@ -14,7 +14,7 @@ from megarl.data.conversations import Conversation, Script, plain_script, tokeni
 from megarl.data.files import taken_rows
 from megarl.data.images import COLUMN, COLUMNS, RESERVED, ImageReader, check_folder
 from megarl.data.intake import UNUSED, Intake
-from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, checked, checked_chat, says_something, tools_of
+from megarl.data.messages import ARGUMENTS, TOOLS, Message, arguments_of, check_text, checked, checked_chat, says_something, tools_of
 from megarl.data.mixture import Mixture
 from megarl.data.prompts import Renderer, check_turn
 from megarl.data.rendering import Lesson, batches, replies, samples
@@ -193,6 +193,7 @@ def _response(row: Row, filled: bool) -> list[Message]:
         return messages
     if isinstance(answer, list | dict) or not text_of(answer).strip():
         raise ConfigError(f"{row.place}: the response must be a text or messages, not {answer!r:.80}")
+    check_text(text_of(answer), f"{row.place}: the response")
     return [{"role": "assistant", "content": text_of(answer)}]
 
 

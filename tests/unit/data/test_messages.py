@@ -186,3 +186,34 @@ def test_end_tokens_at_the_end_of_a_response_are_one(tokenizers: dict[str, Any],
     tokenizer, end = tokenizers["chatml"], "<|im_end|>"
     rows = [{"messages": [USER, says(f"4{ends}")]} for ends in ("", end, 2 * end, f"{end}\n{end}\n")]
     assert learned(tokenizer, conversations(tmp_path, tokenizer, *rows)) == [[f"4{end}"]] * len(rows)
+
+
+@pytest.mark.parametrize(
+    "written_as", [json.dumps, str, lambda chat: f" {json.dumps(chat, indent=1)}\n"], ids=["json", "python", "indented"]
+)
+@pytest.mark.parametrize("kind", ["prompts", "prompts-raw", "answers", "chosen", "conversations"])
+def test_chat_messages_in_a_text_are_not_one_message(kind: str, written_as: Any, tokenizers: dict[str, Any], tmp_path: Path) -> None:
+    """CSV and some Parquet files have them so, and a whole chat would be what one user says."""
+    chat, tokenizer = written_as([{"role": "user", "content": "2 + 2?"}]), tokenizers["chatml"]
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(ConfigError, match=r"^data\.train\.path: .*rows\.jsonl:1: .*(is a text that holds chat messages|not a text)"):
+        match kind:
+            case "prompts" | "prompts-raw":
+                source = FileSource(path=written(path, {"prompt": chat, "answer": "4"}), answer_key="answer")
+                load_prompts(source, tokenizer, SourceFormat(chat=kind == "prompts"), 256, "data.train")
+            case "answers":
+                source = FileSource(path=written(path, {"prompt": "2 + 2?", "answer": chat}), answer_key="answer")
+                load_answers(source, tokenizer, SftData(train=source), 256, "data.train")
+            case "chosen":
+                pairs = PreferenceSource(path=written(path, {"prompt": "2 + 2?", "chosen": chat, "rejected": "5"}))
+                load_preferences(pairs, tokenizer, PreferenceData(train=pairs, eval=pairs), 256, "data.train", "dpo.max_tokens")
+            case _:
+                conversation = ConversationSource(path=written(path, {"messages": chat}))
+                load_conversations(conversation, tokenizer, SftData(train=conversation), 256, "data.train")
+
+
+def test_a_question_about_messages_is_a_prompt(tokenizers: dict[str, Any], tmp_path: Path) -> None:
+    chat = json.dumps([{"role": "user", "content": "2 + 2?"}])
+    for text in (f"{chat} What is asked?", f"What is asked? {chat}", '[{"name": "add"}]', "[1, 2]"):
+        source = FileSource(path=written(tmp_path / "rows.jsonl", {"prompt": text, "answer": "4"}), answer_key="answer")
+        assert [prompt.text for prompt in load_prompts(source, tokenizers["chatml"], SourceFormat(), 256, "data.train")] == [text]
