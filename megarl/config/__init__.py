@@ -22,6 +22,7 @@ from megarl.config.data import (
     SftMixture,
     SftSource,
     SourceFormat,
+    TaughtSource,
 )
 from megarl.config.environment import (
     AgentEnvironment,

@@ -172,6 +172,16 @@ class ConversationSource(TableSource):
     """Column of the messages; a dot looks inside dictionaries."""
 
 
+class TaughtSource(TableSource):
+    """A .jsonl or .parquet file, or a directory written by `datasets`, of responses with a teacher's likeliest tokens (`sft.distillation`).
+
+    Each row has the token ids of a prompt (`prompt_ids`) and of the response to it (`response_ids`, with the end token), and for each
+    token of the response K ids (`top_ids`) and the log-probs of these that the teacher has in its place (`top_logps`), at temperature 1.
+    """
+
+    type: Literal["taught"] = "taught"
+
+
 class SftPart(MixturePart):
     """One source of a mixture."""
 
@@ -185,7 +195,7 @@ class SftMixture(SourceMixture):
     parts: Parts[SftPart]
 
 
-SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource | SftMixture, Field(discriminator="type")]
+SftSource = Annotated[ReasoningGymSource | FileSource | ConversationSource | TaughtSource | SftMixture, Field(discriminator="type")]
 
 
 class SftData(SourceFormat):

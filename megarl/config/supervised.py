@@ -8,7 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megarl.algorithms import Dpo, PreferenceLoss
 from megarl.algorithms.ops import Averaging
-from megarl.config.data import PreferenceData, SftData
+from megarl.algorithms.sft import StoredDistillation
+from megarl.config.data import PreferenceData, SftData, TaughtSource
 from megarl.config.model import OptimizerSettings, RewardModelOptimizer
 from megarl.config.run import TrainingSettings
 from megarl.config.section import BatchSize, Section, StepsOrNone
@@ -68,6 +69,8 @@ class SftSettings(SupervisedSettings):
     """The steps of supervised training."""
 
     aggregation: Averaging = "token-mean"
+    distillation: StoredDistillation | None = None
+    """Learn the teacher's log-probs that the data have (`type: taught`), by these settings; {} for the defaults."""
 
 
 class SftConfig(SupervisedConfig):
@@ -83,6 +86,18 @@ class SftConfig(SupervisedConfig):
     def _patience_has_data(self) -> SftConfig:
         if self.sft.patience and self.data.eval is None:
             raise ValueError(f"sft.patience={self.sft.patience}: there is no data.eval to measure on")
+        return self
+
+    @model_validator(mode="after")
+    def _data_have_a_teacher(self) -> SftConfig:
+        for name, source in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            if source is None or isinstance(source, TaughtSource) == (self.sft.distillation is not None):
+                continue
+            if self.sft.distillation is not None:
+                raise ValueError(f"sft.distillation: {name}.type={source.type} has no log-probs of a teacher; give type=taught")
+            raise ValueError(
+                f"{name}.type=taught: sft.distillation is null, so that nothing reads the teacher's log-probs; give it, or {{}}"
+            )
         return self
 
 

@@ -34,6 +34,7 @@ class Conversation:
         loss_mask: bool [response], true for the tokens that are learned; None: all are.
         place: its row's name in messages.
         unread: what the row says after the last message that is learned, and nothing reads.
+        taught: what a teacher says of each token of the response; see `megarl.data.taught.taught`. None: there is no teacher.
     """
 
     tokens: np.ndarray
@@ -42,6 +43,7 @@ class Conversation:
     place: str = field(default="", repr=False, compare=False)
     unread: str = field(default="", repr=False, compare=False)
     images: Sequence[PlacedImage] = ()
+    taught: np.ndarray | None = field(default=None, repr=False, compare=False)
 
 
 def sample(conversation: Conversation) -> Sample:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import ConfigError, ConversationSource, FileSource, ReasoningGymSource, SftData, SftMixture, SftSource
+from megarl.config import ConfigError, ConversationSource, FileSource, ReasoningGymSource, SftData, SftMixture, SftSource, TaughtSource
 from megarl.data.answers import text_of
 from megarl.data.columns import at
 from megarl.data.conversations import Conversation, Script, plain_script, tokenised
@@ -19,6 +19,7 @@ from megarl.data.mixture import Mixture
 from megarl.data.prompts import Renderer, check_turn
 from megarl.data.rendering import Lesson, batches, replies, samples
 from megarl.data.rows import Row, source_rows
+from megarl.data.taught import load_taught
 from megarl.data.template import ChatTemplate
 from megarl.images import Image, marked
 
@@ -39,6 +40,8 @@ def load_demonstrations(
             for n, part in enumerate(source.parts)
         ]
         return list(Mixture(parts, source.seed, key))
+    if isinstance(source, TaughtSource):
+        return load_taught(source, tokenizer, data, max_tokens, key)
     if not isinstance(source, ConversationSource):
         return load_answers(source, tokenizer, data, max_tokens, key, reader)
     if not data.chat:

@@ -12,14 +12,17 @@ import re
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
 from pydantic import ValidationError
 
+from megarl.batch import Sample
 from megarl.cluster.machine import gpus_here
 from megarl.config import ConfigError, FileSource, ModelSettings, PromptFormat, RolloutSettings
 from megarl.data.columns import at
@@ -29,12 +32,13 @@ from megarl.data.messages import Message, arguments_of, checked, mapping, tools_
 from megarl.data.prompts import Prompt, Renderer
 from megarl.data.rows import Row, seen
 from megarl.data.tokenizer import load_tokenizer
-from megarl.engines.engine import RolloutError, Setup
-from megarl.engines.generate import Sampling, TokenPrompt, generate, text_of
+from megarl.engines.engine import RolloutError, Scoring, Setup, TokenScores
+from megarl.engines.generate import Generated, Sampling, TokenPrompt, generate, text_of
 from megarl.engines.registry import check_engine, engine_type
 from megarl.engines.responder import Responder
 from megarl.errors import naming_files
 from megarl.host.shell import named
+from megarl.models.description import ModelDescription
 from megarl.models.families import check_checkpoint, check_room
 from megarl.models.hf import end_tokens
 from megarl.text.display import escaped
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 TOGETHER = 32  # sequences that the engine decodes at a time
 PROMPTS = 256  # prompts per call of the engine
 CACHE_MB = 4096  # KV cache of a CPU engine, unless one sequence needs more
+MOST_NAMED = 1024  # tokens whose log-probs are written
 RESPONSE = 512  # default of --max-tokens, if the model has room
 OPTIONS = {  # configuration keys in the checks' messages, and the options that they stand for
     "model.path": "MODEL",
@@ -74,6 +79,7 @@ class GenerateJob:
     sampling: Sampling
     dtype: str
     gpu: bool
+    top_logprobs: int | None  # log-probs of so many tokens are written at each token of the responses
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -84,6 +90,9 @@ def main(arguments: Sequence[str]) -> int:
             job = check(options)
     except ConfigError as error:
         raise ConfigError(_in_options(str(error))) from None
+    if job.top_logprobs is not None:
+        teach(job, job.top_logprobs, options.out)
+        return 0
     with Speaker(job) as speaker:
         if options.chat:
             chat(speaker)
@@ -122,6 +131,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model (default 1)")
     top.add_argument("--cpu", action="store_true", help="run on the CPU even if there are GPUs")
     top.add_argument("--out", type=Path, metavar="FILE", help="write JSON lines to this file, which must not exist")
+    top.add_argument(
+        "--top-logprobs", type=int, metavar="K", help="with --out: write tokens and the log-probs of the K likeliest, for sft.distillation"
+    )
     return top
 
 
@@ -156,6 +168,10 @@ def check(options: argparse.Namespace) -> GenerateJob:
         raise ConfigError(f"--tp {options.tp}: this machine has {gpus_here()} GPUs")
     model = options.model.absolute()
     description, tokenizer = check_checkpoint(model, mtp="drop"), load_tokenizer(model)
+    if options.top_logprobs is not None:
+        most = min(MOST_NAMED, len(tokenizer))
+        if options.out is None or not 1 <= options.top_logprobs <= most:
+            raise ConfigError(f"--top-logprobs {options.top_logprobs}: needs --out, and 1 to {most} tokens")
     if options.system is not None and (options.template is not None or not tokenizer.chat_template):
         raise ConfigError("--system: is part of a chat, and the prompt goes through no chat template")
     if options.chat and not tokenizer.chat_template:
@@ -166,17 +182,20 @@ def check(options: argparse.Namespace) -> GenerateJob:
     prompts = renderer.all(iter(()) if options.chat else _rows(options, reader))
     renderer.intake.tell(len(prompts), "PROMPT" if options.file is None else f"--file {options.file}", "")
     longest = max((len(prompt.ids) for prompt in prompts), default=room // 2)
-    response = min(RESPONSE, room - longest) if options.max_tokens is None else options.max_tokens
+    response = min(RESPONSE, room - longest - (options.top_logprobs is not None)) if options.max_tokens is None else options.max_tokens
     if options.chat:
         longest = room - response
-    check_room(description, max(1, longest) + response, f"--max-tokens {response} with its prompt")
-    settings = _settings(options, longest, response, min(TOGETHER, options.n * max(1, len(prompts))))
+    more = int(options.top_logprobs is not None)  # to score tokens, the engine has to have room for one after them
+    check_room(description, max(1, longest) + response + more, f"--max-tokens {response} with its prompt")
+    if more and (seeing := next((prompt for prompt in prompts if prompt.images), None)) is not None:
+        raise ConfigError(f"--top-logprobs: {seeing.name} has images, which rows of tokens do not hold")
+    settings = _settings(options, longest, response + more, min(TOGETHER, options.n * max(1, len(prompts))))
     dtype = options.dtype or ("bfloat16" if gpu else "float32")
     if not gpu:
         settings = engine_type(settings).with_cache(description, dtype, settings, CACHE_MB)
     check_engine(description, dtype, settings, gpu=gpu)
     sampling = Sampling(options.n, options.temperature, response, options.seed).within(settings)
-    return GenerateJob(model, tokenizer, form, prompts, settings, sampling, dtype, gpu)
+    return GenerateJob(model, tokenizer, form, prompts, settings, sampling, dtype, gpu, options.top_logprobs)
 
 
 def _format(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
@@ -219,10 +238,15 @@ def _rows(options: argparse.Namespace, reader: ImageReader | None) -> Iterator[R
 
 
 class Speaker:
-    """An engine in this process with the job's model, as a context manager. Its stderr is shown only if it fails."""
+    """An engine in this process with the job's model, as a context manager. Its stderr is shown only if it fails.
 
-    def __init__(self, job: GenerateJob) -> None:
-        self.job = job
+    Args:
+        job: the request.
+        scoring: the engine only scores given tokens, as this says.
+    """
+
+    def __init__(self, job: GenerateJob, scoring: Scoring | None = None) -> None:
+        self.job, self._scoring = job, scoring
         self._runner, self._log = asyncio.Runner(), os.memfd_create("stderr")
         self._engine = engine_type(job.settings)("the engine")
         self._responder = Responder(self._engine, job.settings.timeout_s)
@@ -235,8 +259,9 @@ class Speaker:
             print(f"megarl: {unused}", file=sys.stderr)
         print(f"megarl: starting an engine with {job.model} ...", file=sys.stderr, flush=True)
         os.dup2(self._log, 2)
+        setup = Setup(job.model, job.dtype, job.settings, job.sampling.seed, gpu=job.gpu, scoring=self._scoring)
         try:
-            self._runner.run(self._engine.start(Setup(job.model, job.dtype, job.settings, job.sampling.seed, gpu=job.gpu)))
+            self._runner.run(self._engine.start(setup))
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -255,9 +280,8 @@ class Speaker:
 
     def responses(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[list[dict[str, Any]]]:
         """Return `sampling.n` responses to each prompt, each with text, finish_reason and length in tokens."""
-        job, token_prompts = self.job, [TokenPrompt(prompt.id, prompt.tokens, images=prompt.images) for prompt in prompts]
-        sampling = job.sampling if seed is None else replace(job.sampling, seed=seed)
-        answers, ends = self._runner.run(generate(self._responder, token_prompts, sampling, job.settings.timeout_s)), end_tokens(job.model)
+        job, sampling = self.job, self.job.sampling if seed is None else replace(self.job.sampling, seed=seed)
+        ends = end_tokens(job.model)
         return [
             [
                 {
@@ -267,8 +291,17 @@ class Speaker:
                 }
                 for sample in one.samples
             ]
-            for one in answers
+            for one in self.samples(prompts, sampling)
         ]
+
+    def samples(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Generated]:
+        """Return the responses to each prompt, as tokens."""
+        token_prompts = [TokenPrompt(prompt.id, prompt.tokens, images=prompt.images) for prompt in prompts]
+        return self._runner.run(generate(self._responder, token_prompts, sampling, self.job.settings.timeout_s))
+
+    def scores(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        """Return the model's log-probs at all tokens of prompts and responses but the first, as `scoring` says."""
+        return self._runner.run(self._engine.score([sample.tokens.tolist() for sample in samples], self.job.settings.timeout_s))
 
 
 def answer(speaker: Speaker, out: Path | None) -> None:
@@ -277,16 +310,62 @@ def answer(speaker: Speaker, out: Path | None) -> None:
         for _ in _answered(speaker, None):
             pass
         return
+    with _whole(out) as file:
+        responses = sum(1 for _ in _answered(speaker, file))
+    say(f"megarl: wrote {responses:,} responses to {len(speaker.job.prompts):,} prompts into {out}")
+
+
+def teach(job: GenerateJob, count: int, out: Path) -> None:
+    """Write the responses with the model's likeliest tokens at each place, as `data.train.type=taught` reads them.
+
+    Args:
+        job: the request.
+        count: the number of tokens at each place.
+        out: the file; it is complete or absent.
+    """
+    from megarl.engines.teacher import Columns, named  # and with it Ray
+
+    vocabulary = len(job.tokenizer)
+    with _whole(out) as file:
+        with Speaker(job) as speaker:
+            parts = [job.prompts[first : first + PROMPTS] for first in range(0, len(job.prompts), PROMPTS)]
+            samples = [sample for part in parts for one in speaker.samples(part, job.sampling) for sample in one.samples]
+        scoring = Scoring(named(count, ModelDescription.read(job.model).vocab, vocabulary), temperature=1.0)
+        with Speaker(job, scoring) as teacher:
+            for first in range(0, len(samples), PROMPTS):
+                part = samples[first : first + PROMPTS]
+                for sample, scores in zip(part, teacher.scores(part), strict=True):
+                    column = Columns(count, vocabulary).column(scores)[sample.prompt_length - 1 :]
+                    file.write(json.dumps(taught_row(sample, column[:, :count], column[:, count : 2 * count])) + "\n")
+    say(f"megarl: wrote {len(samples):,} responses to {len(job.prompts):,} prompts into {out}, with {count} log-probs a token")
+
+
+def taught_row(sample: Sample, token_TK: np.ndarray, logp_TK: np.ndarray) -> dict[str, Any]:
+    """Return the row of a response.
+
+    Args:
+        sample: the response.
+        token_TK: the tokens that are named at each of its places.
+        logp_TK: their log-probs.
+    """
+    prompt, response = np.split(sample.tokens, [sample.prompt_length])
+    logps = [[round(float(logp), 6) for logp in logp_K] for logp_K in np.minimum(logp_TK, 0.0)]
+    columns = {"prompt_ids": prompt.tolist(), "response_ids": response.tolist(), "top_ids": token_TK.astype(int).tolist()}
+    return {**columns, "top_logps": logps, "finish_reason": sample.finish_reason}
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[TextIO]:
+    """A file that is there once it is complete."""
     partial = out.with_name(f"{out.name}.{secrets.token_hex(4)}.partial")
     try:
         with naming_files("generate"):
             file = partial.open("x", encoding="utf-8")
         with file:
-            responses = sum(1 for _ in _answered(speaker, file))
+            yield file
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
-    say(f"megarl: wrote {responses:,} responses to {len(speaker.job.prompts):,} prompts into {out}")
 
 
 def _answered(speaker: Speaker, file: TextIO | None) -> Iterator[dict[str, Any]]:

@@ -16,12 +16,14 @@ def sft(config: SftConfig) -> None:
     """Train on the conversations; the model is written to runs/<name>/model."""
     if has_finished(config):
         return
-    data, objective, settings = check_sft(config), Sft(config.sft.aggregation), config.sft
+    data, objective, settings = check_sft(config), Sft(config.sft.aggregation, config.sft.distillation), config.sft
 
     layout, tower = config.layout, TowerWork.of(config.model, config.layout)
 
     def plan(batch: Sequence[Conversation]) -> MiniBatch:
-        return mini_batch(objective, [sample(one) for one in batch], [0.0] * len(batch), layout.dp, settings.micro_batch_tokens, tower)
+        taught_N = [one.taught for one in batch if one.taught is not None] or None
+        given = [sample(one) for one in batch], [0.0] * len(batch)
+        return mini_batch(objective, *given, layout.dp, settings.micro_batch_tokens, tower, taught_N)
 
     def draw(indices: list[int]) -> MiniBatch:
         return plan([data.train[index] for index in indices])

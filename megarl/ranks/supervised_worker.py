@@ -46,6 +46,7 @@ class MiniBatch:
     split: Sequence[Sequence[Sequence[int]]]  # [data-parallel rank][micro-batch] -> sequences, as indices into the N axis
     weight_N: np.ndarray  # float32: weight of a loss token of the sequence
     margin_N: np.ndarray  # float32: by how much a chosen response should be better than the rejected one
+    taught_N: Sequence[np.ndarray] | None = None  # float32 [loss tokens, 2 K + 1]: what a teacher says of each (`megarl.data.taught`)
 
     @property
     def tokens(self) -> int:
@@ -53,7 +54,13 @@ class MiniBatch:
 
 
 def mini_batch(
-    objective: Objective, samples: Sequence[Sample], margin_N: Sequence[float], dp: int, capacity: int, tower: TowerWork | None = None
+    objective: Objective,
+    samples: Sequence[Sample],
+    margin_N: Sequence[float],
+    dp: int,
+    capacity: int,
+    tower: TowerWork | None = None,
+    taught_N: Sequence[np.ndarray] | None = None,
 ) -> MiniBatch:
     """Split samples over ranks and micro-batches, balanced by tokens; pairs stay together.
 
@@ -64,6 +71,7 @@ def mini_batch(
         dp: the number of data-parallel ranks.
         capacity: the largest number of tokens in a micro-batch.
         tower: as of `plan_step`.
+        taught_N: as of `MiniBatch`.
 
     Raises:
         ValueError: a sequence or pair does not fit, there are fewer of them than ranks, or there is no loss token (in a pair: on one side).
@@ -79,6 +87,7 @@ def mini_batch(
         split=[[[unit * u + side for u in units for side in range(unit)] for units in shard] for shard in shards],
         weight_N=objective.weights(count_N).float().numpy(),
         margin_N=np.array(margin_N, dtype=np.float32),
+        taught_N=taught_N,
     )
 
 
@@ -144,7 +153,8 @@ class SupervisedWorker(MegatronWorker):
         samples = [plan.samples[n] for n in members]
         batch = pack_scored(samples) if self._role == "rm" else pack(samples)
         weight_T, margin_T = (batch.spread(torch.tensor(value_N[members])) for value_N in (plan.weight_N, plan.margin_N))
-        return batch.with_extra(weight=torch.where(batch.mask_T, weight_T, 0.0), margin=margin_T)
+        batch = batch.with_extra(weight=torch.where(batch.mask_T, weight_T, 0.0), margin=margin_T)
+        return batch if plan.taught_N is None else batch.with_extra(taught=_taught(plan.taught_N, members, batch))
 
     def _loss_fn(self, output_RX: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         loss = self._loss(output_RX, row_T, batch)
@@ -167,6 +177,8 @@ class SupervisedWorker(MegatronWorker):
         objective = self._spec.objective
         if objective.head == "value":
             return objective.loss(values(output_RX, row_T, batch), batch, self._sum_over)
+        if "taught" in batch.extra_T:
+            return objective.loss(*self._compared(output_RX, row_T, batch), self._sum_over)
         logp_T, entropy_T = self._logprobs(output_RX, row_T, batch)
         return objective.loss(logp_T, batch.with_extra(entropy=entropy_T.detach()), self._sum_over)
 
@@ -176,6 +188,26 @@ class SupervisedWorker(MegatronWorker):
         group = self._grid.groups.tp
         return logprob_entropy(logits_RV, row_T, batch.target_T, 1.0, group, self._vocabulary, overwrite=True)  # nothing else reads them
 
+    def _compared(self, logits_RV: Tensor, row_T: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
+        """The log-probs of the targets, and the batch with its and the teacher's log-probs of the tokens that the teacher names."""
+        from megarl.parallel.logprobs import logprob_entropy_buckets
+
+        taught_TC, group = batch.extra_T["taught"], self._grid.groups.tp
+        count = taught_TC.shape[1] // 2
+        settings = (taught_TC[:, :count].long(), 1.0, group, self._vocabulary)
+        logp_T, entropy_T, policy_TB = logprob_entropy_buckets(logits_RV, row_T, batch.target_T, *settings, overwrite=True)
+        return logp_T, batch.with_extra(entropy=entropy_T.detach(), policy_buckets=policy_TB, teacher_buckets=taught_TC[:, count:])
+
     @property
     def _vocabulary(self) -> int:
         return self._trained.description.vocab
+
+
+def _taught(taught_N: Sequence[np.ndarray], members: Sequence[int], batch: Batch) -> Tensor:
+    """What the teacher says at each entry, float32 [T, 2 K + 1]; at masked ones, of which nothing is read, some K different tokens."""
+    width = taught_N[0].shape[1]
+    taught_TC = torch.zeros(len(batch), width)
+    taught_TC[:, : width // 2] = torch.arange(width // 2)
+    if members:
+        taught_TC[batch.mask_T] = torch.from_numpy(np.concatenate([taught_N[n] for n in members]))
+    return taught_TC

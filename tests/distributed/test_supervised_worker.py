@@ -11,7 +11,7 @@ import yaml
 
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.reward_model import BradleyTerry
-from megarl.algorithms.sft import Sft
+from megarl.algorithms.sft import Sft, StoredDistillation
 from megarl.batch import Sample, pack_scored
 from megarl.config import Layout, MuonSettings, OptimizerSettings
 from megarl.models import hf as directory
@@ -32,6 +32,8 @@ CAPACITY = 170  # tokens of a micro-batch: several are needed
 OBJECTIVES: dict[str, Objective] = {
     "sft": Sft(),
     "sft_by_response": Sft("seq-mean-token-mean"),
+    "taught": Sft(distillation=StoredDistillation(nll_weight=0.1)),
+    "taught_jsd": Sft("seq-mean-token-mean", StoredDistillation(divergence="jsd")),
     "rm": BradleyTerry(centre=0.1),
     **PREFERENCES,
     "dpo": PAIR_LOSSES["dpo_average"],
@@ -39,12 +41,12 @@ OBJECTIVES: dict[str, Objective] = {
 # With each layout the objectives that the suite tries on it; `--long` tries all.
 LAYOUTS: dict[str, tuple[Layout, list[str]]] = {
     "dp3_uneven": (Layout(ranks=3), ["dpo", "sft_by_response"]),
-    "tp2": (Layout(ranks=2, tp=2), [kind for kind in PREFERENCES if kind != "dpo"]),
+    "tp2": (Layout(ranks=2, tp=2), [*(kind for kind in PREFERENCES if kind != "dpo"), "taught"]),
     "pp2_vpp2": (Layout(ranks=2, pp=2, vpp=2), ["sft"]),
     "cp2": (Layout(ranks=2, cp=2), ["rm", "sft_by_response"]),
     "ep2": (Layout(ranks=2, ep=2), ["sft"]),
     "tp2_pp2": (Layout(ranks=4, tp=2, pp=2), ["sft", "rm", "simpo"]),
-    "cp2_tp2": (Layout(ranks=4, cp=2, tp=2), ["dpo"]),
+    "cp2_tp2": (Layout(ranks=4, cp=2, tp=2), ["dpo", "taught_jsd"]),
 }
 
 
@@ -69,7 +71,17 @@ def samples(seed: int = 4, seeing: Path | None = None) -> list[Sample]:
 
 def plan(objective: Objective, dp: int, seed: int = 4, seeing: Path | None = None) -> MiniBatch:
     margins, capacity = [0.3 * (n // 2) for n in range(2 * PAIRS)], CAPACITY if seeing is None else 2 * CAPACITY
-    return mini_batch(objective, samples(seed, seeing), margins, dp, capacity)
+    given = samples(seed, seeing)
+    teaches = isinstance(objective, Sft) and objective.distillation is not None
+    return mini_batch(objective, given, margins, dp, capacity, taught_N=[named(one, seed) for one in given] if teaches else None)
+
+
+def named(sample: Sample, seed: int, count: int = 5) -> np.ndarray:
+    """What a teacher of random logits says of a response's tokens."""
+    logit_TV = torch.randn(sample.response_length, TINY["vocab_size"], generator=torch.Generator().manual_seed(seed + len(sample.tokens)))
+    value_TK, token_TK = logit_TV.log_softmax(1).topk(count)
+    rest_T = torch.log1p(-value_TK.exp().sum(1, keepdim=True))
+    return torch.cat([token_TK.float(), value_TK, rest_T], 1).numpy()
 
 
 def worker(grid: Grid, path: Path, objective: Objective, muon: MuonSettings | None = None) -> SupervisedWorker:

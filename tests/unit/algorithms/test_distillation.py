@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megarl.algorithms.distillation import Distillation, Divergence, divergence
+from megarl.algorithms.sft import Sft, StoredDistillation
 from megarl.batch import Batch, Sample, pack
 from megarl.checks.data import LOOKED
 from megarl.checks.other_models import check_taught
@@ -215,3 +217,37 @@ def test_named_tokens_go_with_any_loss_of_advantages_and_without_a_pass_before_t
     with pytest.raises(ValueError, match=r"algorithm\.type=raft reads none"):
         config({"type": "raft"}, distillation={"teacher": "t", "top_k": 8})
     assert config({"type": "reinforce"}, distillation={"teacher": "t", "top_k": 8}).old_logp == "update"
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
+def test_the_loss_on_stored_log_probs_is_the_divergence_over_the_vocabulary(kind: Divergence) -> None:
+    """With all tokens named but two: then the others' bucket is the two together. Value and gradient, with the response's likelihood."""
+    torch.manual_seed(3)
+    batch, vocabulary, named = batch_of((True, False, True), (True,)), 7, 5
+    x_TV = torch.randn(len(batch), vocabulary, dtype=torch.float64, requires_grad=True)
+    teacher_TV = torch.randn(len(batch), vocabulary, dtype=torch.float64).log_softmax(1)
+    order_TV = teacher_TV.argsort(1, descending=True)
+
+    def buckets(lp_TV: Tensor) -> Tensor:
+        return torch.cat([lp_TV.gather(1, order_TV[:, :named]), lp_TV.gather(1, order_TV[:, named:]).logsumexp(1, keepdim=True)], 1)
+
+    lp_TV = x_TV.log_softmax(1)
+    lp_T = lp_TV.gather(1, batch.target_T[:, None] % vocabulary).squeeze(1)
+    given = batch.with_extra(entropy=lp_T.detach(), policy_buckets=buckets(lp_TV), teacher_buckets=buckets(teacher_TV))
+    objective = Sft(distillation=StoredDistillation(divergence=kind, coef=2.0, nll_weight=0.5))
+    loss = objective.loss(lp_T, given, lambda value: value)
+    [slope_TV] = torch.autograd.grad(loss.loss_T.sum(), x_TV, retain_graph=True)
+
+    p_TB, q_TB = buckets(lp_TV).exp(), buckets(teacher_TV).exp()
+    m_TB = (p_TB + q_TB) / 2
+    by_hand = {
+        "reverse_kl": (p_TB * (p_TB / q_TB).log()).sum(1),
+        "forward_kl": (q_TB * (q_TB / p_TB).log()).sum(1),
+        "jsd": 0.5 * ((p_TB * (p_TB / m_TB).log()).sum(1) + (q_TB * (q_TB / m_TB).log()).sum(1)),
+    }[kind]
+    expected_T = torch.where(batch.mask_T, 2 * by_hand - 0.5 * lp_T, 0.0)
+    [expected_TV] = torch.autograd.grad(expected_T.sum(), x_TV)
+    torch.testing.assert_close(loss.loss_T, expected_T, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(slope_TV, expected_TV, rtol=1e-10, atol=1e-12)
+    shown = {name: float(one.total / one.weight) for name, one in loss.mean.items()}
+    assert shown["sft/loss"] == pytest.approx(2 * shown["sft/divergence"] + 0.5 * shown["sft/nll"])

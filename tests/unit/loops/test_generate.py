@@ -46,6 +46,9 @@ REFUSED = [
     (["{model}", "--file", "{here}/empty.jsonl"], "--file: {here}/empty.jsonl holds no prompts"),
     (["{model}", "x", "--out", "{here}/rows.jsonl"], "--out {here}/rows.jsonl: already exists"),
     (["{model}", "x", "--out", "{here}/none/out.jsonl"], "--out {here}/none/out.jsonl: its directory does not exist"),
+    (["{model}", "x", "--top-logprobs", "4"], "--top-logprobs 4: needs --out, and 1 to "),
+    (["{model}", "x", "--top-logprobs", "1000", "--out", "{here}/out.jsonl"], "--top-logprobs 1000: needs --out, and 1 to "),
+    (["{model}", "x", "--top-logprobs", "0", "--out", "{here}/out.jsonl"], "--top-logprobs 0: needs --out, and 1 to "),
     (["{model}", "--chat", "--out", "{here}/out.jsonl"], "--out {here}/out.jsonl: a chat is not written"),
 ]
 
