@@ -125,6 +125,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(550, FAULTS, name="faults-joined", words="cluster_of_others"),
         _distributed(100, "family_weights"),
         _distributed(40, "saving"),
+        _tests(60, "tests/e2e/test_stored_logprobs.py"),
     ),
     (
         _tests(470, "tests/e2e/test_kills.py"),
@@ -148,13 +149,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(230, "tests/e2e/test_own_task.py"),
         _distributed(270, "megatron_checkpoints"),
         _tests(60, "tests/e2e/test_served_images.py"),
-        _tests(420, "tests/e2e/test_own_task.py"),
-        _tests(500, SLURM, name="slurm-ray", words=RAY),
-        _tests(240, "tests/e2e/test_members.py"),
-        _tests(40, "tests/e2e/test_old_logp.py"),
-        _tests(45, "tests/e2e/test_stored_logprobs.py"),
-        _distributed(120, "family_weights"),
-        _distributed(60, "shown_prompts"),
     ),
     (
         _tests(1000, FAULTS, name="faults-modes", words="any_process[ahead- or any_process[free-"),
