@@ -89,7 +89,7 @@ def test_the_ranks_read_the_responses_of_a_sum_with_a_reward_model() -> None:
         ranks: Any = SimpleNamespace(rewards=lambda responses: [len(response.text) / 4 for response in responses])
         train, held_out = scorers.rewards(ranks)
         assert train.on_ranks and held_out.on_ranks and train.judge is not None
-        prompt: Any = SimpleNamespace(text="1+3", answer="4", meta={})
+        prompt: Any = SimpleNamespace(text="1+3", answer="4", meta={}, given="1+3", images=())
         said: Any = SimpleNamespace(text="4", prompt=0, finished=True, episode=None)
         [score] = train.scores([prompt], [said])
     assert score == Score(2 * 1.0 + 100 * 0.25, {"right": 1.0, "judge": 0.25, "judge/model": 0.25})
