@@ -149,6 +149,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(230, "tests/e2e/test_own_task.py"),
         _distributed(270, "megatron_checkpoints"),
         _tests(60, "tests/e2e/test_served_images.py"),
+        _tests(60, "tests/e2e/test_image_modes.py"),
     ),
     (
         _tests(1000, FAULTS, name="faults-modes", words="any_process[ahead- or any_process[free-"),
