@@ -7,10 +7,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megarl.cli import main
 from megarl.config import CheckpointSettings, Layout, ModelSettings
 from megarl.models.description import ModelDescription
-from megarl.models.hf import Checkpoint, read_config
+from megarl.models.hf import read_config
 from megarl.models.hf_writer import described
 from megarl.parallel.backend import choose
 from megarl.parallel.build import build_chunks, transformer_config
@@ -23,6 +22,7 @@ from tests.distributed.checkpoint_work import build_part, verified
 from tests.distributed.tiny_families import Make
 from tests.rank_pool import Pool
 from tests.rows import rows
+from tests.unit.convert.converting import convert, stored
 from tools.make_tiny_model import FAMILIES, has_experts
 
 SUITE = ("qwen3_moe", "qwen2_tied", "deepseek_v3", "gpt_oss", "qwen3_next")
@@ -33,17 +33,6 @@ TP_EP, PP_VPP, ETP = Layout(ranks=2, tp=2, ep=2), Layout(ranks=2, pp=2, vpp=2), 
 def models(make: Make, long: bool) -> dict[str, Path]:
     """A model of every family, in the suite of some, whose vocabulary tensor parallelism must pad."""
     return {family: make(family) for family in (FAMILIES if long else SUITE)}
-
-
-def stored(path: Path) -> dict[str, tuple[torch.dtype, bytes]]:
-    """Every tensor of a Hugging Face directory: its dtype and bytes."""
-    with Checkpoint(path) as checkpoint:
-        found = {name: checkpoint.read(name) for name in checkpoint.tensors}
-        return {name: (tensor.dtype, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()) for name, tensor in found.items()}
-
-
-def convert(*arguments: Any) -> None:
-    assert main(["convert", *map(str, arguments)]) == 0
 
 
 def chunks_of(grid: Grid, path: Path, head: Literal["lm", "value"] = "lm") -> tuple[Any, ModelDescription]:

@@ -20,12 +20,6 @@ from tests.unit.data.test_rendering import TOOLS, USER, Row, conversations, says
 from tests.unit.data.written import written
 
 
-@pytest.fixture(scope="module")
-def tokenizers(tiny_model: Path) -> dict[str, Any]:
-    tiny = load_tokenizer(tiny_model)
-    return {name: dressed(tiny, name) for name in ("chatml", "llama3", "r1")}
-
-
 def test_on_bad_row_drop_leaves_bad_rows_out_and_shows_them(
     tokenizers: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

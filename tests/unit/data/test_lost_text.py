@@ -14,8 +14,7 @@ from megarl.data.preferences import load_preferences
 from megarl.data.shown import row_lines
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
-from megarl.data.tokenizer import load_tokenizer, unknown_characters
-from tests.unit.data.templates import dressed
+from megarl.data.tokenizer import unknown_characters
 from tests.unit.data.test_rendering import CALL, RESULT, TOOLS, USER, Row, chat, conversations, learned, says
 from tests.unit.data.written import written
 
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LACKS = "has characters that the tokenizer does not have"
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tiny_model: Path) -> dict[str, Any]:
-    tiny = load_tokenizer(tiny_model)
-    return {name: dressed(tiny, name) for name in ("chatml", "llama3", "qwen3", "gemma")}
 
 
 def load(kind: str, row: Row, tokenizer: Any, path: Path, **data: Any) -> Any:

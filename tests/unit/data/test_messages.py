@@ -12,19 +12,12 @@ from megarl.config import ConfigError, ConversationSource, FileSource, Preferenc
 from megarl.data.preferences import load_preferences
 from megarl.data.sources import load_prompts
 from megarl.data.supervised import load_answers, load_conversations
-from megarl.data.tokenizer import load_tokenizer
 from tests.unit.data.templates import TEMPLATES, dressed
 from tests.unit.data.test_rendering import USER, Row, conversations, learned, says
 from tests.unit.data.written import written
 
 LEFT_OUT = "megarl: data.train: keys of messages that the chat template leaves out: "
 SYSTEM = {"role": "system", "content": "Be brief"}
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tiny_model: Path) -> dict[str, Any]:
-    tiny = load_tokenizer(tiny_model)
-    return {name: dressed(tiny, name) for name in ("chatml", "qwen3", "llama3", "r1")}
 
 
 def calls(*arguments: Any, **more: Any) -> Row:

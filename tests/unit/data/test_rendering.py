@@ -71,12 +71,6 @@ TAKEN = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizers(tiny_model: Path) -> dict[str, Any]:
-    tiny = load_tokenizer(tiny_model)
-    return {name: dressed(tiny, name) for name in TEMPLATES}
-
-
 def conversations(path: Path, tokenizer: Any, *rows: Row, **data: Any) -> list[Conversation]:
     source = ConversationSource(path=written(path / "a.jsonl", *rows))
     return load_conversations(source, tokenizer, SftData(train=source, **data), 1024, "data.train")

@@ -427,18 +427,6 @@ def test_the_first_failed_batch_is_reported_not_those_it_stopped() -> None:
         assert time.monotonic() - begun < 10, "the other is not waited for"
 
 
-def test_the_deadline_bounds_a_call_of_many_batches() -> None:
-    def slow(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        time.sleep(0.1)
-        length_of(handler, body)
-
-    with serving(slow) as server:
-        begun = time.monotonic()
-        with pytest.raises(RewardUnavailable, match=r"reward\.source\.deadline_s=0\.5, within which"):
-            score(settings(server.url, batch_size=1, deadline_s=0.5), *"abcdefghijkl")
-        assert time.monotonic() - begun < 20
-
-
 def test_a_handshake_that_drips_does_not_outlast_the_limit() -> None:
     """The beginning of a TLS record of 16 KiB, then a byte at a time."""
 
