@@ -1,5 +1,6 @@
 """Engines serve the other families too: what is sent is what they hold, and what they say afterwards is transformers' answer."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import ConfigError
-from megarl.engines.engine import Setup
+from megarl.engines.engine import Engine, Setup
 from megarl.engines.generate import Generated, Sampling, TokenPrompt
 from megarl.engines.registry import check_engine
 from megarl.models.description import ModelDescription
@@ -145,6 +146,22 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+async def _assert_alone_fits(engine: Engine, model: Any, other: Callable[[], None]) -> None:
+    """The engine's log-probs are those of the model, and not of what `other` makes of it."""
+    drawn = torch.Generator().manual_seed(5)
+    prompts = [TokenPrompt(n, torch.randint(2, 128, (length,), generator=drawn).tolist()) for n, length in enumerate((9, 20, 31))]
+    sampled = await generate(engine, prompts, Sampling(n=2, temperature=1.0, max_tokens=24, seed=1))
+    samples = [sample for answer in sampled for sample in answer.samples]
+
+    def by_the_model() -> list[torch.Tensor]:
+        return [logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0) for sample in samples]
+
+    theirs = by_the_model()
+    gap = max(float((torch.from_numpy(sample.rollout_logp) - one).abs().max()) for sample, one in zip(samples, theirs, strict=True))
+    other()
+    assert gap < 1e-4 and max(float((one - two).abs().max()) for one, two in zip(theirs, by_the_model(), strict=True)) > 100 * gap
+
+
 async def _windows(tmp_path: Path, variant: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -153,17 +170,13 @@ async def _windows(tmp_path: Path, variant: str) -> None:
     engine = await _start(tmp_path / "model")
     try:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-        drawn = torch.Generator().manual_seed(5)
-        prompts = [TokenPrompt(n, torch.randint(2, 128, (length,), generator=drawn).tolist()) for n, length in enumerate((9, 20, 31))]
-        sampled = await generate(engine, prompts, Sampling(n=2, temperature=1.0, max_tokens=24, seed=1))
-        samples = [sample for answer in sampled for sample in answer.samples]
-        theirs = [logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0) for sample in samples]
-        gap = max(float((torch.from_numpy(sample.rollout_logp) - one).abs().max()) for sample, one in zip(samples, theirs, strict=True))
-        model.config.sliding_window = WINDOW + 1
-        for layer in model.model.layers:
-            layer.self_attn.sliding_window = WINDOW + 1
-        wider = [logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0) for sample in samples]
-        assert gap < 1e-4 and max(float((one - two).abs().max()) for one, two in zip(theirs, wider, strict=True)) > 100 * gap
+
+        def widen() -> None:
+            model.config.sliding_window = WINDOW + 1
+            for layer in model.model.layers:
+                layer.self_attn.sliding_window = WINDOW + 1
+
+        await _assert_alone_fits(engine, model, widen)
     finally:
         await engine.close()
 
@@ -184,17 +197,13 @@ async def _chosen(tmp_path: Path, family: str, heads: int) -> None:
         restore_configurations()
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
         ties = order_indexers(model)
-        drawn = torch.Generator().manual_seed(5)
-        prompts = [TokenPrompt(n, torch.randint(2, 128, (length,), generator=drawn).tolist()) for n, length in enumerate((9, 20, 31))]
-        sampled = await generate(engine, prompts, Sampling(n=2, temperature=1.0, max_tokens=24, seed=1))
-        samples = [sample for answer in sampled for sample in answer.samples]
-        theirs = [logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0) for sample in samples]
-        assert sum(ties) > 0 or heads != FEW_HEADS
-        gap = max(float((torch.from_numpy(sample.rollout_logp) - one).abs().max()) for sample, one in zip(samples, theirs, strict=True))
-        for layer in model.model.layers:
-            layer.self_attn.indexer.index_topk += 1
-        more = [logp(model, sample.tokens.tolist(), sample.prompt_length, 1.0) for sample in samples]
-        assert gap < 1e-4 and max(float((one - two).abs().max()) for one, two in zip(theirs, more, strict=True)) > 100 * gap
+
+        def choose_more() -> None:
+            assert sum(ties) > 0 or heads != FEW_HEADS
+            for layer in model.model.layers:
+                layer.self_attn.indexer.index_topk += 1
+
+        await _assert_alone_fits(engine, model, choose_more)
     finally:
         await engine.close()
 
