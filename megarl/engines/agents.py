@@ -48,7 +48,7 @@ class _Read:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _FinishedTurn:
     """A finished turn."""
 
     read: _Read
@@ -63,7 +63,7 @@ class AgentPlayer(Player):
     """Answers the agent of one episode, within the limits of the configuration, and keeps what was sampled."""
 
     def __post_init__(self) -> None:
-        self._said: dict[int, _Said] = {}  # by the number of the call
+        self._finished: dict[int, _FinishedTurn] = {}  # by the number of the call
         self._asked, self._written = 0, 0
         self._longest: int | None = None  # tokens of a context
         self._draws = Counter[bytes]()  # requests by their tokens and images
@@ -78,10 +78,10 @@ class AgentPlayer(Player):
         try:
             await asyncio.wait({playing, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             turn = self._failure.result() if self._failure.done() else playing.result()
-            error = None if self._said else NO_CALL
+            error = None if self._finished else NO_CALL
         except EnvironmentFailed as failure:
             # An agent that fails since a limit has refused its last request has not earned anything; it has not failed to be scored.
-            turn, error = Turn(None), None if self._refused and self._said else str(failure)
+            turn, error = Turn(None), None if self._refused and self._finished else str(failure)
         finally:
             self._over = True
             playing.cancel()
@@ -109,7 +109,7 @@ class AgentPlayer(Player):
         reply, answer = await self.tokens.apart(self._taken, number, question, read, sample)
         self._written += sample.response_length
         self._cut, self._refused = sample.finish_reason == "length" and limit == most, False
-        self._said[number] = reply
+        self._finished[number] = reply
         return answer
 
     def _room(self, context: Sequence[int]) -> int:
@@ -162,7 +162,7 @@ class AgentPlayer(Player):
             return _Read(list(prompt), None, "")
         self._check_size(prompt)
         before = max(
-            (one for one in list(self._said.values()) if one.read.dialogue is None and one.text and prompt.startswith(one.text)),
+            (one for one in list(self._finished.values()) if one.read.dialogue is None and one.text and prompt.startswith(one.text)),
             key=lambda one: len(one.text),
             default=None,
         )
@@ -186,7 +186,7 @@ class AgentPlayer(Player):
         self._count_images(question.messages)
         before = [
             one
-            for one in list(self._said.values())  # a copy, since another thread adds to it
+            for one in list(self._finished.values())  # a copy, since another thread adds to it
             if one.read.dialogue is not None and one.tools == question.tools and one.conversation == conversation[: len(one.conversation)]
         ]
         if not before:
@@ -222,7 +222,7 @@ class AgentPlayer(Player):
         except ValueError as error:
             raise Refusal(400, TOO_LONG, str(error)) from None
 
-    def _taken(self, number: int, question: ChatRequest, read: _Read, sample: Sample) -> tuple[_Said, Answer]:
+    def _taken(self, number: int, question: ChatRequest, read: _Read, sample: Sample) -> tuple[_FinishedTurn, Answer]:
         """Take a turn apart for the client."""
         spoken = sample.tokens[sample.prompt_length :].tolist()
         whole = decode(self.tokens.tokenizer, spoken, finished=False)
@@ -239,10 +239,10 @@ class AgentPlayer(Player):
         finished = sample.finish_reason == "stop"
         answer = Answer(number, shown, reasoning, calls, finished, sample.prompt_length, len(spoken))
         conversation = [*map(heard, question.messages), heard(answer.message)]
-        return _Said(read, sample, text if read.dialogue is not None else read.text + whole, question.tools, conversation), answer
+        return _FinishedTurn(read, sample, text if read.dialogue is not None else read.text + whole, question.tools, conversation), answer
 
     def _played(self, turn: Turn, error: str | None) -> Played:
-        replies = [self._said[number] for number in sorted(self._said)]
+        replies = [self._finished[number] for number in sorted(self._finished)]
         reason = "abort" if error is not None else "length" if self._cut else "stop"
         turns = contexts([one.sample for one in replies])
         sample = chained([joined(one, reason) for one in turns]) if turns else NOTHING

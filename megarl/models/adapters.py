@@ -96,13 +96,13 @@ def adapted(model: ModelDescription, settings: LoraSettings, head: HeadKind = "l
         ConfigError: the family has not one of the targets, the rank is larger than a matrix, or adapters of the family are not supported.
     """
     check_targets(model, settings, head)
-    found: dict[str, tuple[Weight, list[Factors]]] = {}
+    factors: dict[str, tuple[Weight, list[Factors]]] = {}
     for weight in model.weights(head):
         indices = adapted_matrices(weight.name, weight.hf, settings)
         if indices:
             weight = replace(weight, op=_as_layer(weight.op))
-            found[weight.name] = weight, [_factors(weight, index, settings.rank) for index in indices]
-    return found
+            factors[weight.name] = weight, [_factors(weight, index, settings.rank) for index in indices]
+    return factors
 
 
 def check_targets(model: ModelDescription, settings: LoraSettings, head: HeadKind) -> None:

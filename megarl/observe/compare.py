@@ -46,7 +46,7 @@ _KINDS = TypeAdapter(Ended)
 
 
 @dataclass(frozen=True)
-class Told:
+class RecordedRun:
     """A run as read from its files."""
 
     name: str
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def read(path: Path) -> Told:
+def read(path: Path) -> RecordedRun:
     """Read a run from its directory. ConfigError if it is not a run, or a file of it is invalid."""
     for name in ("metrics.jsonl", "config.yaml"):
         if not (path / name).is_file():
@@ -96,7 +96,7 @@ def read(path: Path) -> Told:
         rows = read_json_lines(path / "metrics.jsonl")
         has_summary = (path / "summary.json").exists()
         end = _KINDS.validate_json(json.dumps(read_json(path / "summary.json", MAX_BYTES)), strict=True) if has_summary else None
-        return Told(one_line(str(path), MAX_CHARS), rows, config, end, run_record.read(path))
+        return RecordedRun(one_line(str(path), MAX_CHARS), rows, config, end, run_record.read(path))
     except ValidationError as error:
         fault = error.errors()[0]
         place = one_line(".".join(map(str, fault["loc"])), MAX_CHARS)
@@ -111,13 +111,13 @@ def _flat(tree: Any, key: str) -> list[tuple[str, Any]]:
     return [leaf for name, value in tree.items() for leaf in _flat(value, f"{key}.{name}" if key else name)]
 
 
-def metrics(runs: Sequence[Told]) -> list[str]:
+def metrics(runs: Sequence[RecordedRun]) -> list[str]:
     """The names of the metrics to show, out of those that any of the runs has: held-out numbers first."""
     names = {name for run in runs for row in run.rows for name in row}
     return held_out(names, *SCORES, "accuracy", "loss") + [name for name in SHOWN if name in names]
 
 
-def table(runs: Sequence[Told]) -> list[str]:
+def table(runs: Sequence[RecordedRun]) -> list[str]:
     """The lines of the table: numbers by run, then the configuration keys that differ."""
     heads = ["", *(run.name for run in runs)]
     rows = [["steps", *(f"{max((row['step'] for row in run.rows), default=0):.0f}" for run in runs)]]
@@ -144,7 +144,7 @@ def table(runs: Sequence[Told]) -> list[str]:
     return [escaped("  ".join(cell.ljust(size) for cell, size in zip(row, width, strict=True)).rstrip()) for row in [heads, *rows]]
 
 
-def _seconds(run: Told) -> str:
+def _seconds(run: RecordedRun) -> str:
     seconds, _, starts = run.spent
     parts = [f"{seconds:,.0f}" + (f" in {starts} starts" if starts > 1 else "")] if starts else []
     return ", ".join(parts if run.end else [*parts, "not finished"])
@@ -158,7 +158,7 @@ def _cell(values: Sequence[float], how: str) -> str:
     return f"{values[0]:.4g}, {values[-1]:.4g}, {max(values):.4g}" if how.startswith("first") else f"{values[-1]:.4g}"
 
 
-def draw(runs: Sequence[Told], picture: Path) -> None:
+def draw(runs: Sequence[RecordedRun], picture: Path) -> None:
     """Draw a panel for each of the first MAX_PANELS metrics, with a line for each run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

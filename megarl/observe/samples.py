@@ -35,7 +35,7 @@ def _messages(prompt: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return prompt
 
 
-def _said(message: dict[str, Any]) -> str:
+def _message_text(message: dict[str, Any]) -> str:
     """A message's text, and its calls as JSON; one that only calls has no `content`."""
     calls = [json.dumps(message["tool_calls"], ensure_ascii=False)] if message.get("tool_calls") else []
     return " ".join([*filter(None, [message.get("content")]), *calls])
@@ -91,7 +91,7 @@ class SampleRecord:
         """The prompt as one text."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return "\n".join(f"{message['role']}: {_said(message)}" for message in self.prompt)
+        return "\n".join(f"{message['role']}: {_message_text(message)}" for message in self.prompt)
 
 
 _KINDS = TypeAdapter(SampleRecord)

@@ -179,12 +179,12 @@ def put_adapters(chunks: Iterable[Any], model: ModelDescription, settings: LoraS
     if settings.dropout:
         _put_random_states(seed, grid, next(chunks[0].parameters()).device)
     for chunk in map(unwrap, chunks):
-        own, layers, found = dict(chunk.named_parameters()), dict[str, list[Adapter]](), dict[str, Adapter]()
+        own, layers, by_name = dict(chunk.named_parameters()), dict[str, list[Adapter]](), dict[str, Adapter]()
         for name, known in canonical_names(chunk, own, grid.ep_rank).items():
             if known in parameters:
-                found[known] = Adapter(*parameters[known], settings, own[name], grid)
-                layers.setdefault(name.rpartition(".")[0], []).append(found[known])
-        chunk.add_module(NAME, Adapters(found, settings, grid))
+                by_name[known] = Adapter(*parameters[known], settings, own[name], grid)
+                layers.setdefault(name.rpartition(".")[0], []).append(by_name[known])
+        chunk.add_module(NAME, Adapters(by_name, settings, grid))
         for name, adapters in layers.items():
             layer = chunk.get_submodule(name)
             assert not hasattr(layer, "layer_norm_weight"), f"{name} normalises its input; see `build_chunks`"
@@ -192,12 +192,12 @@ def put_adapters(chunks: Iterable[Any], model: ModelDescription, settings: LoraS
                 layer.gating = _scoring(layer.gating, adapters[0], chunk.adapters)
             else:
                 layer.register_forward_hook(_adding(adapters, chunk.adapters))
-        for adapter in found.values():
+        for adapter in by_name.values():
             _initialise(adapter, seed, grid)
         if chunk.post_process and chunk.head == "value":
             chunk.output_layer.requires_grad_(True)
         if settings.init is not None:
-            _read_peft(found.values(), parameters.values(), settings, grid)
+            _read_peft(by_name.values(), parameters.values(), settings, grid)
         if chunk.pre_process:  # recomputation skips the gradients of a layer without an input that has one
             chunk.embedding.register_forward_hook(_with_gradient)
 
@@ -205,28 +205,28 @@ def put_adapters(chunks: Iterable[Any], model: ModelDescription, settings: LoraS
 @contextmanager
 def without_adapters(chunks: Iterable[Any]) -> Iterator[None]:
     """Within it, the chunks compute what the base model does, bit for bit."""
-    found = [unwrap(chunk).adapters for chunk in chunks]
-    for one in found:
+    adapters = [unwrap(chunk).adapters for chunk in chunks]
+    for one in adapters:
         one.active = False
     try:
         yield
     finally:
-        for one in found:
+        for one in adapters:
             one.active = True
 
 
 def adapters_of(chunks: Iterable[Any]) -> dict[str, Adapter]:
     """This rank's adapters by the canonical name of the parameter that each adapts; none if the model has none."""
-    found: dict[str, Adapter] = {}
+    by_name: dict[str, Adapter] = {}
     for chunk in map(unwrap, chunks):
-        found |= chunk.adapters.of if hasattr(chunk, NAME) else {}
-    return found
+        by_name |= chunk.adapters.of if hasattr(chunk, NAME) else {}
+    return by_name
 
 
 def settings_of(chunks: Iterable[Any]) -> LoraSettings | None:
     """The section `model.lora` of the model's adapters; None if it has none."""
-    found = [getattr(unwrap(chunk), NAME, None) for chunk in chunks]
-    return None if found[0] is None else found[0].settings
+    adapters = [getattr(unwrap(chunk), NAME, None) for chunk in chunks]
+    return None if adapters[0] is None else adapters[0].settings
 
 
 def factor_parameters(chunks: Iterable[Any]) -> dict[str, Tensor]:

@@ -139,19 +139,19 @@ class RoutingPass:
         """
         sums = {layer.number: layer.sums for layer in self._all}
         by_layer = {number: Mean(float(changed), float(compared)) for number, (changed, compared, _) in sums.items()}
-        found: dict[str, Metric] = {f"routing_by_layer/{name}_changed_{number}": changed for number, changed in by_layer.items()}
-        found[f"routing/{name}_changed_frac"] = functools.reduce(Mean.merge, by_layer.values(), Mean(0.0, 0.0))
+        values: dict[str, Metric] = {f"routing_by_layer/{name}_changed_{number}": changed for number, changed in by_layer.items()}
+        values[f"routing/{name}_changed_frac"] = functools.reduce(Mean.merge, by_layer.values(), Mean(0.0, 0.0))
         seen_2T = torch.cat([self._seen[index] for index in sorted(self._seen)], dim=1).to(torch.uint8)
         if self._grid.layout.pp > 1:
             seen_2T = seen_2T.to(choose().device)
             dist.all_reduce(seen_2T, op=dist.ReduceOp.MAX, group=self._grid.groups.pp)
         if self._grid.is_last_stage:
             moved, known = seen_2T.sum(1).tolist()
-            found[f"routing/{name}_changed_tokens"] = Mean(float(moved), float(known))
+            values[f"routing/{name}_changed_tokens"] = Mean(float(moved), float(known))
         if self._replay:
             sent = sum(sent for _, _, sent in sums.values())
-            found["routing/replay_hit_rate"] = Mean(float(sent), float(sum(layer.tokens for layer in self._all)))
-        return found
+            values["routing/replay_hit_rate"] = Mean(float(sent), float(sum(layer.tokens for layer in self._all)))
+        return values
 
     def check(self) -> None:
         """Raise RoutingError if tokens that should have been replayed were not."""

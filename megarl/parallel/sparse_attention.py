@@ -102,15 +102,15 @@ class SparseAttention(PackedAttention):
         chosen_RK = None
         if max(lengths) > self.topk:
             chosen_RK = self._chosen(x.detach().squeeze(1), qr.detach(), lengths)
-        found, start = [], 0
+        outputs, start = [], 0
         for q, k, v, length, count in runs:
             if length <= self.topk or chosen_RK is None:
-                found.append(self._attend(q, k, v, length, count))
+                outputs.append(self._attend(q, k, v, length, count))
             else:
                 parts = zip(*(part.unflatten(0, (count, -1)) for part in (q, k, v, chosen_RK[start : start + len(q)])), strict=True)
-                found += [self._attend_chosen(*part) for part in parts]
+                outputs += [self._attend_chosen(*part) for part in parts]
             start += len(q)
-        return torch.cat(found).flatten(1)
+        return torch.cat(outputs).flatten(1)
 
     @torch.no_grad()
     def _chosen(self, x: Tensor, latent: Tensor, lengths: list[int]) -> Tensor:

@@ -40,13 +40,13 @@ def local_parameters(chunks: Iterable[Any], ep_rank: int) -> dict[str, Tensor]:
 
     Adapters are not among them: see `lora.adapters_of`.
     """
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for chunk in map(unwrap, chunks):
         own = {name: tensor for name, tensor in (*chunk.named_parameters(), *weight_buffers(chunk)) if not name.startswith(ADAPTERS)}
         for given, name in canonical_names(chunk, own, ep_rank).items():
-            assert name not in found, f"{name} twice on one rank"
-            found[name] = own[given]
-    return found
+            assert name not in parameters, f"{name} twice on one rank"
+            parameters[name] = own[given]
+    return parameters
 
 
 def canonical_names(chunk: Any, names: Iterable[str], ep_rank: int) -> dict[str, str]:

@@ -209,13 +209,13 @@ class WorkerExtension:
         model.compute_logits = divided
 
     def megarl_adapter_fingerprints(self, targets: list[str]) -> dict[str, tuple[int, int]] | str:
-        found = Fingerprinter()
+        fingerprints = Fingerprinter()
 
         def read() -> None:
             for name, factor in held_adapter(self.get_model(), targets):
-                found.add(name, factor)
+                fingerprints.add(name, factor)
 
-        return _refusal(read) or {name: (one.value, one.numel) for name, one in found.digest().items()}
+        return _refusal(read) or {name: (one.value, one.numel) for name, one in fingerprints.digest().items()}
 
     def megarl_drafted(self) -> tuple[int, int]:
         """Return how many tokens were drafted since the last call, and how many of these accepted; the first call begins to count."""

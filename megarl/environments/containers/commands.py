@@ -114,7 +114,7 @@ class CommandContainer:
         """Start it. Raises ContainerGone with what the engine says if that fails."""
         ran = self._run(self._words.start, self._start_s)
         if ran.ended or ran.code:
-            raise ContainerGone(ran.ended or f"it does not start: {_said(ran)}")
+            raise ContainerGone(ran.ended or f"it does not start: {_error_line(ran)}")
         with self._lock:
             if self._stopped:  # meanwhile, when there was nothing to remove yet
                 self._run(self._words.stop, STOP_S)
@@ -128,13 +128,13 @@ class CommandContainer:
         """Write a file. Raises OSError and ContainerGone."""
         ran = self._inside(["sh", "-c", WRITE, "sh", str(Path(path).parent), path], FILE_S, 1000, data)
         if ran.ended or ran.code:
-            raise OSError(ran.ended or _said(ran))
+            raise OSError(ran.ended or _error_line(ran))
 
     def download(self, path: str, most: int) -> bytes:
         """Return a file. Raises OSError and ContainerGone."""
         ran = self._inside(["sh", "-c", READ, "sh", path], FILE_S, max(2 * most + 2, 4000), apart=True)
         if ran.ended or ran.code or len(ran.output) > most:
-            raise OSError(ran.ended or (_said(ran) if ran.code else f"more than {most} bytes"))
+            raise OSError(ran.ended or (_error_line(ran) if ran.code else f"more than {most} bytes"))
         return ran.output
 
     def stop(self) -> None:
@@ -159,7 +159,7 @@ class CommandContainer:
         if ran.code == KILLED and time.monotonic() - begun >= within_s:
             return Ran(ran.code, ran.output, f"not done after {within_s:g} s")
         if not 0 <= ran.code < OWN_ERRORS and self._run([*self._words.exec, self._words.name, "true"], FILE_S).code:
-            raise ContainerGone(f"it does not answer: {_said(ran)}")
+            raise ContainerGone(f"it does not answer: {_error_line(ran)}")
         return ran
 
     def _run(self, words: Sequence[str], within_s: float, most: int = 2000, data: bytes = b"", *, apart: bool = False) -> Ran:
@@ -192,7 +192,7 @@ class CommandContainer:
             return replace(ran, output=errors.read(SAID) + ran.output)
 
 
-def _said(ran: Ran) -> str:
+def _error_line(ran: Ran) -> str:
     """The last line of what an engine said, which is its error."""
     lines = ran.output.decode(errors="replace").strip().splitlines()
     return one_line(lines[-1]) if lines else f"exit status {ran.code}"

@@ -58,7 +58,7 @@ class ModalContainer:
     def start(self) -> None:
         """Start it. Raises ContainerGone with what the service says if that fails."""
         modal = self._modal
-        with self._told():
+        with self._service_errors():
             self._sandbox = modal.Sandbox.create(
                 *("sleep", "infinity"),
                 app=modal.App.lookup(self._source.app, create_if_missing=True),
@@ -78,12 +78,12 @@ class ModalContainer:
 
     def upload(self, path: str, data: bytes) -> None:
         """Write a file. Raises OSError and ContainerGone."""
-        with self._told():
+        with self._service_errors():
             self._sandbox.filesystem.write_bytes(data, path)
 
     def download(self, path: str, most: int) -> bytes:
         """Return a file. Raises OSError and ContainerGone."""
-        with self._told():
+        with self._service_errors():
             data: bytes = self._sandbox.filesystem.read_bytes(path)
         if len(data) > most:
             raise OSError(f"{len(data)} bytes, more than {most}")
@@ -104,7 +104,7 @@ class ModalContainer:
     def _inside(self, words: list[str], within_s: float, most: int, directory: str | None = None) -> Ran:
         limited = ["timeout", "--signal=KILL", f"{within_s:g}", *words]
         kept, begun = Kept(most), time.monotonic()
-        with self._told():
+        with self._service_errors():
             process = self._sandbox.exec("sh", "-c", MERGED, "sh", *limited, workdir=directory, timeout=int(within_s) + GRACE_S, text=False)
             for part in process.stdout:
                 kept.write(part)
@@ -116,7 +116,7 @@ class ModalContainer:
         return Ran(code, kept.value())
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _service_errors(self) -> Iterator[None]:
         """Raise what the service says of a file as OSError, and anything else as ContainerGone."""
         errors = self._modal.exception
         try:

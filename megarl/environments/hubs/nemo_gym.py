@@ -48,13 +48,13 @@ class NemoGym:
     def step(self, text: str, tokens: Sequence[int], finished: bool) -> tuple[Any, float, bool]:
         """Answer a turn."""
         if self._gymnasium:
-            self._output = [self._said(text)]
+            self._output = [self._message(text)]
             answer = self._post("step", self._answered())
             over = bool(answer["terminated"] or answer["truncated"])
             return answer.get("observation"), float(answer["reward"]), over
         calls = CLOSED_CALL.findall(text) if finished else []
         if not calls:
-            self._output.append(self._said(text))
+            self._output.append(self._message(text))
             return None, float(self._post("verify", self._answered())["reward"]), True
         return [{"role": "tool", "content": self._called(call)} for call in calls], 0.0, False
 
@@ -73,7 +73,7 @@ class NemoGym:
         self._output.append({"type": "function_call_output", "call_id": number, "output": answer})
         return answer
 
-    def _said(self, text: str) -> dict[str, Any]:
+    def _message(self, text: str) -> dict[str, Any]:
         parts = [{"type": "output_text", "text": text, "annotations": []}]
         return {"type": "message", "id": f"msg_{len(self._output)}", "role": "assistant", "status": "completed", "content": parts}
 

@@ -220,7 +220,7 @@ class SoftwareEpisode:
 
     def _bash(self, command: str) -> tuple[str, bool]:
         ran = self._container.exec(f"{self._task.shell}\n{command}", self._directory, self._host.settings.step_s, self._source.output_bytes)
-        return _told(ran), ran.ended is None and ran.code == 0
+        return _command_report(ran), ran.ended is None and ran.code == 0
 
     def _edit(self, path: str, old: str, new: str) -> tuple[str, bool]:
         place = posixpath.join(self._directory, path)
@@ -287,7 +287,7 @@ class SoftwareEpisode:
             return None
 
 
-def _told(ran: Ran) -> str:
+def _command_report(ran: Ran) -> str:
     """What the model reads of a command."""
     output = ran.output.decode(errors="replace")
     if ran.ended:

@@ -94,10 +94,10 @@ def check_cover(shards: Iterable[Shard]) -> None:
 
     Shards with different offsets are taken not to overlap: they lie on a grid.
     """
-    found: dict[str, list[Shard]] = defaultdict(list)
+    by_key: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
-        found[shard.key].append(shard)
-    for key, pieces in found.items():
+        by_key[shard.key].append(shard)
+    for key, pieces in by_key.items():
         if len({(piece.shape, piece.dtype) for piece in pieces}) > 1:
             raise ValueError(f"{key}: its pieces disagree on its shape or dtype")
         if len({piece.offset for piece in pieces}) != len(pieces):
