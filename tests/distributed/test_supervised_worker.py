@@ -40,7 +40,7 @@ OBJECTIVES: dict[str, Objective] = {
 }
 # With each layout the objectives that the suite tries on it; `--long` tries all.
 LAYOUTS: dict[str, tuple[Layout, list[str]]] = {
-    "dp3_uneven": (Layout(ranks=3), ["dpo", "sft_by_response"]),
+    "dp3_uneven": (Layout(ranks=3), ["dpo", "sft_by_response", "taught"]),
     "tp2": (Layout(ranks=2, tp=2), [*(kind for kind in PREFERENCES if kind != "dpo"), "taught"]),
     "pp2_vpp2": (Layout(ranks=2, pp=2, vpp=2), ["sft"]),
     "cp2": (Layout(ranks=2, cp=2), ["rm", "sft_by_response"]),
