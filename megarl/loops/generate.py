@@ -32,7 +32,7 @@ from megarl.data.messages import Message, arguments_of, checked, mapping, tools_
 from megarl.data.prompts import Prompt, Renderer
 from megarl.data.rows import Row, seen
 from megarl.data.tokenizer import load_tokenizer
-from megarl.engines.engine import RolloutError, Scoring, Setup, TokenScores
+from megarl.engines.engine import RolloutError, Scoring, Setup, Text, TokenScores
 from megarl.engines.generate import Generated, Sampling, TokenPrompt, generate, text_of
 from megarl.engines.registry import check_engine, engine_type
 from megarl.engines.responder import Responder
@@ -301,7 +301,7 @@ class Speaker:
 
     def scores(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """Return the model's log-probs at all tokens of prompts and responses but the first, as `scoring` says."""
-        return self._runner.run(self._engine.score([sample.tokens.tolist() for sample in samples], self.job.settings.timeout_s))
+        return self._runner.run(self._engine.score([Text(sample.tokens.tolist()) for sample in samples], self.job.settings.timeout_s))
 
 
 def answer(speaker: Speaker, out: Path | None) -> None:
