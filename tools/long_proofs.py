@@ -126,6 +126,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _distributed(100, "family_weights"),
         _distributed(40, "saving"),
         _tests(60, "tests/e2e/test_stored_logprobs.py"),
+        _tests(100, "tests/e2e/test_image_modes.py"),
     ),
     (
         _tests(470, "tests/e2e/test_kills.py"),
@@ -149,7 +150,6 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(230, "tests/e2e/test_own_task.py"),
         _distributed(270, "megatron_checkpoints"),
         _tests(60, "tests/e2e/test_served_images.py"),
-        _tests(60, "tests/e2e/test_image_modes.py"),
     ),
     (
         _tests(1000, FAULTS, name="faults-modes", words="any_process[ahead- or any_process[free-"),
