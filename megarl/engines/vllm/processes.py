@@ -15,7 +15,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from megarl.engines.vllm import gpt_oss, images, latent_norms, mamba
+from megarl.engines.vllm import delta_states, gpt_oss, images, latent_norms, mamba
 from megarl.sync.store import bind_stores
 from megarl.upstream.expect import expect
 
@@ -58,6 +58,7 @@ def _mend_models(config: Any) -> None:
     gpt_oss.install()
     images.install(config.model_config)
     mamba.install()
+    delta_states.install()
 
 
 def _enter() -> None:

@@ -27,6 +27,7 @@ from megarl.engines.vllm.cpu import logprobs as cpu_logprobs
 from megarl.engines.vllm.cpu import mla as cpu_mla
 from megarl.engines.vllm.cpu import packing as cpu_packing
 from megarl.engines.vllm.cpu import router as cpu_router
+from megarl.engines.vllm.cpu import rows as cpu_rows
 from megarl.engines.vllm.cpu import sinks as cpu_sinks
 from megarl.engines.vllm.cpu import sleep as cpu_sleep
 from megarl.engines.vllm.draft import DraftCounter, draft_of
@@ -73,6 +74,7 @@ def enter_engine_process() -> None:
         cpu_delta_net.install()
         cpu_sinks.install()
         cpu_drafts.install()
+        cpu_rows.install()
         _rest()
         if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
             # vLLM's AMX kernels (bf16) do not ask Linux for the tile registers first, and die of SIGILL. Workers inherit the permission.

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+from megarl.engines.vllm.cpu.rows import filled
 from megarl.upstream.expect import expect
 
 
@@ -73,8 +74,8 @@ def _ungated(
     total_TH = torch.zeros(hidden_states.shape)
     for expert in topk_ids.unique().tolist():
         token, place = (topk_ids == expert).nonzero(as_tuple=True)
-        out_NH = F.relu(hidden_states[token] @ w1[expert].T).square() @ w2[expert].T
-        total_TH.index_add_(0, token, out_NH.float() * topk_weights[token, place, None])
+        out_NH = F.relu(filled(hidden_states[token]) @ w1[expert].T).square() @ w2[expert].T
+        total_TH.index_add_(0, token, out_NH[: len(token)].float() * topk_weights[token, place, None])
     output.copy_(total_TH)
 
 

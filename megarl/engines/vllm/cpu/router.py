@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
+from megarl.engines.vllm.cpu.rows import filled
 from megarl.upstream.expect import expect
 
 
 def install() -> None:
-    """Choose experts without groups by scores of any kind, and with the model's bias.
+    """Choose experts without groups by scores of any kind, and with the model's bias; for a token always with the same bits.
 
     There vLLM 0.30.0 asserts that scores are a softmax, and drops the bias without a word
     (vllm/model_executor/layers/fused_moe/router/cpu_router.py:240): MiniMax-M2 cannot run, and Ernie-4.5 chooses other experts.
@@ -28,6 +29,10 @@ def install() -> None:
     )
 
     def compute_routing(router: Any, hidden: Tensor, logits_TE: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        weight_TK, expert_TK = chosen(router, filled(hidden), filled(logits_TE), *arguments, **named)
+        return weight_TK[: len(hidden)], expert_TK[: len(hidden)]
+
+    def chosen(router: Any, hidden: Tensor, logits_TE: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         bias, kind = router.e_score_correction_bias, router.scoring_func
         grouped = router.use_grouped_topk or router.custom_routing_function is not None
         if grouped or kind not in ("softmax", "sigmoid") or (kind == "softmax" and bias is None):
