@@ -19,12 +19,12 @@ from megarl.data.answers import text_of
 from megarl.data.images import ImageReader, reader_of
 from megarl.data.messages import arguments_of, tools_of
 from megarl.data.prompts import Prompt, Renderer
-from megarl.data.rendering import THOUGHT
 from megarl.data.rows import Row
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import hint
 from megarl.images import MARK
 from megarl.models.description import ModelDescription
+from megarl.text.reasoning import after_reasoning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,7 +122,7 @@ class TeacherPrompts:
         """The answer, without reasoning before it, of the first other response that is a solution; None if there is none."""
         others = (one for other, one in enumerate(attempts) if other != number)
         right = (one for one in others if one.reward is not None and one.reward >= self._settings.success)
-        return next((text for one in right if (text := one.text.rpartition(THOUGHT)[2].strip())), None)
+        return next((text for one in right if (text := after_reasoning(one.text).strip())), None)
 
     def _rendered(self, row: Row) -> np.ndarray:
         [made] = self._renderer.prompts([row], [0])

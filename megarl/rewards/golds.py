@@ -19,11 +19,6 @@ from typing import Any, Literal
 
 from megarl.data.answers import Answer, text_of
 
-REASONING = {  # what begins a model's reasoning, and what ends it or begins the answer
-    "<think>": "</think>",
-    "[THINK]": "[/THINK]",  # Ministral 3
-    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
-}
 SHOWN = 80  # characters of an answer in messages
 MAX_CHARS, LARGEST_POWER = 1000, 1000  # characters of a numeral, and its power of ten: both bound what its digits take
 DECIMALS, SMALL = 6, Fraction(1, 10**4)  # decimals to which math-verify compares floats; below SMALL, as many significant digits
@@ -206,7 +201,7 @@ def golds_of(answer: Answer) -> list[str]:
     if not isinstance(answer, str) or LISTED.fullmatch(answer) is None:
         return texts_of(answer)
     listed: Any = None
-    for read_list in (json.loads, ast.literal_eval):
+    for read_list in (json.loads, _python_list):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             listed = read_list(answer.strip())
             break
@@ -215,15 +210,12 @@ def golds_of(answer: Answer) -> list[str]:
     return listed
 
 
-def after_reasoning(response: str) -> str:
-    """Return what a response says after its reasoning; nothing if that has not ended.
-
-    The reasoning may have begun in the prompt. What it tries and rejects is no answer.
-    """
-    for opening, end in REASONING.items():
-        _, ended, rest = response.rpartition(end)
-        response = "" if not ended and rest.lstrip().startswith(opening) else rest
-    return response
+def _python_list(text: str) -> Any:
+    """Return a value as Python writes it. Raises ValueError for other spellings: of ['12' '13'], NumPy's, Python makes the text 1213."""
+    value = ast.literal_eval(text)
+    if "".join(str(value).split()) != "".join(text.split()):
+        raise ValueError("Python writes it otherwise")
+    return value
 
 
 def bare(text: str) -> str:

@@ -12,7 +12,6 @@ from megarl.rewards.golds import (
     LABEL,
     SHOWN,
     Meaning,
-    after_reasoning,
     bad,
     bare,
     decimals_of,
@@ -22,6 +21,7 @@ from megarl.rewards.golds import (
     read,
     same_number,
 )
+from megarl.text.reasoning import after_reasoning
 
 DOLLARS = re.compile(r"(?<!\\)\$([^$\\]*(?:\\.[^$\\]*)*)\$(?!\d)")
 JOINED = re.compile(r"(?:[\s,;]|\band\b|\bor\b)*")

@@ -18,8 +18,9 @@ from typing import Any
 
 from megarl.data.answers import Answer
 from megarl.imports import gc_paused
-from megarl.rewards.golds import after_reasoning, texts_of
+from megarl.rewards.golds import texts_of
 from megarl.rewards.mathematics import MathVerify
+from megarl.text.reasoning import after_reasoning
 
 Parts = dict[str, float | str]
 Verifier = Callable[[str, str, Answer, dict[str, Any]], tuple[float, Mapping[str, float | str]]]

@@ -57,10 +57,11 @@ def test_of_a_chat_the_last_message_is_replaced(tiny_model: Path) -> None:
 
 def test_a_solution_is_the_first_other_response_that_is_right_without_its_reasoning(tiny_model: Path) -> None:
     made = prompts_of(tiny_model, "{prompt} as {solution}")
-    attempts = [Attempt("wrong", 0.0), Attempt("so </think> cba", 1.0), Attempt("none", None), Attempt("it is cba", 0.5)]
+    attempts = [Attempt("wrong", 0.0), Attempt("so </think> cba", 1.0), Attempt("[THINK]so", 1.0), Attempt("none", None)]
+    attempts.append(Attempt("it is cba", 0.5))
     read = [text(tiny_model, one) for one in made.made(prompt_of(), attempts)]
     first, second = (f"Q: reverse abc as {solution}\nA: " for solution in ("cba", "it is cba"))
-    assert read == [first, second, first, first]
+    assert read == [first, second, first, first, first]
     assert made.made(prompt_of(), [Attempt("wrong", 0.0), Attempt("right", 1.0)])[1] is None
 
 

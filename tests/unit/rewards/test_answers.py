@@ -175,7 +175,7 @@ def test_a_list_of_texts_that_is_itself_a_text_is_that_list(gold: str) -> None:
         assert MATH("", f"\\boxed{{{gold}}}", written, {})[0] == 1.0
 
 
-@pytest.mark.parametrize("gold", ['["\\frac{1}{2}"]', '["\\text{Yes}"]', '["12", 13]', '["12" "13]'])
+@pytest.mark.parametrize("gold", ['["\\frac{1}{2}"]', '["\\text{Yes}"]', '["12", 13]', '["12" "13]', "['12' '13']"])
 def test_a_text_that_is_nearly_a_list_is_refused(gold: str) -> None:
     with pytest.raises(BadGold, match="looks like a list of quoted texts"):
         MATH.check_gold(gold)
