@@ -54,8 +54,8 @@ class Score:
 
     @classmethod
     def of(cls, value: float, parts: Mapping[str, float | str]) -> Self:
-        """Make a score of what a verifier returned; texts among its parts are feedback."""
-        texts = [part for part in parts.values() if isinstance(part, str) and part.strip()]
+        """Make a score of what a verifier returned; texts among its parts are feedback, with ? for half a surrogate pair."""
+        texts = [part.encode(errors="replace").decode() for part in parts.values() if isinstance(part, str) and part.strip()]
         numbers = {name: float(part) for name, part in parts.items() if not isinstance(part, str)}
         return cls(value, numbers, feedback="\n\n".join(texts) or None)
 

@@ -383,3 +383,9 @@ def test_no_scoring_process_outlives_the_run(ending: signal.Signals) -> None:
         time.sleep(0.05)
     assert not any(alive(pid) for pid in pids)
     driver.stdout.close()
+
+
+def test_feedback_is_a_text_that_a_tokenizer_takes() -> None:
+    """Half a surrogate pair stands for a byte of a program's output that is not UTF-8; an error of the tokenizer would end the run."""
+    score = Score.of(1.0, {"a/feedback": "line\n\udcff", "b/feedback": " ", "steps": 2})
+    assert score == Score(1.0, {"steps": 2.0}, feedback="line\n?")
