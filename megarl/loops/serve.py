@@ -22,7 +22,7 @@ from megarl.cluster.process_kinds import demand, files, processes
 from megarl.cluster.session import interface_address, ray_session
 from megarl.config import ConfigError, ServeConfig
 from megarl.data.answers import text_of
-from megarl.data.messages import arguments_of, checked, tools_of
+from megarl.data.messages import Message, arguments_of, checked, tools_of
 from megarl.data.prompts import Renderer
 from megarl.data.rows import Row
 from megarl.data.tokenizer import check_size, decode, encode
@@ -102,7 +102,7 @@ class Service:
             if not isinstance(sample, dict) or not isinstance(sample.get("response"), str):
                 raise ConfigError(f"{place}: needs a text 'prompt' and a text 'response'")
             given, images = self._seen(sample.get("prompt"), place)
-            chat = checked(given, place)
+            chat = given if isinstance(given, str) and given.strip() else checked(given, place)  # what is said may be messages in JSON
             meta = sample["meta"] if isinstance(sample.get("meta"), dict) else {}
             tools, arguments = tools_of(meta, place), arguments_of(meta, place)
             # Before the chat template, whose memory is unbounded in this thread. All keys count, since a template may read any of them.
@@ -134,20 +134,19 @@ class Service:
 
     def _seen(self, prompt: Any, place: str) -> tuple[Any, Sequence[Image]]:
         """Return a prompt with marks for its images, and these. Raises ConfigError for an image that is not taken."""
-        reader = self._renderer.reader
+        reader, messages = self._renderer.reader, list[Message]()
         if not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
             return prompt, ()
-        messages = [dict(message) for message in prompt]
-        for n, message in enumerate(messages):
-            if isinstance(content := message.get("content"), list) and isinstance(
-                parts := content_of(content, f"{place}: message {n}"), list
-            ):
-                message["content"] = parts
-                if reader is None or message.get("role") == "assistant":
-                    who = "the model sees no images" if reader is None else "images of the assistant are not read"
-                    raise ConfigError(f"{place}: message {n}: {who}")
-            elif not isinstance(content, str | None):
-                return prompt, ()  # which `checked` refuses
+        for n, message in enumerate(prompt):
+            content, where = message.get("content"), f"{place}: message {n}"
+            parts = content_of(content, where) if isinstance(content, list) else content
+            if isinstance(parts, list) and reader is None:
+                raise ConfigError(f"{where}: the model sees no images")
+            if isinstance(parts, list) and message.get("role") == "assistant":
+                raise ConfigError(f"{where}: images of the assistant are not read")
+            if not isinstance(parts, list) and not isinstance(content, str | None):
+                return prompt, ()  # which `checked` refuses: parts that are all texts, or no parts
+            messages.append({**message, "content": parts})
         try:
             return (prompt, ()) if reader is None else reader.heard(messages)
         except ConfigError as error:

@@ -66,8 +66,9 @@ def test_a_client_s_prompt_cannot_keep_the_chat_template_busy(tokenizer: PreTrai
     assert len(read.tokens) > 2
 
 
-def test_a_prompt_is_read_as_a_text_and_as_messages(tokenizer: PreTrainedTokenizerBase) -> None:
-    samples = [{"prompt": prompt, "response": "b"} for prompt in ("héllo", [{"role": "user", "content": "héllo"}])]
+@pytest.mark.parametrize("content", ["héllo", '[{"role": "user", "content": "a"}]'])
+def test_a_prompt_is_read_as_a_text_and_as_messages(tokenizer: PreTrainedTokenizerBase, content: str) -> None:
+    samples = [{"prompt": prompt, "response": "b"} for prompt in (content, [{"role": "user", "content": content}])]
     text, chat = service(tokenizer).read(samples)
     assert text.tokens.tolist() == chat.tokens.tolist()
     assert text.tokens[-1] == tokenizer.eos_token_id
