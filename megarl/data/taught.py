@@ -87,8 +87,13 @@ def taught(row: dict[str, Any], place: str, response: int, vocabulary: int) -> n
     mass_T = np.exp(logp_TK.astype(np.float64)).sum(1)
     if mass_T.max() > 1 + ABOVE:
         raise ConfigError(f"{place}: the probabilities of {LOGPS} at position {mass_T.argmax()} sum to {mass_T.max():.4f}, more than 1")
-    rest_T = np.log(np.maximum(1 - mass_T, LEAST))
-    return np.concatenate([token_TK, logp_TK, rest_T[:, None]], axis=1).astype(np.float32)
+    return with_rest(token_TK, logp_TK)
+
+
+def with_rest(token_TK: np.ndarray, logp_TK: np.ndarray) -> np.ndarray:
+    """Return named tokens, their log-probs and that of all others together (1 less the named ones, at least 1e-6), float32 [T, 2 K + 1]."""
+    rest_T = np.log(np.maximum(1 - np.exp(logp_TK.astype(np.float64)).sum(1), LEAST))
+    return np.concatenate([token_TK, logp_TK, rest_T[:, None]], axis=1, dtype=np.float32)
 
 
 def ids(value: Any, what: str, vocabulary: int, axes: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import ray
 
 from megarl.batch import Sample
 from megarl.config import TeacherServer
+from megarl.data.taught import with_rest
 from megarl.engines.actor import EngineActor
 from megarl.engines.engine import Engine, RolloutError, Setup, Text, TokenScores
 from megarl.engines.teacher_server import score
@@ -23,7 +24,6 @@ from megarl.images import within
 from megarl.rewards.score import RewardUnavailable
 
 COLUMN = "teacher_logp"
-LEAST = 1e-6  # probability: what float32 log-probs of the named tokens leave of 1 is not known more exactly
 SPARE = 16  # more tokens are named, if a teacher's vocabulary is larger than the policy's, since some may not be the policy's
 
 Unit = Sequence[tuple[int, int, int]]
@@ -57,8 +57,7 @@ class Columns:
             )
         order_TK = np.argsort(~known_TN, axis=1, kind="stable")[:, : self.top_k]
         token_TK, logp_TK = np.take_along_axis(token_TN, order_TK, 1), np.take_along_axis(logp_TN, order_TK, 1)
-        rest_T = np.log(np.maximum(1 - np.exp(logp_TK.astype(np.float64)).sum(1), LEAST))
-        return np.concatenate([token_TK, logp_TK, rest_T[:, None]], axis=1, dtype=np.float32)
+        return with_rest(token_TK, logp_TK)
 
     def store(self, units: Sequence[Unit], texts: Sequence[Text], scores: Sequence[TokenScores]) -> Stored:
         """Put the columns of each unit into the object store.

@@ -11,6 +11,7 @@ import torch
 
 from megarl.batch import Sample, pack
 from megarl.config import TeacherEngines
+from megarl.data.taught import LEAST
 from megarl.engines import teacher
 from megarl.engines.engine import RolloutError, Scoring, Setup, TokenScores, as_rollout
 from megarl.engines.teacher import Columns, EngineTeacher, named
@@ -96,7 +97,7 @@ def test_columns_are_the_models(host: Host, tiny: Path, temperature: float, top_
 def test_what_the_named_tokens_leave_is_never_nothing() -> None:
     token_TC, logp_TC = np.array([[9, 4, 2]], np.int32), np.log(np.array([[1e-9, 0.75, 0.25]], np.float32))
     row = Columns(2, 10).column(TokenScores(token_TC, logp_TC))[0]
-    assert row == pytest.approx([4, 2, np.log(0.75), np.log(0.25), np.log(teacher.LEAST)], abs=1e-6)
+    assert row == pytest.approx([4, 2, np.log(0.75), np.log(0.25), np.log(LEAST)], abs=1e-6)
 
 
 def test_a_teacher_that_names_too_few_of_the_policys_tokens_is_refused() -> None:
