@@ -128,7 +128,8 @@ class Roster:
         """End the run's actors without Ray's server: each machine's scan kills those there, and itself. It takes LEAVE_S at most."""
 
         def end() -> None:
-            calls = [machine.actor.leave.remote(self.actors.at.get(node, set())) for node, machine in self._machines.items()]
+            machines, actors = self._machines.copy(), self.actors  # the other thread may be changing them
+            calls = [machine.actor.leave.remote(actors.at.get(node, set())) for node, machine in machines.items()]
             if calls:
                 ray.wait(calls, num_returns=len(calls), timeout=LEAVE_S)
 

@@ -36,7 +36,7 @@ class ImageProcessor:
 
     def __init__(self, path: Path, least: int | None = None, most: int | None = None) -> None:
         self._path, self._least, self._most = path, least, most
-        self._sizes: dict[str, tuple[int, int]] = {}  # of files that were decoded, by their SHA-256
+        self._sizes = OrderedDict[str, tuple[int, int]]()  # of files that were decoded, by their SHA-256
         self._kept: OrderedDict[tuple[str, tuple[int, int, int]], Tensor] = OrderedDict()
 
     @cached_property
@@ -86,7 +86,7 @@ class ImageProcessor:
         inner, digest = self.inner, hashlib.sha256(data).hexdigest()
         width, height = self._sizes[digest] = self._sizes.get(digest) or opened(data).size
         if len(self._sizes) > KEPT_SIZES:
-            del self._sizes[next(iter(self._sizes))]
+            self._sizes.popitem(last=False)  # in one operation: several threads read
         try:
             patches = inner.get_number_of_image_patches(height, width, {})
             rows, columns = self._grid(height, width)
