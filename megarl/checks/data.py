@@ -129,8 +129,8 @@ class PromptReader:
 
     def _check_judges(self, prompts: Sequence[Prompt], key: str) -> None:
         """Say so on stderr if a server is sent prompts without their images; raise ConfigError if it is to get images that are not read."""
-        own = self.reward.eval is not None and not key.startswith("data.train")
-        for place, source in alone(self._scoring(key).source, "reward.eval" if own else "reward.source").items():
+        scoring = self._scoring(key)
+        for place, source in alone(scoring.source, "reward.source" if scoring is self.reward else "reward.eval").items():
             if not isinstance(source, HttpReward):
                 continue
             if (reader := self._images()) is None and source.images:

@@ -136,10 +136,10 @@ def load_answers(
         return _response(row, filled)
 
     def lesson(template: ChatTemplate, row: Row) -> Lesson:
-        said = response(row)
-        if row.images and marked(said):
+        reply = response(row)
+        if row.images and marked(reply):
             raise ConfigError(f"{row.place}: the response has {RESERVED}")
-        whole = replace(row, prompt=[*row.messages, *said])
+        whole = replace(row, prompt=[*row.messages, *reply])
         numbers = learned_messages(whole.messages, data.train_on == "last", row.place, len(row.messages))
         return replace(Lesson.of(template, whole, numbers), images=row.images)
 
