@@ -73,6 +73,9 @@ class SftSettings(SupervisedSettings):
     """Learn the teacher's log-probs that the data have (`type: taught`), by these settings; {} for the defaults."""
 
 
+OF_TEXTS = ("template", "system", "template_args", "control_tokens", "train_on")  # what of `data` says how texts become tokens
+
+
 class SftConfig(SupervisedConfig):
     """`megarl sft`: supervised training on response tokens."""
 
@@ -98,6 +101,9 @@ class SftConfig(SupervisedConfig):
             raise ValueError(
                 f"{name}.type=taught: sft.distillation is null, so that nothing reads the teacher's log-probs; give it, or {{}}"
             )
+        changed = [name for name in OF_TEXTS if getattr(self.data, name) != SftData.model_fields[name].default]
+        if changed and self.sft.distillation is not None:
+            raise ValueError(f"data.{changed[0]}: is for texts, and rows of data.train.type=taught are tokens; leave it out")
         return self
 
 

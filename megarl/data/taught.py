@@ -12,6 +12,7 @@ import numpy as np
 from megarl.config import ConfigError, SftData, TaughtSource
 from megarl.data.conversations import Conversation
 from megarl.data.files import taken_rows
+from megarl.data.images import check_folder
 from megarl.data.intake import UNUSED, Intake, TooLong
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ def load_taught(source: TaughtSource, tokenizer: PreTrainedTokenizerBase, data: 
         key: the source's dotted key, such as "data.train".
 
     Raises:
-        ConfigError: one line: the first row that is refused; rows that name different numbers of tokens; a file without rows.
+        ConfigError: one line: the first row that is refused; rows that name different numbers of tokens; a file without rows; a folder of
+            images, which nothing reads.
     """
+    check_folder(source, None, key)
     intake, vocabulary, widths = Intake.of(data), len(tokenizer), dict[int, str]()
 
     def conversation(item: tuple[str, dict[str, Any]]) -> Conversation:

@@ -89,3 +89,12 @@ def test_log_probs_and_their_loss_go_together(kind: str, distillation: Any, line
     given = {"name": "x", "model": {"path": "m"}, "data": {"train": {"type": kind, "path": "rows.jsonl"}}}
     with pytest.raises(ValueError, match=line):
         SftConfig.model_validate({**given, "sft": {"steps": 1, "distillation": distillation}})
+
+
+@pytest.mark.parametrize(
+    "unused", [{"system": "Be brief."}, {"chat": False, "template": "Q: {prompt}"}, {"control_tokens": "refuse"}, {"train_on": "last"}]
+)
+def test_settings_of_texts_are_refused_beside_tokens(unused: dict[str, Any]) -> None:
+    data = {"train": {"type": "taught", "path": "rows.jsonl"}, **unused}
+    with pytest.raises(ValueError, match=rf"data\.{[*unused][-1]}: is for texts, and rows of data\.train\.type=taught are tokens"):
+        SftConfig.model_validate({"name": "x", "model": {"path": "m"}, "data": data, "sft": {"steps": 1, "distillation": {}}})
