@@ -10,7 +10,7 @@ from megarl.algorithms import Algorithm
 from megarl.config.data import DataSettings, EvalSet, check_sets
 from megarl.config.environment import EnvironmentSettings
 from megarl.config.model import CriticSettings, DistillationSettings, Layout, OptimizerSettings, Placement
-from megarl.config.rewards import FunctionReward, HttpReward, RewardSettings, SumReward, model_of
+from megarl.config.rewards import FunctionReward, HttpReward, RewardSettings, SumReward, alone, model_of
 from megarl.config.rollout import SyncSettings, TrainRolloutSettings
 from megarl.config.routing import RoutingSettings
 from megarl.config.run import TrainingSettings
@@ -231,15 +231,12 @@ class TrainConfig(TrainingSettings):
                 f"distillation.prompt: {{solution}} is another response to the prompt, but rollout.samples_per_prompt="
                 f"{self.rollout.samples_per_prompt}"
             )
-
-        if self.distillation.shows("feedback"):
-            source = self.reward.source
-            sources = [part.source for part in source.parts] if isinstance(source, SumReward) else [source]
-            if not any(isinstance(one, FunctionReward | HttpReward) for one in sources):
-                raise ValueError(
-                    f"distillation.prompt: {{feedback}} is what the verifier says about a response, and reward.source.type={source.type} "
-                    "says nothing; a function or a server (http) returns it beside the score"
-                )
+        source, speaking = self.reward.source, FunctionReward | HttpReward
+        if self.distillation.shows("feedback") and not any(isinstance(one, speaking) for one in alone(source).values()):
+            raise ValueError(
+                f"distillation.prompt: {{feedback}} is what the verifier says about a response, and reward.source.type={source.type} "
+                "says nothing; a function or a server (http) returns it beside the score"
+            )
 
     def _check_placement(self) -> None:
         """Raise ValueError if ranks are given to a model that the run does not have, or more data-parallel ranks than sequences."""
