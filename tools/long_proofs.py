@@ -92,7 +92,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(660, "tests/e2e/test_ahead.py"),
         _tests(60, "tests/e2e/test_watch.py"),
         _tests(120, "tests/e2e/test_steps.py"),
-        _distributed(115, "family_training"),
+        _distributed(140, "family_training"),
         _distributed(60, "family_stages"),
         _distributed(60, "convert"),
         _distributed(50, "layouts"),
@@ -118,6 +118,7 @@ PARTS: tuple[tuple[Proof, ...], ...] = (
         _tests(1100, SLURM, name="slurm-nodes", words=NODES),
         _tests(140, "tests/e2e/test_routing.py"),
         _distributed(45, "plan"),
+        _distributed(75, "family_gradients"),
         _distributed(40, "teachers"),
     ),
     (

@@ -228,6 +228,8 @@ def build(
     model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(config)
     if family != "qwen3_moe":
         _stir(model)
+    if sees:
+        _embed_padding(model)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(out)
     if family == "qwen3_vl_moe":
@@ -400,6 +402,19 @@ def _stir(model: PreTrainedModel) -> None:
     for tensor in model.parameters():
         if tensor.ndim == 2 and not tensor.any():  # Ernie-4.5's routers
             tensor.data += 0.06 * torch.randn(tensor.shape, generator=generator)
+
+
+def _embed_padding(model: PreTrainedModel) -> None:
+    """Randomize the embedding of the padding token, which transformers fills with zeros, and which responses may have.
+
+    At 0 a norm multiplies the gradient by a thousand, and a delta net, whose output has a gate without a bias, hands on 0 to the next norm.
+    One such token in Qwen3.5's first layer has made a gradient of 1e5, here and in transformers alike.
+    """
+    import torch
+
+    embedding = model.get_input_embeddings()
+    generator = torch.Generator().manual_seed(8)
+    embedding.weight.data[embedding.padding_idx] = 0.06 * torch.randn(embedding.embedding_dim, generator=generator)
 
 
 def main() -> None:

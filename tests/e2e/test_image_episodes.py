@@ -43,7 +43,7 @@ def test_a_run_that_sees_pictures_goes_on_as_if_nothing_had_been(
     rows = straight.steps()
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["training/logprob_gap_mean"] <= 1e-5 < rows[1]["training/logprob_gap_mean"], "old weights have sampled the second"
-    assert all(row["routing/replay_hit_rate"] == 1.0 and row["actor/grad_norm"] > 0 for row in rows)
+    assert all(row["routing/replay_hit_rate"] == 1.0 and 0 < row["actor/grad_norm"] < 100 for row in rows)
     assert all(row["environment/failed"] == 0 and row["environment/turns/mean"] == 2 for row in rows)
     run = straight.runs / "job"
     page = (run / "report.html").read_text()
