@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from megarl.data.tokenizer import load_tokenizer
 from megarl.host.termination import SIGNALS
 from tests.real_tokenizers import MODELS, real_tokenizers
+from tools.make_tiny_model import build
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,14 @@ def own_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of texts and images. No test may change it."""
+    out = tmp_path_factory.mktemp("seeing") / "model"
+    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
+    return out
 
 
 @pytest.fixture(scope="session")

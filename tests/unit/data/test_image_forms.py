@@ -21,14 +21,6 @@ from megarl.image_source import BadImage, ImageSource
 from megarl.images import MARK
 from megarl.models.image_processor import ImageProcessor, mime, opened
 from tests.image_samples import PAD, picture
-from tools.make_tiny_model import build
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("seeing") / "model"
-    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
-    return out
 
 
 def saved(image: Pillow.Image, form: str = "PNG", **more: Any) -> bytes:
@@ -104,7 +96,7 @@ def prompts(path: Path, file: Path, rows: list[dict[str, Any]], sees: bool = Tru
     return list(load_prompts(source, load_tokenizer(path), SourceFormat(**data), 400, "data.train", reader=reader))
 
 
-def test_the_only_image_of_a_row_may_have_a_column_of_its_own(path: Path, tmp_path: Path) -> None:
+def test_the_only_image_of_a_row_may_have_a_column_of_its_own(seeing: Path, tmp_path: Path) -> None:
     """As Hugging Face's Image feature writes it, or as LLaVA's data name it; a text that stands for nothing is no image."""
     (tmp_path / "a.png").write_bytes(data := picture(np.random.default_rng(1)))
     text: dict[str, Any] = {"prompt": "<image>what?", "answer": "1"}
@@ -113,12 +105,12 @@ def test_the_only_image_of_a_row_may_have_a_column_of_its_own(path: Path, tmp_pa
         {"image": {"bytes": None, "path": "a.png"}},
         {"images": [{"bytes": data}]},
     ]
-    several = [prompts(path, tmp_path / "rows.parquet", [text | form])[0] for form in forms]
-    several += [prompts(path, tmp_path / "rows.jsonl", [text | form])[0] for form in ({"image": "a.png"}, {"images": "a.png"})]
+    several = [prompts(seeing, tmp_path / "rows.parquet", [text | form])[0] for form in forms]
+    several += [prompts(seeing, tmp_path / "rows.jsonl", [text | form])[0] for form in ({"image": "a.png"}, {"images": "a.png"})]
     for one in several:
         assert one.tokens == several[0].tokens and [placed.image.read() for placed in one.images] == [data]
         assert not any(isinstance(value, dict | bytes) for value in one.meta.values())
-    [container] = prompts(path, tmp_path / "rows.jsonl", [{"prompt": "what?", "answer": "1", "image": "docker.io/a/b:latest"}])
+    [container] = prompts(seeing, tmp_path / "rows.jsonl", [{"prompt": "what?", "answer": "1", "image": "docker.io/a/b:latest"}])
     assert not container.images and container.meta == {"image": "docker.io/a/b:latest"}
     for columns, message in (
         ({"image": {"bytes": data}, "prompt": "what?"}, r"the column 'image' has 1 images that no part stands for$"),
@@ -126,17 +118,17 @@ def test_the_only_image_of_a_row_may_have_a_column_of_its_own(path: Path, tmp_pa
         ({"videos": ["a.mp4"]}, r"its column 'videos' is not taken: texts and images are read$"),
     ):
         with pytest.raises(ConfigError, match=rf"rows\.\w+:1: {message}"):
-            prompts(path, tmp_path / ("rows.parquet" if "bytes" in str(columns) else "rows.jsonl"), [text | columns])
+            prompts(seeing, tmp_path / ("rows.parquet" if "bytes" in str(columns) else "rows.jsonl"), [text | columns])
 
 
-def test_images_that_a_model_is_not_shown_are_named(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_that_a_model_is_not_shown_are_named(seeing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "megarl: data.train: columns of images, videos or sounds that the model is not shown: "
     row: dict[str, Any] = {"prompt": "what?", "answer": "1"}
-    prompts(path, tmp_path / "rows.jsonl", [row | {"images": ["a.png"], "videos": ["b"], "image": "alpine"}], sees=False)
+    prompts(seeing, tmp_path / "rows.jsonl", [row | {"images": ["a.png"], "videos": ["b"], "image": "alpine"}], sees=False)
     assert capsys.readouterr().err == f"{line}images, videos\n"
-    prompts(path, tmp_path / "rows.jsonl", [row | {"image": "a.png", "images": []}])
+    prompts(seeing, tmp_path / "rows.jsonl", [row | {"image": "a.png", "images": []}])
     assert capsys.readouterr().err == f"{line}image\n"
-    prompts(path, tmp_path / "rows.jsonl", [row | {"image": "alpine", "images": []}])
+    prompts(seeing, tmp_path / "rows.jsonl", [row | {"image": "alpine", "images": []}])
     assert not capsys.readouterr().err
 
 
@@ -150,21 +142,21 @@ MARKED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_what_stands_for_images_is_refused_in_all_that_a_template_reads(path: Path, tmp_path: Path, name: str) -> None:
+def test_what_stands_for_images_is_refused_in_all_that_a_template_reads(seeing: Path, tmp_path: Path, name: str) -> None:
     """It would be taken for the first image, and a part of the text would be lost."""
     columns, more, message = MARKED[name]
     (tmp_path / "a.png").write_bytes(picture(np.random.default_rng(1)))
     chat = [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b", **more}]
     (file := tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat, "images": ["a.png"], **columns}))
-    source, reader = ConversationSource(type="conversations", path=file), ImageReader(ImageProcessor(path), PAD, 400, "sft.max_tokens")
+    source, reader = ConversationSource(type="conversations", path=file), ImageReader(ImageProcessor(seeing), PAD, 400, "sft.max_tokens")
     with pytest.raises(ConfigError, match=rf"rows\.jsonl:1: {message}, which stands for images here$"):
-        load_conversations(source, load_tokenizer(path), SftData(train=source), 400, "data.train", reader)
+        load_conversations(source, load_tokenizer(seeing), SftData(train=source), 400, "data.train", reader)
 
 
 @pytest.mark.parametrize(("least", "most"), [(None, None), (None, 300), (256, 256), (4096, 4096), (1000, 1200)])
-def test_no_image_has_more_tokens_than_the_engine_is_told(path: Path, least: int | None, most: int | None) -> None:
+def test_no_image_has_more_tokens_than_the_engine_is_told(seeing: Path, least: int | None, most: int | None) -> None:
     """Narrow ones have more tokens than pixels of `max_pixels` make: 1 x 200 is one token high."""
-    processor = ImageProcessor(path, least, most)
+    processor = ImageProcessor(seeing, least, most)
     sizes = [(1, 1), (1, 200), (200, 1), (3, 599), (1, 150), (2, 90), (10, 10), (37, 61), (64, 65), (100, 3000), (11, 500), (5, 990)]
     tokens = [processor.read(saved(Pillow.new("RGB", size)), ImageSource("")).tokens for size in sizes]
     assert max(tokens) <= processor.most_tokens and min(tokens) >= 1
@@ -174,11 +166,11 @@ def test_no_image_has_more_tokens_than_the_engine_is_told(path: Path, least: int
         processor.read(saved(Pillow.new("RGB", (1, 10_000))), ImageSource(""))
 
 
-def test_an_answer_with_what_stands_for_images_is_refused_by_its_row(path: Path, tmp_path: Path) -> None:
+def test_an_answer_with_what_stands_for_images_is_refused_by_its_row(seeing: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture(np.random.default_rng(1)))
     answer = [{"role": "assistant", "content": "a"}, {"role": "user", "content": MARK}, {"role": "assistant", "content": "b"}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>a", "images": ["a.png"], "answer": answer}))
     source = FileSource(type="file", path=tmp_path / "rows.jsonl", answer_key="answer")
-    reader = ImageReader(ImageProcessor(path), PAD, 400, "sft.max_tokens")
+    reader = ImageReader(ImageProcessor(seeing), PAD, 400, "sft.max_tokens")
     with pytest.raises(ConfigError, match=r"rows\.jsonl:1: the response has U\+FDD0, which stands for images here$"):
-        load_answers(source, load_tokenizer(path), SftData(train=source), 400, "data.train", reader)
+        load_answers(source, load_tokenizer(seeing), SftData(train=source), 400, "data.train", reader)

@@ -29,14 +29,6 @@ from megarl.images import MARK, axes_of
 from megarl.models.description import ModelDescription
 from megarl.models.image_processor import MOST_PIXELS, ImageProcessor
 from tests.image_samples import END, PAD, START, image_of, picture
-from tools.make_tiny_model import build
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("seeing") / "model"
-    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
-    return out
 
 
 def load(
@@ -61,7 +53,7 @@ def asked(*parts: Any, answer: str = "two", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}], **more}
 
 
-def test_images_are_where_the_template_has_them_and_no_image_token_is_learned(path: Path, tmp_path: Path) -> None:
+def test_images_are_where_the_template_has_them_and_no_image_token_is_learned(seeing: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     files = [picture(rng), picture(rng, "JPEG"), picture(rng, "WEBP")]
     for number, data in enumerate(files):
@@ -71,17 +63,17 @@ def test_images_are_where_the_template_has_them_and_no_image_token_is_learned(pa
     row = asked("see ", image, {"type": "image"}, " and ", {"type": "image_url", "image_url": {"url": url}}, "?", images=["1.img"])
     turns = [*row["messages"], {"role": "user", "content": [image, "again"]}, {"role": "assistant", "content": "yes"}]
     turns[2]["content"][1] = {"type": "text", "text": "again"}
-    one, text = load(path, tmp_path, [{**row, "messages": turns}, asked("no image at all")])
+    one, text = load(seeing, tmp_path, [{**row, "messages": turns}, asked("no image at all")])
     assert text.images == () or text.images == []
     assert [placed.image.read() for placed in one.images] == [*files, files[0]]
     for placed in one.images:
         assert (one.tokens[placed.start : placed.end] == PAD).all()
         assert one.tokens[placed.start - 1] == START and one.tokens[placed.end] == END
     learned = one.tokens[one.prompt_length :][one.loss_mask]
-    assert load_tokenizer(path).decode(learned) == "two<|end|>yes<|end|>" and MARK not in load_tokenizer(path).decode(one.tokens)
+    assert load_tokenizer(seeing).decode(learned) == "two<|end|>yes<|end|>" and MARK not in load_tokenizer(seeing).decode(one.tokens)
 
 
-def test_a_content_that_is_a_text_has_its_images_where_verl_writes_them(path: Path, tmp_path: Path) -> None:
+def test_a_content_that_is_a_text_has_its_images_where_verl_writes_them(seeing: Path, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(picture(np.random.default_rng(1)))
     (tmp_path / "b").write_bytes(picture(np.random.default_rng(2)))
     texts: dict[str, Any] = {
@@ -89,21 +81,21 @@ def test_a_content_that_is_a_text_has_its_images_where_verl_writes_them(path: Pa
         "images": ["a", "b"],
     }
     parts = asked({"type": "image", "image": "a"}, "x", {"type": "image", "image": "b"}, " y", answer="z")
-    one, other, bare = load(path, tmp_path, [texts, parts, {**texts, "images": None}])
+    one, other, bare = load(seeing, tmp_path, [texts, parts, {**texts, "images": None}])
     assert np.array_equal(one.tokens, other.tokens) and one.images == other.images and not bare.images
     for images, message in (
         (["a"], "names no image, and the column 'images' has no more"),
         (["a"] * 3, "has 1 images that no part stands"),
     ):
         with pytest.raises(ConfigError, match=rf"train\.jsonl:1: [^\n]*{message}"):
-            load(path, tmp_path, [{**texts, "images": images}])
+            load(seeing, tmp_path, [{**texts, "images": images}])
     later = [*texts["messages"], {"role": "user", "content": "<image> again"}, {"role": "assistant", "content": "an <image>"}]
     with pytest.raises(ConfigError, match=r"train\.jsonl:1: message 2: part 1: names no image, and the column 'images' has no more$"):
-        load(path, tmp_path, [{**texts, "messages": later}])
-    assert len(load(path, tmp_path, [{**texts, "messages": later}, texts], on_bad_row="drop")) == 1
+        load(seeing, tmp_path, [{**texts, "messages": later}])
+    assert len(load(seeing, tmp_path, [{**texts, "messages": later}, texts], on_bad_row="drop")) == 1
 
 
-def test_positions_and_patches_are_those_of_transformers(path: Path, tmp_path: Path) -> None:
+def test_positions_and_patches_are_those_of_transformers(seeing: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
     rng = np.random.default_rng(2)
@@ -111,13 +103,13 @@ def test_positions_and_patches_are_those_of_transformers(path: Path, tmp_path: P
     for number, file in enumerate(data):
         (tmp_path / str(number)).write_bytes(file)
     images = [{"type": "image", "image": str(number)} for number in range(3)]
-    [one] = load(path, tmp_path, [asked("a", images[0], images[1], "b c", images[2])])
+    [one] = load(seeing, tmp_path, [asked("a", images[0], images[1], "b c", images[2])])
     tokens = torch.from_numpy(one.tokens[None].astype(np.int64))
     grids = torch.tensor([placed.image.grid for placed in one.images])
-    theirs, _ = AutoModelForImageTextToText.from_pretrained(path).model.get_rope_index(tokens, (tokens == PAD).int(), grids)
+    theirs, _ = AutoModelForImageTextToText.from_pretrained(seeing).model.get_rope_index(tokens, (tokens == PAD).int(), grids)
     assert np.array_equal(axes_of(len(one.tokens), one.images), theirs[:, 0].numpy())
     assert np.array_equal(axes_of(40, one.images), theirs[:, 0, :40].numpy())
-    processor = ImageProcessor(path)
+    processor = ImageProcessor(seeing)
     assert processor.pixels(one.images[0].image) is processor.pixels(one.images[0].image)
 
 
@@ -157,7 +149,7 @@ BAD: dict[str, tuple[bytes | str, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_image_refuses_its_row_by_name_or_is_left_out(
-    path: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    seeing: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, message = BAD[name]
     (tmp_path / "good").write_bytes(picture(np.random.default_rng(4)))
@@ -165,8 +157,8 @@ def test_a_bad_image_refuses_its_row_by_name_or_is_left_out(
         (tmp_path / "bad").write_bytes(data)
     good, bad = asked({"type": "image", "image": "good"}), asked({"type": "image", "image": "bad" if isinstance(data, bytes) else data})
     with pytest.raises(ConfigError, match=rf"train\.jsonl:2: message 0: part 0: the image is refused: [^\n]*({message})[^\n]*$"):
-        load(path, tmp_path, [good, bad])
-    assert len(load(path, tmp_path, [good, bad, good], on_bad_row="drop")) == 2
+        load(seeing, tmp_path, [good, bad])
+    assert len(load(seeing, tmp_path, [good, bad, good], on_bad_row="drop")) == 2
     assert "1 bad row is left out" in capsys.readouterr().err
 
 
@@ -185,42 +177,42 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_part_that_is_not_taken_is_named(path: Path, tmp_path: Path, name: str) -> None:
+def test_a_part_that_is_not_taken_is_named(seeing: Path, tmp_path: Path, name: str) -> None:
     row, message = ROWS[name]
     (tmp_path / "good").write_bytes(picture(np.random.default_rng(4)))
     with pytest.raises(ConfigError, match=rf"^[^\n]*train\.jsonl:1: [^\n]*{message}"):
-        load(path, tmp_path, [row], control_tokens="refuse")
+        load(seeing, tmp_path, [row], control_tokens="refuse")
 
 
-def test_image_tokens_that_are_not_an_image_s_are_refused(path: Path, tmp_path: Path) -> None:
+def test_image_tokens_that_are_not_an_image_s_are_refused(seeing: Path, tmp_path: Path) -> None:
     (tmp_path / "good").write_bytes(picture(np.random.default_rng(4)))
     row = asked("<|image_pad|>", {"type": "image", "image": "good"})
     with pytest.raises(ConfigError, match=r"train\.jsonl:1: \d+ image tokens, and its 1 images have \d+$"):
-        load(path, tmp_path, [row], control_tokens="allow")
+        load(seeing, tmp_path, [row], control_tokens="allow")
 
 
-def test_images_that_alone_are_too_long_are_not_all_read(path: Path, tmp_path: Path) -> None:
+def test_images_that_alone_are_too_long_are_not_all_read(seeing: Path, tmp_path: Path) -> None:
     (tmp_path / "good").write_bytes(picture(np.random.default_rng(4)))
     image = {"type": "image", "image": "good"}
     many = asked(*[image] * 20, *[{"type": "image", "image": "never read"}] * 10_000)
     with pytest.raises(ConfigError, match=r"train\.jsonl:1: \d+ images have \d+ tokens, more than sft\.max_tokens=60$"):
-        load(path, tmp_path, [many], most=60)
-    assert len(load(path, tmp_path, [many, asked(image)], most=80, overlong="drop")) == 1
+        load(seeing, tmp_path, [many], most=60)
+    assert len(load(seeing, tmp_path, [many, asked(image)], most=80, overlong="drop")) == 1
 
 
-def test_limits_of_pixels_change_the_number_of_tokens_and_not_what_is_cut(path: Path, tmp_path: Path) -> None:
+def test_limits_of_pixels_change_the_number_of_tokens_and_not_what_is_cut(seeing: Path, tmp_path: Path) -> None:
     data = picture(np.random.default_rng(5))
-    small, large = ImageProcessor(path, most=300), ImageProcessor(path, least=3000)
+    small, large = ImageProcessor(seeing, most=300), ImageProcessor(seeing, least=3000)
     one, two = (image_of(processor, data, tmp_path) for processor in (small, large))
     assert one.digest == two.digest and one.tokens < two.tokens
     assert len(small.pixels(one)) == 4 * one.tokens and len(large.pixels(two)) == 4 * two.tokens
     with pytest.raises(ValueError, match=r"^image [0-9a-f]{12}: cut into \(1, \d+, \d+\) patches here, and counted as"):
         small.pixels(two)
     with pytest.raises(ConfigError, match=r"^model\.min_pixels=5000: more than model\.max_pixels=4096$"):
-        image_of(ImageProcessor(path, least=5000), data, tmp_path)
+        image_of(ImageProcessor(seeing, least=5000), data, tmp_path)
 
 
-def test_an_image_outside_its_folder_is_refused(path: Path, tmp_path: Path) -> None:
+def test_an_image_outside_its_folder_is_refused(seeing: Path, tmp_path: Path) -> None:
     """However a row names it: by a link, a path that leads up, or from the root."""
     folder = tmp_path / "data"
     folder.mkdir()
@@ -230,14 +222,14 @@ def test_an_image_outside_its_folder_is_refused(path: Path, tmp_path: Path) -> N
     (folder / "round").symlink_to(folder / "round")
     for name in ("link.png", "up/secret.png", "../secret.png", str(tmp_path / "secret.png")):
         with pytest.raises(ConfigError, match=r"train\.jsonl:1: [^\n]* leads out of [^\n]*; the source's image_folder may be another$"):
-            load(path, folder, [asked({"type": "image", "image": name})])
+            load(seeing, folder, [asked({"type": "image", "image": name})])
     with pytest.raises(ConfigError, match=r"train\.jsonl:1: message 0: part 0: the image is refused: "):
-        load(path, folder, [asked({"type": "image", "image": "round"})])
+        load(seeing, folder, [asked({"type": "image", "image": "round"})])
     names = ["secret.png", "data/link.png", "data/../data/up/secret.png"]
-    assert len(load(path, folder, [asked({"type": "image", "image": name}) for name in names], root=tmp_path)) == 3
+    assert len(load(seeing, folder, [asked({"type": "image", "image": name}) for name in names], root=tmp_path)) == 3
 
 
-def test_images_travel_as_references_to_wherever_their_bytes_are(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_travel_as_references_to_wherever_their_bytes_are(seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files, data URLs of JSONL, and bytes in Parquet of several groups of rows and in what `datasets` writes."""
     rng = np.random.default_rng(6)
     files = [picture(rng) for _ in range(70)]
@@ -254,20 +246,20 @@ def test_images_travel_as_references_to_wherever_their_bytes_are(path: Path, tmp
             stream.write_table(part, max_chunksize=20)
     (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": f"{number}.arrow"} for number in range(2)]}))
     for file in (tmp_path / "train.jsonl", tmp_path / "train.parquet", saved):
-        references = [one.images[0].image for one in load_file(path, file)]
+        references = [one.images[0].image for one in load_file(seeing, file)]
         assert len(pickle.dumps(references)) < 400 * len(files)
         monkeypatch.setattr(image_source, "_cache", image_source._Cache())
         assert [reference.read() for reference in references] == files
 
 
-def test_an_image_that_has_changed_since_it_was_drawn_is_not_taken(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_has_changed_since_it_was_drawn_is_not_taken(seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(7)
     one, other = picture(rng), picture(rng)
     (tmp_path / "a.png").write_bytes(one)
     (tmp_path / "train.jsonl").touch()
     url = {"type": "image", "image": "data:image/png;base64," + base64.b64encode(one).decode()}
     [[named], [inline]] = [
-        [placed.image for placed in row.images] for row in load(path, tmp_path, [asked({"type": "image", "image": "a.png"}), asked(url)])
+        [placed.image for placed in row.images] for row in load(seeing, tmp_path, [asked({"type": "image", "image": "a.png"}), asked(url)])
     ]
     cases = {"has changed since": lambda: (tmp_path / "a.png").write_bytes(other), "cannot be read": lambda: (tmp_path / "a.png").unlink()}
     for message, change in cases.items():
@@ -293,10 +285,10 @@ def test_a_process_keeps_the_last_images_up_to_a_bound(tmp_path: Path, monkeypat
     assert cache.get("large") is None and cache.get("99") is None
 
 
-def test_pairs_and_answers_see_images(path: Path, tmp_path: Path) -> None:
+def test_pairs_and_answers_see_images(seeing: Path, tmp_path: Path) -> None:
     """Pairs whose prompt is apart or in both sides, and prompts with answers, have the images of the same conversations."""
     (tmp_path / "a").write_bytes(picture(np.random.default_rng(1)))
-    tokenizer, reader = load_tokenizer(path), ImageReader(ImageProcessor(path), PAD, 400, "limit")
+    tokenizer, reader = load_tokenizer(seeing), ImageReader(ImageProcessor(seeing), PAD, 400, "limit")
     question = [{"role": "user", "content": [{"type": "image", "image": "a"}, {"type": "text", "text": "which?"}]}]
     sides = [[*question, {"role": "assistant", "content": word}] for word in ("good", "bad")]
     rows = [
@@ -311,7 +303,7 @@ def test_pairs_and_answers_see_images(path: Path, tmp_path: Path) -> None:
     (file := tmp_path / "answers.jsonl").write_text(json.dumps(answer))
     prompts = FileSource(path=file)
     [answered] = load_answers(prompts, tokenizer, SftData(train=prompts), 400, "data.train", reader)
-    [learned] = load(path, tmp_path, [{"messages": sides[0]}])
+    [learned] = load(seeing, tmp_path, [{"messages": sides[0]}])
     lines = [line for _, line in row_lines(tokenizer, [learned])]
     assert sum(f"<|image_pad|> x {learned.images[0].image.tokens}<|vision_end|>which?" in line for line in lines) == 1
     for pair in pairs:

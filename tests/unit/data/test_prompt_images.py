@@ -27,13 +27,6 @@ from tests.image_samples import END, PAD, START
 from tools.make_tiny_model import build
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("seeing") / "model"
-    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
-    return out
-
-
 def square(side: int, shade: int) -> bytes:
     file = io.BytesIO()
     Pillow.fromarray(np.full((side, side, 3), shade, np.uint8)).save(file, "PNG")
@@ -61,8 +54,8 @@ def load(path: Path, file: Path, rows: list[dict[str, Any]], most: int = 200, **
     return list(load_prompts(source, load_tokenizer(path), SourceFormat(**data), most, "data.train", reader=reader))
 
 
-def test_a_prompt_has_each_token_of_its_images_once_and_says_where_they_are(path: Path, tmp_path: Path) -> None:
-    two, text, one = load(path, tmp_path / "rows.parquet", ROWS)
+def test_a_prompt_has_each_token_of_its_images_once_and_says_where_they_are(seeing: Path, tmp_path: Path) -> None:
+    two, text, one = load(seeing, tmp_path / "rows.parquet", ROWS)
     assert [len(prompt.images) for prompt in (two, text, one)] == [2, 0, 1]
     for prompt in (two, one):
         assert prompt.tokens.count(PAD) == sum(placed.image.tokens for placed in prompt.images)
@@ -73,8 +66,8 @@ def test_a_prompt_has_each_token_of_its_images_once_and_says_where_they_are(path
     assert [placed.image.read() for placed in two.images] == FILES and one.images[0].image.read() == FILES[1]
 
 
-def test_verifiers_and_environments_get_texts_and_no_bytes(path: Path, tmp_path: Path) -> None:
-    two, text, one = load(path, tmp_path / "rows.parquet", ROWS)
+def test_verifiers_and_environments_get_texts_and_no_bytes(seeing: Path, tmp_path: Path) -> None:
+    two, text, one = load(seeing, tmp_path / "rows.parquet", ROWS)
     assert (two.shown, two.text, two.meta) == ("a<image>b<image>c", "a<image>b<image>c", {})
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "d<image>"}]
     assert one.shown == messages and text.shown == "no image"
@@ -82,14 +75,14 @@ def test_verifiers_and_environments_get_texts_and_no_bytes(path: Path, tmp_path:
     assert shown_task(one.task) == {"prompt": messages, "answer": "3", "meta": {}}
 
 
-def test_prompts_of_a_large_file_are_those_of_a_small_one(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = load(path, tmp_path / "rows.parquet", ROWS)
+def test_prompts_of_a_large_file_are_those_of_a_small_one(seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = load(seeing, tmp_path / "rows.parquet", ROWS)
     monkeypatch.setattr(large, "LARGE", 1)
-    assert load(path, tmp_path / "rows.parquet", ROWS) == small
+    assert load(seeing, tmp_path / "rows.parquet", ROWS) == small
 
 
-def test_models_that_do_not_get_the_images_are_refused(path: Path, tmp_path: Path) -> None:
-    prompts, policy = load(path, tmp_path / "rows.parquet", ROWS), ModelDescription.read(path)
+def test_models_that_do_not_get_the_images_are_refused(seeing: Path, tmp_path: Path) -> None:
+    prompts, policy = load(seeing, tmp_path / "rows.parquet", ROWS), ModelDescription.read(seeing)
     build(tmp_path / "text", layers=1, hidden=64, experts=4, expert_hidden=32, seed=1)
     example = Path(__file__).parents[3] / "examples" / "vision" / "rl.yaml"
     reward, server = f"reward.source={{type: reward_model, path: {tmp_path / 'text'}}}", "{server: {url: 'http://h/v1', model: m}}"
@@ -103,26 +96,26 @@ def test_models_that_do_not_get_the_images_are_refused(path: Path, tmp_path: Pat
         (["algorithm={type: ppo}", f"critic={{path: {tmp_path / 'text'}}}"], rf"^critic\.path{blind}", True),
         ([reward], rf"^reward\.source\.path{blind}", True),
     ):
-        config = load_config(example, [f"model.path={path}", *changes], TrainConfig)
+        config = load_config(example, [f"model.path={seeing}", *changes], TrainConfig)
         with pytest.raises(ConfigError, match=refusal):
             check_seen(config, policy, prompts)
         check_seen(config, policy, prompts[1:2])  # a text
         with pytest.raises(ConfigError, match=refusal) if measured else nullcontext():
             check_seen(config, policy, prompts[1:2], [prompts[1:2], prompts])
     for changes in ([], [engines]):
-        config = load_config(example, [f"model.path={path}", f"distillation={{teacher: {path}}}", *changes], TrainConfig)
+        config = load_config(example, [f"model.path={seeing}", f"distillation={{teacher: {seeing}}}", *changes], TrainConfig)
         check_seen(config, policy, prompts)
 
 
-def test_agents_get_the_prompt_as_messages_with_the_bytes(path: Path, tmp_path: Path) -> None:
+def test_agents_get_the_prompt_as_messages_with_the_bytes(seeing: Path, tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist([{**ROWS[0], "prompt": "a<image>b<image>"}]), tmp_path / "rows.parquet")
     example, episodes = (
         Path(__file__).parents[3] / "examples" / "vision" / "rl.yaml",
         "environment={source: {type: agent, function: 'a:b'}}",
     )
-    places = [f"model.path={path}", f"data.train.path={tmp_path / 'rows.parquet'}", "rollout.max_prompt_tokens=200"]
+    places = [f"model.path={seeing}", f"data.train.path={tmp_path / 'rows.parquet'}", "rollout.max_prompt_tokens=200"]
     config = load_config(example, [*places, episodes], TrainConfig)
-    [prompt] = PromptReader.of(config).prompts(config.data.train, "data.train", load_tokenizer(path))
+    [prompt] = PromptReader.of(config).prompts(config.data.train, "data.train", load_tokenizer(seeing))
     images = [placed.image for placed in prompt.images]
     urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in FILES]
     parts = [
@@ -157,7 +150,7 @@ def text_of(text: str) -> dict[str, str]:
     ],
 )
 def test_a_bad_prompt_is_refused_by_its_row(
-    path: Path, tmp_path: Path, changes: dict[str, Any], data: dict[str, Any], refusal: str
+    seeing: Path, tmp_path: Path, changes: dict[str, Any], data: dict[str, Any], refusal: str
 ) -> None:
     with pytest.raises(ConfigError, match=refusal):
-        load(path, tmp_path / "rows.parquet", [ROWS[0] | changes], **data)
+        load(seeing, tmp_path / "rows.parquet", [ROWS[0] | changes], **data)

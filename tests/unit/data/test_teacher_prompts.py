@@ -19,7 +19,6 @@ from megarl.images import MARK
 from megarl.models.image_processor import ImageProcessor
 from megarl.ranks.assemble import moved
 from tests.image_samples import PAD, picture
-from tools.make_tiny_model import build
 
 PLAIN = PromptFormat(chat=False, template="Q: {prompt}\nA: ")
 
@@ -96,13 +95,6 @@ def test_a_solution_that_does_not_fit_is_none(tiny_model: Path) -> None:
 def test_what_cannot_be_shown_is_refused_with_the_rows_name(tiny_model: Path, template: str, meta: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}"):
         prompts_of(tiny_model, template).check([prompt_of(**meta)])
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("seeing") / "model"
-    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
-    return out
 
 
 def test_the_teacher_sees_the_images_of_the_question_where_its_prompt_has_them(seeing: Path, tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from megarl.images import MARK
 from tests.image_samples import PAD, inverted, picture
 from tests.unit.data.test_images import bomb
 from tests.unit.engines.test_seen_episodes import REWRITING, Seeing
-from tools.make_tiny_model import build
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,13 +76,6 @@ WRITTEN: dict[str, Callable[[Said], Body]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("seeing") / "model"
-    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
-    return out
-
-
 class Client:
     """In the place of a host: an agent that sends bodies, each made from the answers before it."""
 
@@ -125,9 +117,9 @@ def played(
 
 @pytest.mark.parametrize("rewriting", [False, True])
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_images_of_requests_stand_where_the_context_has_them(path: Path, tmp_path: Path, kind: str, rewriting: bool) -> None:
+def test_images_of_requests_stand_where_the_context_has_them(seeing: Path, tmp_path: Path, kind: str, rewriting: bool) -> None:
     """Each request has the whole conversation; its tokens go on from what was sampled, unless the template rewrites that."""
-    tokenizer, rng = load_tokenizer(path), np.random.default_rng(1)
+    tokenizer, rng = load_tokenizer(seeing), np.random.default_rng(1)
     if rewriting:
         tokenizer.chat_template = REWRITING
     files = [picture(rng) for _ in range(3)]
@@ -141,7 +133,7 @@ def test_images_of_requests_stand_where_the_context_has_them(path: Path, tmp_pat
 
     write = WRITTEN[kind]
     client = Client([(kind, lambda _: write(first)), (kind, lambda said: write(second(said))), (kind, lambda said: write(third(said)))])
-    one, asked = played(path, tokenizer, tmp_path, client, ["[a] one", "[b] two", "three"])
+    one, asked = played(seeing, tokenizer, tmp_path, client, ["[a] one", "[b] two", "three"])
     assert one.error is None and one.turns == 3 and len(one.sample.starts) == (2 if rewriting else 0), client.answers
     assert [[placed.image.read() for placed in request.images] for request in asked] == [files[:2], files, files]
     for request in asked:
@@ -159,7 +151,7 @@ def test_images_of_requests_stand_where_the_context_has_them(path: Path, tmp_pat
     assert sorted(file.read_bytes() for file in (tmp_path / "3").iterdir()) == sorted(files), "each once, of the step that asked for it"
 
 
-def test_a_context_and_a_draw_are_of_their_own_images(path: Path, tmp_path: Path) -> None:
+def test_a_context_and_a_draw_are_of_their_own_images(seeing: Path, tmp_path: Path) -> None:
     """Of a picture and its negative, whose tokens are the same: neither goes on from the other's answer, nor draws as it does."""
     kind, file = "/v1/chat/completions", picture(np.random.default_rng(1))
 
@@ -175,11 +167,11 @@ def test_a_context_and_a_draw_are_of_their_own_images(path: Path, tmp_path: Path
         (kind, lambda _: in_chat(asks(inverted(file), "one", "next"))),  # no answer to this picture
         (kind, lambda _: in_chat(asks(file, "one", "next"))),
     ]
-    one, asked = played(path, load_tokenizer(path), tmp_path, Client(bodies), ["one", "two", "three", "four"])
+    one, asked = played(seeing, load_tokenizer(seeing), tmp_path, Client(bodies), ["one", "two", "three", "four"])
     assert one.error is None and one.turns == 4 and len(one.sample.starts) == 2
     assert asked[0].tokens == asked[1].tokens and asked[2].tokens == asked[3].tokens
     assert len({request.id for request in asked}) == len({request.seed for request in asked}) == 4
-    _, turned = played(path, load_tokenizer(path), tmp_path, Client(bodies[1::-1]), ["two", "one"])
+    _, turned = played(seeing, load_tokenizer(seeing), tmp_path, Client(bodies[1::-1]), ["two", "one"])
     assert [request.seed for request in turned] == [asked[1].seed, asked[0].seed], "whichever comes first"
 
 
@@ -229,12 +221,12 @@ BAD: dict[str, tuple[str, Body, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_image_refuses_its_request(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_bad_image_refuses_its_request(seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """By name, before anything is kept or sampled; the episode goes on with the next request."""
     monkeypatch.setattr(agents, "MOST_BYTES", 10 * len(FILE) if name == "large" else agents.MOST_BYTES)
     kind, body, message = BAD[name]
     client = Client([(kind, lambda _: body), ("/v1/chat/completions", lambda _: in_chat([("user", ["see <image>: ", FILE])]))])
-    one, asked = played(path, load_tokenizer(path), tmp_path, client, ["fine"], most=300)
+    one, asked = played(seeing, load_tokenizer(seeing), tmp_path, client, ["fine"], most=300)
     refusal, answer = client.answers
     assert isinstance(refusal, Refusal) and message in str(refusal) and refusal.status in (400, 413)
     assert isinstance(answer, Answer) and answer.content == "fine" and (one.error, one.turns, len(asked)) == (None, 1, 1)
@@ -254,24 +246,24 @@ def test_a_model_of_text_is_sent_no_images(tiny_model: Path, tmp_path: Path) -> 
     assert "the model sees none" in str(client.answers[0]) and one.error == agents.NO_CALL
 
 
-def test_a_text_prompt_does_not_go_on_from_a_conversation(path: Path, tmp_path: Path) -> None:
+def test_a_text_prompt_does_not_go_on_from_a_conversation(seeing: Path, tmp_path: Path) -> None:
     """It begins as an answer in one, whose tokens and images are no part of it."""
     bodies: list[tuple[str, Callable[[list[Any]], Body]]] = [
         ("/v1/chat/completions", lambda _: in_chat([("user", [FILE])])),
         ("/v1/completions", lambda said: {"prompt": f"{said[0].content} and"}),
     ]
-    _, asked = played(path, load_tokenizer(path), tmp_path, Client(bodies), ["one", "two"])
-    assert not asked[1].images and decode(load_tokenizer(path), asked[1].tokens, finished=False) == "one and"
+    _, asked = played(seeing, load_tokenizer(seeing), tmp_path, Client(bodies), ["one", "two"])
+    assert not asked[1].images and decode(load_tokenizer(seeing), asked[1].tokens, finished=False) == "one and"
 
 
-def test_an_agent_that_sends_its_task_on_sees_what_the_row_shows(path: Path, tmp_path: Path) -> None:
+def test_an_agent_that_sends_its_task_on_sees_what_the_row_shows(seeing: Path, tmp_path: Path) -> None:
     """The policy reads the tokens of the data's prompt, with images of the same bytes, once from its episode's own copies."""
     files = [picture(np.random.default_rng(number)) for number in range(2)]
     for number, data in enumerate(files):
         (tmp_path / str(number)).write_bytes(data)
     row = {"prompt": "a<image>b<image><image>", "images": ["0", "1", "0"], "answer": "1"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    tokenizer, reader = load_tokenizer(path), answer_reader(path, (None, None), 1000, "most")
+    tokenizer, reader = load_tokenizer(seeing), answer_reader(seeing, (None, None), 1000, "most")
     source = FileSource(type="file", path=tmp_path / "rows.jsonl", answer_key="answer")
     [prompt] = load_prompts(source, tokenizer, SourceFormat(), 1000, "data.train", reader=reader)
     start = Start(0, prompt.tokens, 1, prompt.task, step=3, images=prompt.images)
@@ -283,7 +275,7 @@ def test_an_agent_that_sends_its_task_on_sees_what_the_row_shows(path: Path, tmp
             self.answers.append(await policy.answer(FORMATS["/v1/chat/completions"].read(body)))
             return Turn(None, 1.0)
 
-    episode, [request] = played(path, tokenizer, tmp_path / "kept", client := Forwarding([]), ["x"], start=start)
+    episode, [request] = played(seeing, tokenizer, tmp_path / "kept", client := Forwarding([]), ["x"], start=start)
     assert episode.error is None and isinstance(client.answers[0], Answer)
     assert request.tokens == prompt.tokens and [*request.images] == [*prompt.images]
     assert [placed.image.read() for placed in request.images] == [files[0], files[1], files[0]]

@@ -26,7 +26,6 @@ from megarl.images import MARK
 from tests.image_samples import PAD, picture
 from tests.unit.data.test_images import bomb
 from tests.unit.engines.test_contexts import BRACKETS, Asks, Scripted
-from tools.make_tiny_model import build
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,13 +52,6 @@ class Shows(Asks):
     async def step(self, text: str, tokens: Sequence[int], finished: bool) -> Turn:
         answer = await super().step(text, tokens, finished)
         return answer if answer.messages is None else Turn(answer.messages[0], answer.reward, answer.done)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("seeing") / "model"
-    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
-    return out
 
 
 def shown(*parts: str | bytes) -> list[dict[str, Any]]:
@@ -90,14 +82,14 @@ def played(
 
 
 @pytest.mark.parametrize("rewriting", [False, True])
-def test_images_stand_where_the_context_has_them(path: Path, tmp_path: Path, rewriting: bool) -> None:
+def test_images_stand_where_the_context_has_them(seeing: Path, tmp_path: Path, rewriting: bool) -> None:
     """Of the opening and of two answers; where the template rewrites turns, each context has all images before it."""
-    tokenizer, rng = load_tokenizer(path), np.random.default_rng(1)
+    tokenizer, rng = load_tokenizer(seeing), np.random.default_rng(1)
     if rewriting:
         tokenizer.chat_template = REWRITING
     files = [picture(rng) for _ in range(4)]
     questions = [shown("look ", files[0]), shown(files[1], " and ", files[2]), shown("no image"), shown(files[3], "?")]
-    one, asked = played(path, tokenizer, tmp_path, ["[a] one", "[b] two", "three", "four"], questions)
+    one, asked = played(seeing, tokenizer, tmp_path, ["[a] one", "[b] two", "three", "four"], questions)
     assert one.error is None and one.turns == 4 and len(one.sample.starts) == (2 if rewriting else 0)
     assert [len(request.images) for request in asked] == [1, 3, 3, 4]
     for request in asked:
@@ -127,9 +119,9 @@ BAD: dict[str, tuple[list[str | bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_image_ends_its_episode(path: Path, tmp_path: Path, name: str) -> None:
+def test_a_bad_image_ends_its_episode(seeing: Path, tmp_path: Path, name: str) -> None:
     parts, message = BAD[name]
-    one, _ = played(path, load_tokenizer(path), tmp_path, ["one", "two"], [shown("a"), shown(*parts)], most=100)
+    one, _ = played(seeing, load_tokenizer(seeing), tmp_path, ["one", "two"], [shown("a"), shown(*parts)], most=100)
     assert one.error is not None and message in one.error and one.reward == 0.0
     assert len(list(tmp_path.rglob("*"))) <= 2
 
@@ -140,20 +132,20 @@ def test_a_model_of_text_takes_no_images(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("rewriting", [False, True])
-def test_a_prompt_may_speak_of_images_beside_one(path: Path, tmp_path: Path, rewriting: bool) -> None:
+def test_a_prompt_may_speak_of_images_beside_one(seeing: Path, tmp_path: Path, rewriting: bool) -> None:
     """What a text has in common with the name of an image for environments stays text, in each context."""
-    tokenizer, file = load_tokenizer(path), picture(np.random.default_rng(1))
+    tokenizer, file = load_tokenizer(seeing), picture(np.random.default_rng(1))
     tokenizer.chat_template = REWRITING if rewriting else tokenizer.chat_template
     url = shown(file)[0]["content"][0]["image"]
     content = [{"type": "text", "text": "the tag <image> of "}, {"type": "image", "image": url}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": content}], "answer": ""}))
     source, reader = (
         FileSource(type="file", path=tmp_path / "rows.jsonl", answer_key="answer"),
-        answer_reader(path, (None, None), 500, "most"),
+        answer_reader(seeing, (None, None), 500, "most"),
     )
     [prompt] = load_prompts(source, tokenizer, SourceFormat(), 500, "data.train", reader=reader)
     start = Start(0, prompt.tokens, 0, prompt.task, images=prompt.images)
-    one, asked = played(path, tokenizer, tmp_path / "kept", ["[a] one", "two"], [shown("more?")], start=start)
+    one, asked = played(seeing, tokenizer, tmp_path / "kept", ["[a] one", "two"], [shown("more?")], start=start)
     assert one.error is None and one.turns == 2 and len(one.sample.starts) == rewriting
     for request in asked:
         assert [placed.image for placed in request.images] == [prompt.images[0].image]
@@ -162,13 +154,13 @@ def test_a_prompt_may_speak_of_images_beside_one(path: Path, tmp_path: Path, rew
 
 
 @pytest.mark.parametrize("rewriting", [False, True])
-def test_what_the_policy_writes_is_no_image(path: Path, tmp_path: Path, rewriting: bool) -> None:
+def test_what_the_policy_writes_is_no_image(seeing: Path, tmp_path: Path, rewriting: bool) -> None:
     """It samples the token of images: a token like others, and in a context that is rewritten the end of the episode."""
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(seeing)
     if rewriting:
         tokenizer.chat_template = REWRITING
     file = picture(np.random.default_rng(1))
-    one, asked = played(path, tokenizer, tmp_path, ["[a]<|image_pad|>", "two"], [shown("a", file), shown("b", file)])
+    one, asked = played(seeing, tokenizer, tmp_path, ["[a]<|image_pad|>", "two"], [shown("a", file), shown("b", file)])
     assert one.error is None and one.unreadable == rewriting
     assert [len(request.images) for request in asked] == ([1] if rewriting else [1, 2])
     assert rewriting or asked[1].tokens.count(PAD) == 1 + sum(placed.image.tokens for placed in asked[1].images)

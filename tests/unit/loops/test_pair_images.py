@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from megarl.checks.data import PromptReader
 from megarl.config import FileSource, PairsConfig, PreferenceData, PreferenceSource
@@ -17,7 +16,6 @@ from megarl.data.tokenizer import encode, load_tokenizer
 from megarl.loops.pairs import pairs_of
 from megarl.models.image_processor import ImageProcessor
 from tests.image_samples import PAD, picture
-from tools.make_tiny_model import build
 
 FILES = [picture(np.random.default_rng(number)) for number in range(2)]
 QUESTIONS: list[dict[str, Any]] = [
@@ -28,23 +26,16 @@ QUESTIONS: list[dict[str, Any]] = [
 QUESTIONS[1]["prompt"][1]["content"][1] = {"type": "text", "text": "<image> in words"}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("seeing") / "model"
-    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
-    return out
-
-
-def test_pairs_have_the_prompt_s_images_in_their_own_folder(path: Path, tmp_path: Path) -> None:
+def test_pairs_have_the_prompt_s_images_in_their_own_folder(seeing: Path, tmp_path: Path) -> None:
     (data := tmp_path / "data").mkdir()
     for number, file in enumerate(FILES):
         (data / str(number)).write_bytes(file)
     (data / "rows.jsonl").write_text("\n".join(json.dumps(row | {"answer": "1"}) for row in QUESTIONS))
     source = FileSource(type="file", path=data / "rows.jsonl", answer_key="answer")
-    sections: dict[str, Any] = {"model": {"path": path}, "data": {"train": source, "eval": source}, "rollout": {"max_prompt_tokens": 400}}
+    sections: dict[str, Any] = {"model": {"path": seeing}, "data": {"train": source, "eval": source}, "rollout": {"max_prompt_tokens": 400}}
     reward = {"source": {"type": "function", "path": "tests.e2e.reward_by_letter:starts"}}
     config = PairsConfig.model_validate({"name": "x", "reward": reward, **sections})
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(seeing)
     prompts = PromptReader.of(config).prompts(config.data.train, "data.train", tokenizer)
     assert [len(prompt.images) for prompt in prompts] == [3, 1, 0]
     run = tmp_path / "runs" / "x"
@@ -55,7 +46,7 @@ def test_pairs_have_the_prompt_s_images_in_their_own_folder(path: Path, tmp_path
     shutil.rmtree(data)
     moved = run.rename(tmp_path / "moved")
     pairs = PreferenceSource(path=moved / "train.jsonl")
-    reader = ImageReader(ImageProcessor(path), PAD, 400, "limit")
+    reader = ImageReader(ImageProcessor(seeing), PAD, 400, "limit")
     loaded = load_preferences(pairs, tokenizer, PreferenceData(train=pairs, eval=pairs), 400, "data.train", "limit", reader=reader)
     for prompt, pair in zip(prompts, loaded, strict=True):
         for side, text in ((pair.chosen, "good"), (pair.rejected, "bad")):

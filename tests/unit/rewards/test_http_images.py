@@ -30,17 +30,9 @@ from megarl.rewards.server import RewardServer
 from megarl.rewards.sources import check
 from megarl.step.reward import requests
 from tests.image_samples import PAD, picture
-from tools.make_tiny_model import build
 
 MOST = 400
 FILES = [picture(np.random.default_rng(number), form) for number, form in enumerate(("PNG", "JPEG", "WEBP"))]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("seeing") / "model"
-    build(out, layers=2, hidden=64, experts=4, expert_hidden=32, seed=1, family="qwen3_vl_moe")
-    return out
 
 
 def reader_of(path: Path) -> ImageReader:
@@ -48,7 +40,7 @@ def reader_of(path: Path) -> ImageReader:
 
 
 @pytest.fixture(scope="module")
-def prompts(path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
+def prompts(seeing: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
     """Of two images in one message, of two messages, and of text alone."""
     folder = tmp_path_factory.mktemp("data")
     for number, data in enumerate(FILES):
@@ -65,7 +57,7 @@ def prompts(path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Prompt
     ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = FileSource(type="file", path=folder / "rows.jsonl", answer_key="answer")
-    return list(load_prompts(source, load_tokenizer(path), SourceFormat(), MOST, "data.train", reader=reader_of(path)))
+    return list(load_prompts(source, load_tokenizer(seeing), SourceFormat(), MOST, "data.train", reader=reader_of(seeing)))
 
 
 class Judge(Service):
@@ -101,8 +93,8 @@ def responses(prompts: Sequence[Prompt], *texts: str) -> list[Response]:
     return [Response(index, text, len(prompt.ids), 1, 1, True, None, 0) for index, prompt in enumerate(prompts) for text in texts]
 
 
-def test_a_server_reads_the_tokens_and_the_bytes_that_the_policy_read(path: Path, prompts: list[Prompt]) -> None:
-    judge, asked, tokenizer = Judge(path), responses(prompts, "x", "yz"), load_tokenizer(path)
+def test_a_server_reads_the_tokens_and_the_bytes_that_the_policy_read(seeing: Path, prompts: list[Prompt]) -> None:
+    judge, asked, tokenizer = Judge(seeing), responses(prompts, "x", "yz"), load_tokenizer(seeing)
     with served(judge) as source:
         check(RewardSettings(source=source))
         scores = http.HttpScorer(source, 1, require_finished=False).score(requests(prompts, asked))
@@ -134,17 +126,17 @@ def test_images_are_parts_with_the_file_s_own_bytes_and_type(prompts: list[Promp
     ]
 
 
-def test_without_the_key_a_server_is_sent_texts(path: Path, prompts: list[Prompt]) -> None:
-    judge = Judge(path)
+def test_without_the_key_a_server_is_sent_texts(seeing: Path, prompts: list[Prompt]) -> None:
+    judge = Judge(seeing)
     with served(judge) as source:
         texts = source.model_copy(update={"images": False})
         http.HttpScorer(texts, 1, require_finished=False).score(requests(prompts, responses(prompts, "x")))
     assert not any(sample.images for sample in judge.seen)
-    assert "a<image><image>b" in load_tokenizer(path).decode(judge.seen[0].tokens)
+    assert "a<image><image>b" in load_tokenizer(seeing).decode(judge.seen[0].tokens)
 
 
-def test_the_images_of_a_request_are_bounded(path: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    judge, asked = Judge(path), requests(prompts, responses(prompts, "x", "y"))
+def test_the_images_of_a_request_are_bounded(seeing: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, asked = Judge(seeing), requests(prompts, responses(prompts, "x", "y"))
     monkeypatch.setattr(http, "MOST_IMAGES", http._size(asked[0]))  # of the first prompt, and less than that of the second
     if http._size(asked[2]) <= http.MOST_IMAGES:
         asked = asked[2:4] + asked[:2] + asked[4:]
@@ -156,15 +148,15 @@ def test_the_images_of_a_request_are_bounded(path: Path, prompts: list[Prompt], 
     assert scores[2].error is not None and scores[2].error.startswith("images too large: ")
 
 
-def test_a_server_that_sees_no_images_is_named_before_the_start(path: Path, prompts: list[Prompt]) -> None:
-    with served(Judge(path, sees=False)) as source:
+def test_a_server_that_sees_no_images_is_named_before_the_start(seeing: Path, prompts: list[Prompt]) -> None:
+    with served(Judge(seeing, sees=False)) as source:
         with pytest.raises(
             ConfigError, match=r"^reward\.source\.url: \S+: status 400 Bad Request: .*the model sees no images \(reward\.source\.ima"
         ):
             check(RewardSettings(source=source))
         check(RewardSettings(source=source.model_copy(update={"images": False})))
     with pytest.raises(ConfigError, match=r"^sample 0: message 0: the model sees no images$"):
-        Judge(path, sees=False).read([{"prompt": sent(prompts[0].given, [one.image for one in prompts[0].images]), "response": "x"}])
+        Judge(seeing, sees=False).read([{"prompt": sent(prompts[0].given, [one.image for one in prompts[0].images]), "response": "x"}])
 
 
 PNG = f"data:image/png;base64,{base64.b64encode(FILES[0]).decode()}"
@@ -195,16 +187,16 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_client_cannot_have_read_is_refused_in_one_line(path: Path, name: str) -> None:
+def test_what_a_client_cannot_have_read_is_refused_in_one_line(seeing: Path, name: str) -> None:
     content, role, message = REFUSED[name]
     chat = [{"role": "user", "content": "a"}, {"role": role, "content": content}]
     chat += [{"role": "user", "content": "b"}] if role == "assistant" else []
     with pytest.raises(Exception, match=rf"^sample 0[^\n]*{message}[^\n]*$"):
-        Judge(path).read([{"prompt": chat, "response": "x"}])
+        Judge(seeing).read([{"prompt": chat, "response": "x"}])
 
 
-def test_an_image_that_many_samples_have_is_decoded_once(path: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    judge, decoded = Judge(path), Mock(side_effect=module_opened)
+def test_an_image_that_many_samples_have_is_decoded_once(seeing: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, decoded = Judge(seeing), Mock(side_effect=module_opened)
     monkeypatch.setattr("megarl.models.image_processor.opened", decoded)
     chat = sent(prompts[1].given, [one.image for one in prompts[1].images])
     assert len(judge.read([{"prompt": chat, "response": "x"}] * 50)) == 50
@@ -212,7 +204,7 @@ def test_an_image_that_many_samples_have_is_decoded_once(path: Path, prompts: li
 
 
 def test_a_judge_of_texts_is_named_and_one_of_images_needs_a_model_that_sees(
-    path: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    seeing: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "0").write_bytes(FILES[0])
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>a", "images": ["0"], "reward_model": {"ground_truth": "1"}}))
@@ -227,7 +219,7 @@ def test_a_judge_of_texts_is_named_and_one_of_images_needs_a_model_that_sees(
         return capsys.readouterr().err
 
     named = "megarl: data.train: reward.source is sent texts, with <image> in the place of images (reward.source.images=true sends these)\n"
-    assert read(path, images=False) == named and read(path, images=True) == ""
+    assert read(seeing, images=False) == named and read(seeing, images=True) == ""
     with pytest.raises(ConfigError, match=r"^reward\.source\.images=true: the model sees no images, and prompts have none$"):
         read(tiny_model, images=True)
     assert "reward.source is sent" not in read(tiny_model, images=False)
