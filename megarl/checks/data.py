@@ -123,19 +123,20 @@ class PromptReader:
         """`read` without playing an episode. `tokenizer`: that of the model."""
         tools, faults = tool_schemas(self.environment), partial(answer_faults, self._scoring(key))
         most, limit = self.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
-        prompts = load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, self._images())
-        self._check_judges(prompts, key)
+        reader = self._images()
+        prompts = load_prompts(source, tokenizer, self.data, most, key, limit, tools, faults, reader)
+        self._check_judges(prompts, key, sees=reader is not None)
         return prompts
 
-    def _check_judges(self, prompts: Sequence[Prompt], key: str) -> None:
+    def _check_judges(self, prompts: Sequence[Prompt], key: str, *, sees: bool) -> None:
         """Say so on stderr if a server is sent prompts without their images; raise ConfigError if it is to get images that are not read."""
         scoring = self._scoring(key)
         for place, source in alone(scoring.source, "reward.source" if scoring is self.reward else "reward.eval").items():
             if not isinstance(source, HttpReward):
                 continue
-            if (reader := self._images()) is None and source.images:
+            if source.images and not sees:
                 raise ConfigError(f"{place}.images=true: the model sees no images, and prompts have none")
-            if reader is not None and not source.images and any(prompt.images for prompt in looked_at(prompts)):
+            if sees and not source.images and any(prompt.images for prompt in looked_at(prompts)):
                 print(
                     f"megarl: {key}: {place} is sent texts, with <image> in the place of images ({place}.images=true sends these)",
                     file=sys.stderr,

@@ -125,7 +125,12 @@ class Roster:
             time.sleep(POLL_S)
 
     def end_actors(self) -> None:
-        """End the run's actors without Ray's server: each machine's scan kills those there, and itself. It takes LEAVE_S at most."""
+        """In a cluster of others, end the run's actors without Ray's server: each machine's scan kills those there, and itself.
+
+        It takes LEAVE_S at most.
+        """
+        if not self._others:
+            return
 
         def end() -> None:
             machines, actors = self._machines.copy(), self.actors  # the other thread may be changing them

@@ -129,21 +129,15 @@ class Watch:
         return errors
 
     def close(self) -> None:
-        """End the watch. If the session is lost, kill what would be left behind, or be waited for."""
+        """End the watch. If the session is lost, kill what would be left behind, or be waited for: actors, Ray's own stopped processes."""
         if self.loss() is not None:
-            self._end_the_lost()
+            for process in self._own.values():
+                if is_stopped(process.pid):
+                    process.kill()
+            self._roster.end_actors()
         self._ended.set()
         self._roster.close()
         self._thread.join(POLL_S + SLACK_S)
-
-    def _end_the_lost(self) -> None:
-        """Kill Ray's own processes if they are stopped, for which a shutdown would wait; in a cluster of others, the run's actors, which
-        only Ray's server would end."""
-        for process in self._own.values():
-            if is_stopped(process.pid):
-                process.kill()
-        if not self._own:
-            self._roster.end_actors()
 
     @property
     def _all_stopped(self) -> list[StoppedProcess]:
@@ -200,8 +194,7 @@ class Watch:
         if not self._ended.wait(CLOSE_S):
             print(f"megarl: failed: {ProcessStalled.__name__}: {self._doing}: {why}", file=sys.stderr, flush=True)
             self._on_loss(why)
-            if not self._own:
-                self._roster.end_actors()
+            self._roster.end_actors()
             os._exit(FAILURE)
 
 

@@ -63,7 +63,8 @@ class TeacherPrompts:
         reader: ImageReader | None = None,
     ) -> None:
         assert settings.prompt is not None
-        self._settings, self._template = settings, settings.prompt
+        self._settings = settings
+        self._template = [(literal, name) for literal, name, _, _ in Formatter().parse(settings.prompt)]
         self._renderer = Renderer(tokenizer, data, most, limit_key, reader=reader)
 
     @classmethod
@@ -131,7 +132,7 @@ class TeacherPrompts:
     def _row(self, prompt: Prompt, solution: str = "", feedback: str = "") -> Row:
         given = prompt.given
         question = given if isinstance(given, str) else given[-1].get("content", "")
-        if MARK in question and (count := sum(name == "prompt" for _, name, _, _ in Formatter().parse(self._template))) != 1:
+        if MARK in question and (count := sum(name == "prompt" for _, name in self._template)) != 1:
             raise ConfigError(f"distillation.prompt: {prompt.name} has images, and its {{prompt}} stands {count} times here, not once")
         text = self._filled(prompt, question, {"solution": solution, "feedback": feedback})
         images = [placed.image for placed in prompt.images]
@@ -144,7 +145,7 @@ class TeacherPrompts:
         """The template with the values of a row, and of its responses; `question`: its last message, with marks for its images."""
         own = {"prompt": question if MARK in question else prompt.text, "answer": text_of(prompt.answer), **rollouts}
         parts = []
-        for literal, name, _, _ in Formatter().parse(self._template):
+        for literal, name in self._template:
             value = "" if name is None else own[name] if name in own else _column(prompt.meta, name, prompt.name)
             parts += [literal, text_of(value)]
         return "".join(parts)

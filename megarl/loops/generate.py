@@ -182,10 +182,10 @@ def check(options: argparse.Namespace) -> GenerateJob:
     prompts = renderer.all(iter(()) if options.chat else _rows(options, reader))
     renderer.intake.tell(len(prompts), "PROMPT" if options.file is None else f"--file {options.file}", "")
     longest = max((len(prompt.ids) for prompt in prompts), default=room // 2)
-    response = min(RESPONSE, room - longest - (options.top_logprobs is not None)) if options.max_tokens is None else options.max_tokens
+    more = int(options.top_logprobs is not None)  # to score tokens, the engine has to have room for one after them
+    response = min(RESPONSE, room - longest - more) if options.max_tokens is None else options.max_tokens
     if options.chat:
         longest = room - response
-    more = int(options.top_logprobs is not None)  # to score tokens, the engine has to have room for one after them
     check_room(description, max(1, longest) + response + more, f"--max-tokens {response} with its prompt")
     if more and (seeing := next((prompt for prompt in prompts if prompt.images), None)) is not None:
         raise ConfigError(f"--top-logprobs: {seeing.name} has images, which rows of tokens do not hold")
